@@ -1,0 +1,34 @@
+"""memfit fine-tunes a transformer text classifier inside the memory you have."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from memfit._version import __version__
+
+# name -> module; loaded on first use, so that importing memfit imports no torch.
+_EXPORTS: dict[str, str] = {
+    "Budget": "memfit.units",
+    "BudgetTrainer": "memfit.runtime.trainer",
+    "Classifier": "memfit.inference",
+    "MemfitError": "memfit.errors",
+    "TrainingArguments": "memfit.arguments",
+    "estimate": "memfit.api",
+    "finetune": "memfit.api",
+    "load": "memfit.api",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,68 @@
+"""Every error memfit raises on purpose.
+
+    MemfitError              exit code 1: the run failed
+    ├── TraceError           the memory trace cannot run this architecture
+    ├── InputError           exit code 2: what was given is wrong
+    │   ├── ConfigError      an option, a TOML key or a value
+    │   ├── BudgetError      a budget that does not parse
+    │   ├── DataError        a file, a table, a column, a label
+    │   ├── ModelError       a model folder or id
+    │   └── OutputError      the output folder
+    └── DoesNotFitError      exit code 3: nothing fits the budget
+
+A message says what is wrong, where, and what to do. The command line prints it
+without a traceback; a traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MemfitError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class TraceError(MemfitError):
+    """The memory trace cannot run this architecture."""
+
+
+class InputError(MemfitError):
+    """What the user gave is wrong."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """An option, a TOML key or a value is wrong."""
+
+
+class BudgetError(InputError):
+    """A budget does not parse."""
+
+
+class DataError(InputError):
+    """A file, a table, a column or a label is wrong."""
+
+
+class ModelError(InputError):
+    """A model folder or id is wrong."""
+
+
+class OutputError(InputError):
+    """The output folder cannot be used."""
+
+
+class DoesNotFitError(MemfitError):
+    """Nothing fits the budget."""
+
+    exit_code = 3
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' for a misspelt name, or nothing when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

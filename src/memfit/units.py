@@ -1,0 +1,107 @@
+"""Bytes in and out: sizes as people write them, budgets, and how both are printed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memfit.errors import BudgetError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+# "4G" is read as GB: that is what is printed on the card's box.
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": KIB,
+    "m": 10**6, "mb": 10**6, "mib": MIB,
+    "g": 10**9, "gb": 10**9, "gib": GIB,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+DISPLAY_HEADROOM_BYTES = 256 * MIB
+"""What `auto` leaves free on a card for the display and its neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """All the device memory the process may use, the CUDA context included.
+
+    Exactly one of the two is set for a size or a share of the card; neither for `auto`.
+    """
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def resolve(self, *, total_bytes: int, free_bytes: int) -> int:
+        """The budget in bytes on a device with this much memory; never beyond the device.
+
+        `auto` takes what is free now and leaves room for the display.
+        """
+        if self.bytes is not None:
+            return min(self.bytes, total_bytes)
+        if self.fraction is not None:
+            return int(self.fraction * total_bytes)
+        return max(free_bytes - DISPLAY_HEADROOM_BYTES, 0)
+
+    def __str__(self) -> str:
+        if self.bytes is not None:
+            return format_bytes(self.bytes)
+        if self.fraction is not None:
+            return f"{self.fraction:.0%} of the device"
+        return "auto"
+
+
+def parse_bytes(text: str) -> int:
+    """'4GB' is 4e9, '4GiB' is 2**32, '4G' is read as GB, a bare number is bytes."""
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise BudgetError(f"cannot read {text!r} as a size; write 4GB, 4GiB or 3500MB")
+    return round(float(match[1]) * factor)
+
+
+def parse_budget(text: str) -> Budget:
+    """'4GB', '3.5GiB', '80%' or 'auto'."""
+    if text.strip().lower() == "auto":
+        return Budget()
+    if match := _PERCENT.fullmatch(text):
+        fraction = float(match[1]) / 100
+        if not 0 < fraction <= 1:
+            raise BudgetError(f"a budget of {text.strip()} makes no sense; write 1% to 100%")
+        return Budget(fraction=fraction)
+    try:
+        size = parse_bytes(text)
+    except BudgetError:
+        raise BudgetError(
+            f"cannot read the budget {text!r}; write a size (4GB, 4GiB), a share (80%) or auto"
+        ) from None
+    if size <= 0:
+        raise BudgetError(f"a budget of {text.strip()} leaves no memory; write a size such as 4GB")
+    return Budget(bytes=size)
+
+
+def format_bytes(count: int) -> str:
+    """Binary units for a person: 3.73 GiB, 512.0 MiB, 12.0 KiB, 80 B."""
+    for unit, factor, digits in (("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", KIB, 1)):
+        if abs(count) >= factor:
+            return f"{count / factor:.{digits}f} {unit}"
+    return f"{count} B"
+
+
+def format_both(count: int) -> str:
+    """Both readings, since a '4 GB' card has 4 GiB: '4.00 GB (3.73 GiB)'."""
+    return f"{count / 10**9:.2f} GB ({format_bytes(count)})"
+
+
+def format_seconds(seconds: float) -> str:
+    """For a person: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
