@@ -1,0 +1,33 @@
+"""Where training memory goes, as one vocabulary for predictions and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Component(StrEnum):
+    """What a byte of device memory is for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The moment of the highest use, by component.
+
+    Components other than the context add up to `allocated_bytes`; the device holds
+    the reserved bytes and the context.
+    """
+
+    components: Mapping[Component, int]
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    module: str = ""
