@@ -22,3 +22,47 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no shared folder beside the checkout")
     return SHARED
+
+
+SENTENCES = (
+    "服務人員都很親切",
+    "服務人員都不親切",
+    "房間很乾淨，床也很舒服，下次還會再來",
+    "房間很髒，空調太吵，再也不會來了",
+    "位置方便，早餐好吃，價格也不貴",
+    "位置偏僻，早餐難吃，價格還很貴",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of 2 layers x 32 with random weights, one token a character: 負評 and 正評."""
+    import string
+
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    characters = sorted({*"".join(SENTENCES), *string.ascii_lowercase, *string.digits})
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    # WordPiece cuts a Latin word into a first letter and ##letters.
+    vocabulary |= {
+        f"##{letter}": len(vocabulary) + index
+        for index, letter in enumerate(string.ascii_lowercase + string.digits)
+    }
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        id2label={0: "負評", 1: "正評"},
+        label2id={"負評": 0, "正評": 1},
+    )
+    folder = tmp_path_factory.mktemp("tiny-model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertForSequenceClassification(config).save_pretrained(folder)
+    BertTokenizer(vocab=vocabulary, model_max_length=64).save_pretrained(folder)
+    return folder
