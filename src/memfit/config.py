@@ -1,0 +1,293 @@
+"""One configuration for the command line, the TOML file and the Python call.
+
+Every value has one name everywhere. `RunConfig.build` takes them flat (`max_length=64,
+learning_rate=3e-5`), a TOML file keeps them in the tables [data], [model] and [training];
+what is given by hand wins over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memfit import toml
+from memfit.errors import ConfigError, nearest
+from memfit.training_fields import SECRET_FIELDS, SHORT_NAMES, training_fields
+from memfit.units import parse_budget
+
+TASKS = ("auto", "single_label", "multi_label", "regression")
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def option(help: str, **default: Any) -> Any:  # noqa: A002 (the name argparse and typer use)
+    """A field whose help is the command line's help."""
+    return field(metadata={"help": help}, **default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the texts and labels are, and how they are read."""
+
+    path: str = option("A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
+    validation_file: str | None = option("A separate validation table.", default=None)
+    text_column: str | None = option(
+        "The column of texts; found by name if not given.", default=None
+    )
+    text_pair_column: str | None = option("The second text of a pair.", default=None)
+    label_column: str | None = option(
+        "The column of labels, or several separated by commas; found by name if not given.",
+        default=None,
+    )
+    label_names: Mapping[str, str] = option(
+        "Names for the labels: 0=negative 1=positive.", default_factory=dict
+    )
+    task: str = option(f"One of {', '.join(TASKS)}.", default="auto")
+    validation_split: float = option("The share of rows held out to validate.", default=0.1)
+    max_length: int = option("Texts longer than this many tokens are cut.", default=128)
+    encoding: str | None = option("The file's encoding; found if not given.", default=None)
+    seed: int = option("The seed of the split (and of the training).", default=42)
+
+    def __post_init__(self) -> None:
+        _check_choice("task", self.task, TASKS)
+        if not 0 < self.validation_split < 1:
+            raise ConfigError(
+                f"validation_split is {self.validation_split}; write a share between 0 and 1, "
+                "such as 0.1"
+            )
+        if self.max_length < 2:
+            raise ConfigError(f"max_length is {self.max_length}; write at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained, and which of its weights learn."""
+
+    model: str = option("A hub id, or a folder with config, weights and tokenizer.")
+    from_scratch: bool = option("Train from random weights.", default=False)
+    freeze: str | None = option(
+        "Weights that do not learn: encoder, embeddings, or a number of layers.", default=None
+    )
+    lora: int | None = option("Train LoRA adapters of this rank only.", default=None)
+    attn_implementation: str | None = option(f"One of {', '.join(ATTENTION)}.", default=None)
+    dtype: str | None = option(
+        f"The weights' type: {', '.join(DTYPES)} (float32 if not given).", default=None
+    )
+    trust_remote_code: bool = option("Run code that comes with the model.", default=False)
+
+    def __post_init__(self) -> None:
+        if self.freeze is not None and not (
+            self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
+        ):
+            raise ConfigError(
+                f"freeze is {self.freeze!r}; write encoder, embeddings, or a number of layers"
+            )
+        if self.lora is not None and self.lora < 1:
+            raise ConfigError(f"lora is {self.lora}; write a rank such as 8")
+        if self.dtype is not None:
+            _check_choice("dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run; `training` holds TrainingArguments' fields under their own names."""
+
+    data: DataConfig
+    model: ModelConfig
+    output_dir: str | None = option("The folder the result is written to.", default=None)
+    budget: str = option("Device memory: 4GB, 4GiB, 80% or auto.", default="auto")
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+
+    @classmethod
+    def build(cls, config: str | os.PathLike[str] | None = None, **options: Any) -> RunConfig:
+        """From flat options over a TOML file; an option that is None was not given."""
+        tables = _read_tables(Path(config)) if config is not None else _empty_tables()
+        for key, value in options.items():
+            if value is not None:
+                _place(tables, key.replace("-", "_"), value)
+        top = {key: _coerce(cls, key, value) for key, value in tables[""].items()}
+        return cls(
+            data=_construct(DataConfig, tables["data"]),
+            model=_construct(ModelConfig, tables["model"]),
+            training=tables["training"],
+            **top,
+        )
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> RunConfig:
+        """The run a TOML file describes."""
+        return cls.build(path)
+
+    def to_tables(self) -> dict[str, Any]:
+        """Plain values, without what was not given and without secrets."""
+        tables: dict[str, Any] = {"budget": self.budget}
+        if self.output_dir is not None:
+            tables["output_dir"] = self.output_dir
+        for name, part in (("data", self.data), ("model", self.model)):
+            tables[name] = {
+                item.name: value
+                for item in fields(part)
+                if (value := getattr(part, item.name)) not in (None, {})
+            }
+        tables["training"] = {
+            key: value
+            for key, value in self.training.items()
+            if value is not None and key not in SECRET_FIELDS
+        }
+        return tables
+
+    def to_toml(self) -> str:
+        """The TOML that `from_toml` reads back to an equal configuration."""
+        return toml.dumps(self.to_tables())
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """What differs, one 'name: mine, not theirs' each."""
+        mine, theirs = _flatten(self.to_tables()), _flatten(other.to_tables())
+        return [
+            f"{key}: {mine.get(key, 'not set')}, not {theirs.get(key, 'not set')}"
+            for key in dict.fromkeys([*mine, *theirs])
+            if mine.get(key) != theirs.get(key)
+        ]
+
+
+_Part = TypeVar("_Part", DataConfig, ModelConfig)
+_TABLES: Mapping[str, type] = {"": RunConfig, "data": DataConfig, "model": ModelConfig}
+_ALIASES: Mapping[str, str] = {"data": "path", **SHORT_NAMES}
+
+
+def own_fields(table: str) -> dict[str, str]:
+    """The fields of one of our tables, with their help; "" is the top level."""
+    return {
+        item.name: item.metadata["help"]
+        for item in fields(_TABLES[table])
+        if "help" in item.metadata
+    }
+
+
+def _empty_tables() -> dict[str, dict[str, Any]]:
+    return {"": {}, "data": {}, "model": {}, "training": {}}
+
+
+def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
+    tables = _empty_tables()
+    for key, value in toml.read(path).items():
+        if key in tables and not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key} is a table; write its values under [{key}]")
+        if key not in tables:
+            if key not in own_fields(""):
+                raise ConfigError(f"{path}: unknown key {key!r}.{_suggest(key)}")
+            tables[""][key] = value
+            continue
+        known = training_names() if key == "training" else frozenset(own_fields(key))
+        for raw, inner in value.items():
+            name = _canonical(raw.replace("-", "_"), known)
+            if name not in known:
+                raise ConfigError(f"{path}: unknown key {raw!r} in [{key}].{_suggest(raw)}")
+            tables[key][name] = inner
+    return tables
+
+
+def _canonical(name: str, known: frozenset[str]) -> str:
+    alias = _ALIASES.get(name, name)
+    return alias if alias in known else name
+
+
+def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+    """Puts one flat option into its table; `seed` belongs to the split and the training."""
+    key = _ALIASES.get(key, key)
+    if key == "label_names" and not _names_labels(value):
+        tables["training"][key] = value  # TrainingArguments' own field of that name
+        return
+    for table in ("", "data", "model"):
+        if key in own_fields(table):
+            tables[table][key] = value
+            if key == "seed":
+                tables["training"][key] = value
+            return
+    if key not in training_names():
+        raise ConfigError(f"unknown option {key!r}.{_suggest(key)}")
+    tables["training"][key] = value
+
+
+def _names_labels(value: Any) -> bool:
+    return isinstance(value, Mapping) or any("=" in str(item) for item in value)
+
+
+def training_names() -> frozenset[str]:
+    """Every name [training] may hold."""
+    return frozenset(training_fields())
+
+
+def _suggest(name: str) -> str:
+    own = [key for table in _TABLES for key in own_fields(table)]
+    return nearest(name.replace("-", "_"), [*own, *_ALIASES, *sorted(training_names())])
+
+
+def _construct(kind: type[_Part], values: Mapping[str, Any]) -> _Part:
+    for item in fields(kind):
+        required = item.default is dataclasses.MISSING
+        if required and item.default_factory is dataclasses.MISSING and item.name not in values:
+            what = "data file" if item.name == "path" else item.name
+            raise ConfigError(f"no {what} given; see --help for how to name it")
+    return kind(**{key: _coerce(kind, key, value) for key, value in values.items()})
+
+
+def _coerce(kind: type, key: str, value: Any) -> Any:
+    """The value as its field's type, or a ConfigError; numbers are never read from words."""
+    wanted = typing.get_type_hints(kind)[key]
+    types = set(typing.get_args(wanted) or (wanted,))
+    if key == "label_names":
+        return _label_names(value)
+    if bool in types and isinstance(value, bool):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if int in types:
+            return value
+        if float in types:
+            return float(value)
+    if float in types and isinstance(value, float) and math.isfinite(value):
+        return value
+    if str in types and isinstance(value, (str, int, os.PathLike)) and not isinstance(value, bool):
+        return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    if value is None and type(None) in types:
+        return None
+    names = " or ".join(sorted(item.__name__ for item in types if item is not type(None)))
+    raise ConfigError(f"{key} is {value!r}; it takes a value of type {names}")
+
+
+def _label_names(value: Any) -> dict[str, str]:
+    """From a mapping, or from '0=negative' items as the command line gives them."""
+    if isinstance(value, Mapping):
+        return {str(key): str(name) for key, name in value.items()}
+    names: dict[str, str] = {}
+    for item in [value] if isinstance(value, str) else value:
+        label, sign, name = str(item).partition("=")
+        if not (sign and label and name):
+            raise ConfigError(f"label_names has {item!r}; write label=name, such as 0=negative")
+        names[label.strip()] = name.strip()
+    return names
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        hint = nearest(value, choices)
+        raise ConfigError(f"{key} is {value!r}; it is one of {', '.join(choices)}.{hint}")
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,68 @@
+"""The names and types of TrainingArguments' fields, read without importing torch.
+
+Importing transformers' arguments costs seconds; a misspelt flag should not. The class body is
+parsed instead, and the import is only the way out should transformers move it elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+SHORT_NAMES: Mapping[str, str] = {
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "epochs": "num_train_epochs",
+}
+"""Our short names for the longest fields."""
+
+SECRET_FIELDS = frozenset({"hub_token", "push_to_hub_token"})
+"""Fields that are never written to a file."""
+
+
+@functools.cache
+def training_fields() -> Mapping[str, str]:
+    """TrainingArguments' fields with their annotations as written, in order."""
+    spec = importlib.util.find_spec("transformers")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        source = Path(folder) / "training_args.py"
+        if source.is_file() and (found := _fields_in(source.read_text(encoding="utf-8"))):
+            return found
+    return _imported_fields()
+
+
+def _fields_in(source: str) -> dict[str, str]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
+            return {
+                item.target.id: ast.unparse(item.annotation)
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and "ClassVar" not in ast.unparse(item.annotation)
+            }
+    return {}
+
+
+def _imported_fields() -> dict[str, str]:
+    from transformers import TrainingArguments
+
+    return {
+        field.name: field.type if isinstance(field.type, str) else str(field.type)
+        for field in dataclasses.fields(TrainingArguments)
+        if field.init
+    }
+
+
+def is_switch(name: str) -> bool:
+    """Whether a flag may stand alone: `--bf16`."""
+    return "bool" in training_fields().get(name, "").split("[")[0]
+
+
+def takes_several(name: str) -> bool:
+    """Whether a flag takes several values: `--report-to a b`."""
+    return "list[" in training_fields().get(name, "")
