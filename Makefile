@@ -14,6 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
 	touch $(STAMP)
 
+demo: env
+	$(BIN)/python examples/demo.py
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
