@@ -1,0 +1,302 @@
+"""One look for every command: consoles, bars, tables and progress.
+
+Nothing here reads rich's markup, so that a text like "[red]" or a label full of
+control characters prints as what it is and never acts on the terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.memory.components import Component
+from memfit.units import format_both, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memfit.data.values import DataCounts, LengthSummary
+    from memfit.evaluation import Evaluation
+    from memfit.results import RunSummary
+
+MAX_WIDTH = 100
+SMALL_MATRIX = 10
+MOST_CLASSES = 20
+
+# One glyph each, so that the bar also reads without colours and in a log file.
+COMPONENT_STYLES: Mapping[str, tuple[str, str, str]] = {
+    Component.WEIGHTS: ("blue", "█", "W"),
+    Component.GRADIENTS: ("yellow", "▓", "G"),
+    Component.OPTIMIZER: ("green", "▒", "O"),
+    Component.ACTIVATIONS: ("red", "░", "A"),
+    Component.WORKSPACE: ("magenta", "▚", "S"),
+    Component.CONTEXT: ("bright_black", "▞", "C"),
+}
+METRIC_NAMES = {
+    "f1": "F1",
+    "f1_macro": "F1 (macro)",
+    "mse": "MSE",
+    "mae": "MAE",
+    "r2": "R²",
+    "pearson": "Pearson",
+}
+# Characters that turn text around or hide it: a terminal is not the place to find out.
+_BIDI = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that leaves data alone; rich itself honours NO_COLOR, pipes and 80 columns."""
+    stream = sys.stderr if stderr else sys.stdout
+    if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+        # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
+        stream.reconfigure(errors="replace")
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def clean(text: object) -> str:
+    """Data made safe for a terminal: control and direction characters become spaces."""
+    return "".join(
+        " " if char in _BIDI or unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs") else char
+        for char in str(text)
+    )
+
+
+def shorten(text: object, cells: int) -> str:
+    """Clean, on one line and at most this wide; a Chinese character is two cells."""
+    line = Text(" ".join(clean(text).split()))
+    line.truncate(cells, overflow="ellipsis")
+    return line.plain
+
+
+def percent(share: float) -> str:
+    """17 %, 0.4 %, 0 %."""
+    return (
+        f"{share:.1%}".replace("%", " %") if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBar:
+    """A stacked bar by component, against the budget where there is one."""
+
+    components: Mapping[str, int]
+    budget_bytes: int | None = None
+    title: str = "Memory"
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, MAX_WIDTH)
+        shown = {name: size for name, size in self.components.items() if size > 0}
+        yield self._headline(sum(shown.values()))
+        yield self._bar(shown, width, ascii_only=options.ascii_only)
+        yield from _flow(self._legend(shown, options.ascii_only), width)
+
+    def _headline(self, total: int) -> Text:
+        line = Text.assemble((self.title, "bold"), f"  {format_bytes(total)}")
+        if self.budget_bytes:
+            line.append(f" of {format_both(self.budget_bytes)}, ")
+            over = total - self.budget_bytes
+            if over > 0:
+                line.append(f"{format_bytes(over)} too much", style="bold red")
+            else:
+                line.append(percent(total / self.budget_bytes))
+        return line
+
+    def _bar(self, shown: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
+        total = sum(shown.values())
+        scale = max(total, self.budget_bytes or 0, 1)
+        cells = width - 1  # the last one is the edge, or the budget's mark
+        bar, begun, sum_bytes = Text(), 0, 0
+        for name, size in shown.items():
+            sum_bytes += size
+            style, glyph = _style(name, ascii_only)
+            end = round(sum_bytes / scale * cells)
+            bar.append(glyph * (end - begun), style=style)
+            begun = end
+        bar.append(("." if ascii_only else "·") * (cells - begun), style="dim")
+        bar.append("|" if ascii_only else "│")
+        if self.budget_bytes and self.budget_bytes < total:
+            mark = round(self.budget_bytes / scale * cells)
+            bar = Text.assemble(bar[:mark], ("|" if ascii_only else "┃", "bold"), bar[mark + 1 :])
+        return bar
+
+    def _legend(self, shown: Mapping[str, int], ascii_only: bool) -> Iterator[Text]:
+        for name, size in shown.items():
+            style, glyph = _style(name, ascii_only)
+            yield Text.assemble((glyph, style), f" {name} {format_bytes(size)}")
+
+
+def _style(name: str, ascii_only: bool) -> tuple[str, str]:
+    style, glyph, letter = COMPONENT_STYLES.get(name, ("white", "▤", "?"))
+    return style, letter if ascii_only else glyph
+
+
+def _flow(items: Iterator[Text], width: int, gap: int = 3) -> Iterator[Text]:
+    """Items side by side, broken between and never inside them."""
+    line = Text()
+    for item in items:
+        if line and line.cell_len + gap + item.cell_len > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, " " * gap, item) if line else item
+    if line:
+        yield line
+
+
+def memory_bar(
+    components: Mapping[Component, int] | Mapping[str, int],
+    budget_bytes: int | None = None,
+    *,
+    title: str = "Memory",
+) -> MemoryBar:
+    """A stacked bar of where the memory goes."""
+    return MemoryBar({str(name): size for name, size in components.items()}, budget_bytes, title)
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """A table in the one style; the first column holds names, the others numbers."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=None)
+    made.pad_edge = False
+    for index, name in enumerate(columns):
+        made.add_column(
+            Text(name, style="dim"), justify="left" if index == 0 else "right", overflow="fold"
+        )
+    return made
+
+
+def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: str = "") -> Text:
+    """accuracy 0.913   F1 0.934 (正評)   precision …: the headline of an evaluation."""
+    what = shorten(positive, 20) if averaging == "binary" else averaging
+    line = Text()
+    for name, value in metrics.items():
+        line.append("   " if line else "")
+        line.append(f"{METRIC_NAMES.get(name, clean(name))} ")
+        line.append("–" if value is None else f"{value:.4g}", style="bold")
+        if name == "f1" and what:
+            line.append(f" ({what})")
+    return line
+
+
+def metrics_table(evaluation: Evaluation) -> RenderableType:
+    """The headline, one row a class, and the confusion matrix where it fits a screen."""
+    parts: list[RenderableType] = [
+        metrics_line(evaluation.metrics, evaluation.averaging, evaluation.positive),
+        Text(f"on {evaluation.rows:,} rows", style="dim"),
+    ]
+    if evaluation.classes:
+        each = table("class", "precision", "recall", "F1", "rows")
+        for row in evaluation.classes:
+            numbers = (f"{value:.4f}" for value in (row.precision, row.recall, row.f1))
+            each.add_row(Text(shorten(row.name, 32)), *numbers, f"{row.rows:,}")
+        parts.append(Padding(each, (1, 0, 0, 0)))
+    if 0 < len(evaluation.confusion) <= SMALL_MATRIX:
+        parts.append(Padding(_confusion_table(evaluation), (1, 0, 0, 0)))
+    return Group(*parts)
+
+
+def _confusion_table(evaluation: Evaluation) -> Table:
+    names = [shorten(row.name, 12) for row in evaluation.classes]
+    matrix = table("true ↓ predicted →", *names)
+    for index, (name, counts) in enumerate(zip(names, evaluation.confusion, strict=True)):
+        cells = (
+            Text(f"{count:,}", style="bold" if column == index else "" if count else "dim")
+            for column, count in enumerate(counts)
+        )
+        matrix.add_row(Text(name), *cells)
+    return matrix
+
+
+def training_result(summary: RunSummary, folder: Path | None = None) -> RenderableType:
+    """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
+    facts = _facts()
+    facts.add_row("result", metrics_line(summary.metrics, summary.averaging, summary.positive))
+    facts.add_row("training", Text(_training_sentence(summary)))
+    memory = summary.memory
+    for name, peak in (("predicted", memory.predicted), ("measured", memory.measured)):
+        if peak is not None:
+            share = (
+                f", {percent(peak.device_bytes / memory.budget_bytes)} of the budget"
+                if memory.budget_bytes
+                else ""
+            )
+            facts.add_row(name, Text(f"{format_bytes(peak.device_bytes)} at the peak{share}"))
+    if folder is not None:
+        facts.add_row("model", Text(str(folder)))
+        facts.add_row("report", Text(str(folder / "report.html")))
+    return facts
+
+
+def _training_sentence(summary: RunSummary) -> str:
+    steps, epochs = summary.training.get("steps"), summary.training.get("epochs")
+    seconds = summary.seconds.get("train")
+    words = [summary.status]
+    if steps is not None:
+        words.append(f"{steps:,} steps")
+    if epochs is not None:
+        words.append(f"{epochs:g} epoch{'' if epochs == 1 else 's'}")
+    if seconds is not None:
+        words.append(format_seconds(seconds))
+    return ", ".join(words)
+
+
+def data_summary(counts: DataCounts, lengths: LengthSummary | None = None) -> RenderableType:
+    """Where every row went, how the classes are spread, and what `max_length` cuts."""
+    facts = _facts()
+    facts.add_row("rows", Text(_rows_sentence(counts)))
+    total = sum(counts.train_class_counts.values())
+    shown = list(counts.train_class_counts.items())[:MOST_CLASSES]
+    for index, (name, rows) in enumerate(shown):
+        share = rows / total if total else 0.0
+        line = f"{rows:>7,}  {percent(share):>5}  {shorten(name, 40)}"
+        facts.add_row("" if index else "classes", Text(line))
+    if len(counts.train_class_counts) > MOST_CLASSES:
+        facts.add_row("", Text(f"and {len(counts.train_class_counts) - MOST_CLASSES:,} more"))
+    if counts.duplicates_across_split:
+        facts.add_row(
+            "note",
+            Text(
+                f"{counts.duplicates_across_split:,} validation rows repeat a text that is also "
+                "trained on, which flatters the metrics",
+                style="yellow",
+            ),
+        )
+    if lengths is not None:
+        facts.add_row("tokens", Text(_lengths_sentence(lengths)))
+    return facts
+
+
+def _rows_sentence(counts: DataCounts) -> str:
+    words = f"{counts.train_rows:,} to train on, {counts.validation_rows:,} to validate"
+    drops = [
+        f"{number:,} without {what}"
+        for number, what in (
+            (counts.dropped_no_text, "text"),
+            (counts.dropped_no_label, "label"),
+        )
+        if number
+    ]
+    return f"{words}; left out {' and '.join(drops)}" if drops else words
+
+
+def _lengths_sentence(lengths: LengthSummary) -> str:
+    words = f"median {lengths.p50:,}, 90 % up to {lengths.p90:,}, longest {lengths.max:,}; "
+    if not lengths.cut_rows:
+        return f"{words}max_length {lengths.max_length:,} cuts none"
+    return (
+        f"{words}max_length {lengths.max_length:,} cuts {lengths.cut_rows:,} rows "
+        f"({percent(lengths.cut_fraction)})"
+    )
+
+
+def _facts() -> Table:
+    """Lines of a name and what is to be said about it."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    return facts
