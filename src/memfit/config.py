@@ -11,12 +11,14 @@ import dataclasses
 import math
 import os
 import typing
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memfit import toml
+from memfit._compat import OLD_FIELDS, modernize
 from memfit.errors import ConfigError, nearest
 from memfit.training_fields import SECRET_FIELDS, SHORT_NAMES, training_fields
 from memfit.units import parse_budget
@@ -114,11 +116,14 @@ class RunConfig:
         for key, value in options.items():
             if value is not None:
                 _place(tables, key.replace("-", "_"), value)
+        training, notes = modernize(tables["training"])
+        for note in notes:
+            warnings.warn(note, FutureWarning, stacklevel=2)
         top = {key: _coerce(cls, key, value) for key, value in tables[""].items()}
         return cls(
             data=_construct(DataConfig, tables["data"]),
             model=_construct(ModelConfig, tables["model"]),
-            training=tables["training"],
+            training=training,
             **top,
         )
 
@@ -223,8 +228,8 @@ def _names_labels(value: Any) -> bool:
 
 
 def training_names() -> frozenset[str]:
-    """Every name [training] may hold."""
-    return frozenset(training_fields())
+    """Every name [training] may hold: today's fields and those of older transformers."""
+    return frozenset(training_fields()) | OLD_FIELDS
 
 
 def _suggest(name: str) -> str:

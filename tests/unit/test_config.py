@@ -60,6 +60,12 @@ def test_label_names_without_a_sign_are_the_trainers_own_field() -> None:
     assert config.training == {"label_names": ["labels"]}
 
 
+def test_an_old_spelling_is_taken_under_its_new_name_with_a_word() -> None:
+    with pytest.warns(FutureWarning, match="evaluation_strategy is now called eval_strategy"):
+        config = build(evaluation_strategy="epoch")
+    assert config.training == {"eval_strategy": "epoch"}
+
+
 def test_options_win_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(

@@ -1,0 +1,251 @@
+"""Loading a model and its tokenizer for training, with every way that fails told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.config import ModelConfig
+from memfit.errors import ConfigError, MemfitError, ModelError
+from memfit.parts import add_lora, base_of, freeze, position_limit
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from memfit.data.values import LabelSpace
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+FOREIGN_WEIGHT_FILES = ("tf_model.h5", "flax_model.msgpack", "model.onnx", "bert_model.ckpt.index")
+
+
+def check_model_folder(config: ModelConfig) -> None:
+    """What a look into the folder can tell, before torch is imported."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        if folder.exists():
+            raise ModelError(f"the model {config.model} is a file; give the folder it lies in")
+        if _looks_like_a_path(config.model):
+            raise ModelError(f"there is no model folder {config.model}")
+        return
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"the folder {folder} holds a LoRA adapter only; merge it into its model first"
+            )
+        raise ModelError(f"the model folder {folder} has no config.json")
+    if config.from_scratch or any((folder / name).is_file() for name in WEIGHT_FILES):
+        return
+    foreign = [name for name in FOREIGN_WEIGHT_FILES if (folder / name).is_file()]
+    found = f" ({foreign[0]} is not PyTorch's)" if foreign else ""
+    raise ModelError(
+        f"the model folder {folder} has no weights{found}; it needs model.safetensors or "
+        "pytorch_model.bin, or --from-scratch to train from random weights"
+    )
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def load_for_training(
+    config: ModelConfig, labels: LabelSpace, max_length: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with a head for these labels and its tokenizer, frozen or adapted as asked."""
+    check_model_folder(config)
+    tokenizer = load_tokenizer(config)
+    settings = _label_settings(load_config(config), labels)
+    _set_padding(settings, tokenizer)
+    model: Any
+    model, fresh = _load_model(config, settings)
+    _check_vocabulary(model, tokenizer, config.model)
+    _check_positions(model, max_length, config.model)
+    # The heads take **kwargs and ignore num_items_in_batch: without this the stock Trainer
+    # would not divide the loss by the accumulation steps (transformers#47688).
+    model.accepts_loss_kwargs = False
+    if config.lora is not None:
+        model = add_lora(model, config.lora, fresh=fresh)
+        model.accepts_loss_kwargs = False
+    elif config.freeze is not None:
+        freeze(model, config.freeze)
+    return model, tokenizer
+
+
+def load_config(config: ModelConfig) -> PretrainedConfig:
+    """The model's configuration from a folder or the hub; no weights are read."""
+    from transformers import AutoConfig
+
+    try:
+        loaded: PretrainedConfig = AutoConfig.from_pretrained(
+            config.model, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        raise _explain(error, config.model) from None
+    return loaded
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer; one without a vocabulary is an error, not five special tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            config.model, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        raise _explain(error, config.model, part="tokenizer") from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"the model {config.model} has no tokenizer; put its vocabulary "
+            "(tokenizer.json or vocab.txt) beside config.json"
+        )
+    if tokenizer.pad_token is None:  # decoders were pre-trained without padding
+        if tokenizer.eos_token is None:
+            raise ModelError(f"the tokenizer of {config.model} has no padding token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _label_settings(config: Any, labels: LabelSpace) -> PretrainedConfig:
+    """The configuration with the head's size and the label names in it."""
+    config.problem_type = labels.problem_type
+    config.id2label = labels.id2label
+    config.label2id = labels.label2id
+    settings: PretrainedConfig = config
+    return settings
+
+
+def _set_padding(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = tokenizer.pad_token_id
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = text.pad_token_id
+
+
+def _load_model(
+    config: ModelConfig, settings: PretrainedConfig
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model and the names of the weights that were not in the checkpoint."""
+    import torch
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    # A checkpoint saved in half precision would otherwise train in it, and stall.
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype or "float32")}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    try:
+        if config.from_scratch:
+            scratch: PreTrainedModel = Classifier.from_config(  # type: ignore[no-untyped-call]
+                settings, trust_remote_code=config.trust_remote_code, **options
+            )
+            return scratch, tuple(name for name, _ in scratch.named_parameters())
+        model, info = Classifier.from_pretrained(
+            config.model,
+            config=settings,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # another number of labels: a new head
+            **options,
+        )
+    except (ImportError, ValueError) as error:
+        if config.attn_implementation is not None and "attention" in str(error).lower():
+            raise ConfigError(
+                f"--attn-implementation {config.attn_implementation} does not work here: "
+                f"{_first_sentence(error)}"
+            ) from None
+        raise _explain(error, config.model) from None
+    except Exception as error:
+        raise _explain(error, config.model) from None
+    fresh = _check_loaded(model, info, config.model)
+    return model, fresh
+
+
+def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tuple[str, ...]:
+    """A new head is expected; a base model that did not load is an error."""
+    mismatched = {str(item[0]) for item in info["mismatched_keys"]}
+    prefix = f"{model.base_model_prefix}."
+    wrong = sorted(key for key in mismatched if key.startswith(prefix))
+    if wrong:
+        raise ModelError(
+            f"the weights of {name} do not match its config.json: {wrong[0]} has another shape"
+        )
+    missing = {str(key) for key in info["missing_keys"]} | mismatched
+    base = {prefix + key for key, _ in base_of(model).named_parameters()}
+    if base and len(base & missing) > len(base) // 2:
+        raise ModelError(
+            f"the weights of {name} are not those of a {type(model).__name__}: "
+            f"{len(base & missing)} of {len(base)} of the model's weights are not among them"
+        )
+    return tuple(sorted(missing))
+
+
+def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    embedded = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > embedded:
+        raise ModelError(
+            f"the tokenizer of {name} knows {len(tokenizer)} tokens but the model embeds "
+            f"{embedded}; they do not belong together"
+        )
+
+
+def _check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
+    limit = position_limit(model)
+    if limit is not None and max_length > limit:
+        raise ConfigError(
+            f"max_length {max_length} is beyond the {limit} positions of {name}; "
+            f"write --max-length {limit} or less"
+        )
+
+
+def _explain(error: Exception, name: str, part: str = "model") -> MemfitError:
+    """One sentence for what transformers and the hub raise in many ways."""
+    if isinstance(error, MemfitError):
+        return error
+    text = str(error)
+    local = Path(name).is_dir()
+    if "custom code" in text:
+        return ModelError(
+            f"{name} needs code of its own; --trust-remote-code runs it, at your risk"
+        )
+    if "not recognize this architecture" in text or "Unrecognized model" in text:
+        return ModelError(
+            f"the model {name} is of a type this transformers does not know{_type_in(name)}"
+        )
+    if "Unrecognized configuration class" in text:
+        return ModelError(
+            f"the model {name} is of a type that has no text classifier{_type_in(name)}"
+        )
+    if not local and isinstance(error, OSError):
+        return ModelError(
+            f"cannot get the {part} {name}: there is no folder of that name, and the hub "
+            f"{_hub_reason(text)}"
+        )
+    return ModelError(f"cannot load the {part} of {name}: {_first_sentence(error)}")
+
+
+def _hub_reason(text: str) -> str:
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return "is switched off (HF_HUB_OFFLINE=1)"
+    if "connect" in text.lower():
+        return "cannot be reached"
+    return "has none, or does not let you read it"
+
+
+def _type_in(name: str) -> str:
+    try:
+        kind = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f" ({kind})"
+
+
+def _first_sentence(error: Exception) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.rstrip(" .:")
