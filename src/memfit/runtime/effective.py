@@ -1,0 +1,93 @@
+"""The user's TrainingArguments as the Trainer runs them: effective batches, no accumulation.
+
+The user's own object is never changed. docs/training-arguments.md lists what is done here.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+from transformers import TrainingArguments
+
+from memfit.arguments import TrainingArguments as OurTrainingArguments
+from memfit.arguments import smaller_is_better
+from memfit.errors import ConfigError
+
+# These step inside backward: a second micro-batch would meet weights that have already moved.
+_STEPS_IN_BACKWARD = ("lomo", "adalomo")
+_EVAL_BATCHES_ON_DEVICE = 16
+
+
+def accumulation_steps(args: TrainingArguments) -> int:
+    """How many per-device batches make one optimizer step, wherever the user said it."""
+    accelerator: Any = args.accelerator_config
+    plugin = accelerator.gradient_accumulation_kwargs or {}
+    return max(args.gradient_accumulation_steps, int(plugin.get("num_steps", 1)))
+
+
+def effective_rows(args: TrainingArguments) -> int:
+    """Rows of one optimizer step on one device: per-device batch x accumulation."""
+    return args.per_device_train_batch_size * accumulation_steps(args)
+
+
+def effective_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy whose batch is the effective batch; what cannot work with that is refused."""
+    _refuse(args)
+    ours = copy.copy(args)
+    accelerator: Any = copy.deepcopy(args.accelerator_config)
+    if accelerator.gradient_accumulation_kwargs:
+        accelerator.gradient_accumulation_kwargs.pop("num_steps", None)
+    ours.accelerator_config = accelerator
+    ours.per_device_train_batch_size = effective_rows(args)
+    ours.gradient_accumulation_steps = 1
+    # Micro-batches are weighted over all ranks in runtime/step.py already.
+    ours.average_tokens_across_devices = False
+    _replace_what_stands_in_the_way(ours)
+    if ours.gradient_checkpointing:
+        # The reentrant kind finds no gradient below a frozen embedding.
+        chosen = dict(ours.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
+        ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **chosen}
+    if ours.eval_accumulation_steps is None and (ours.world_size > 1 or ours.include_for_metrics):
+        # Elsewhere prediction_step hands out CPU tensors already.
+        ours.eval_accumulation_steps = _EVAL_BATCHES_ON_DEVICE
+    return ours
+
+
+def _refuse(args: TrainingArguments) -> None:
+    sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
+    if sharded:
+        raise ConfigError(
+            f"BudgetTrainer does not run with {sharded[0]}: it decides itself what is on the "
+            "device; use one process a GPU (torchrun), or transformers.Trainer"
+        )
+    if args.optim in _STEPS_IN_BACKWARD:
+        name = getattr(args.optim, "value", args.optim)
+        raise ConfigError(
+            f"optim={name!r} updates weights inside backward and cannot take an "
+            "effective batch in parts; choose another optimizer"
+        )
+
+
+def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:
+    if ours.auto_find_batch_size:
+        ours.auto_find_batch_size = False
+        _warn("auto_find_batch_size is ignored: micro-batches shrink, the effective batch does not")
+    if ours.n_gpu > 1:
+        _warn(
+            f"{ours.n_gpu} GPUs are visible and one is used, with an effective batch of "
+            f"{ours.per_device_train_batch_size}; start with torchrun to use all"
+        )
+        ours._n_gpu = 1  # what the Trainer itself does to keep nn.DataParallel away
+    if ours.fp16 and ours.device.type == "cpu":
+        _warn("fp16 has no effect on a CPU: training runs in the weights' own precision")
+    metric = ours.metric_for_best_model
+    derived = not isinstance(ours, OurTrainingArguments) and ours.greater_is_better
+    if metric is not None and derived and smaller_is_better(metric):
+        ours.greater_is_better = False
+        _warn(f"metric_for_best_model={metric!r} is an error: the smallest is kept as the best")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=5)

@@ -1,0 +1,31 @@
+"""How long the rows of a dataset are, whatever kind of dataset it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_CHUNK_ROWS = 10_000
+
+
+def longest_row(dataset: Any, model: nn.Module) -> int:
+    """Tokens of the longest row; what the model can take at most where rows cannot be looked at."""
+    if hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
+        if "length" in dataset.column_names:
+            return int(max(dataset["length"]))
+        if "input_ids" in dataset.column_names:
+            chunks = range(0, len(dataset), _CHUNK_ROWS)
+            return max(
+                len(row)
+                for start in chunks
+                for row in dataset[start : start + _CHUNK_ROWS]["input_ids"]
+            )
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
+        rows = (dataset[index] for index in range(len(dataset)))
+        lengths = [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
+        if lengths:
+            return max(lengths)
+    config = getattr(model, "config", None)
+    return int(getattr(config, "max_position_embeddings", None) or 512)

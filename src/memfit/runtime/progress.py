@@ -1,0 +1,200 @@
+"""A progress bar that says what people wait for: loss, metric, memory, time left."""
+
+# ruff: noqa: ARG002 - the Trainer decides what its callbacks are given.
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from memfit.units import format_bytes, format_seconds
+
+_METRICS = ("f1", "accuracy", "mse", "mae", "loss")
+# The first step also compiles, allocates and warms caches: it says nothing about the others.
+_WARM_UP_STEPS = 1
+_TIMED_STEPS = 3
+_LINES_IN_A_PIPE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory in use now and at most so far."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+class MemoryMeter:
+    """What the device's allocator holds; on a CPU, what the process holds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peak_bytes = 0
+
+    def read(self) -> MemoryUse:
+        """Ask now. Costs no synchronisation."""
+        if self.device.type == "cuda":
+            return MemoryUse(
+                torch.cuda.memory_reserved(self.device), torch.cuda.max_memory_reserved(self.device)
+            )
+        if self.device.type == "mps":
+            now = torch.mps.driver_allocated_memory()
+        else:
+            now = psutil.Process().memory_info().rss
+        self._peak_bytes = max(self._peak_bytes, now)
+        return MemoryUse(now, self._peak_bytes)
+
+
+class MemfitProgress(TrainerCallback):
+    """Takes the place of the Trainer's bar. In a pipe it prints plain lines instead.
+
+    `step_seconds` is a prediction; without one the total time is said after the first steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        step_seconds: float | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.step_seconds = step_seconds
+        self.console = console or Console(file=sys.stderr)
+        self.clock = clock
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._meter: MemoryMeter | None = None
+        self._shown: dict[str, str] = {}
+        self._first_step = self._started = self._paused = self._pause_began = 0.0
+
+    # ---- what the Trainer calls ----
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._meter = MemoryMeter(args.device)
+        self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
+        steps = state.max_steps - state.global_step
+        about = f", about {format_seconds(steps * self.step_seconds)}" if self.step_seconds else ""
+        self.console.print(f"training: {steps} steps{about}", highlight=False)
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                console=self.console,
+            )
+            self._task = self._bar.add_task(
+                "training", total=state.max_steps, completed=state.global_step, status=""
+            )
+            self._bar.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._meter is None:
+            return
+        done = state.global_step - self._first_step
+        if done == _WARM_UP_STEPS:
+            self._started, self._paused = self.clock(), 0.0
+        if done == _WARM_UP_STEPS + _TIMED_STEPS and self.step_seconds is None:
+            self._say_total(state)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step, status=self._status(state))
+        elif self._is_line_due(state):
+            step = f"step {state.global_step}/{state.max_steps}"
+            self.console.print(f"{step}  {self._status(state)}", highlight=False)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            self._shown["loss"] = f"{float(logs['loss']):.4f}"
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        # Evaluation is not a training step: its time is left out of the time a step takes.
+        self._pause_began = self._pause_began or self.clock()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if self._pause_began:
+            self._paused += self.clock() - self._pause_began
+            self._pause_began = 0.0
+        if self._meter is None or not metrics:
+            return
+        name, value = _main_metric(metrics, args.metric_for_best_model)
+        if value is not None:
+            self._shown[name] = f"{value:.4f}"
+            self.console.print(f"epoch {state.epoch or 0:.2f}: {name} {value:.4f}", highlight=False)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._meter = None
+
+    # ---- what is shown ----
+
+    def seconds_a_step(self, state: TrainerState) -> float | None:
+        """Measured after the warm-up, evaluation left out; the prediction until then."""
+        timed = state.global_step - self._first_step - _WARM_UP_STEPS
+        if timed < 1:
+            return self.step_seconds
+        return (self.clock() - self._started - self._paused) / timed
+
+    def _say_total(self, state: TrainerState) -> None:
+        seconds = self.seconds_a_step(state)
+        if seconds is not None:
+            total = format_seconds(seconds * (state.max_steps - self._first_step))
+            self.console.print(f"training will take about {total}", highlight=False)
+
+    def _status(self, state: TrainerState) -> str:
+        shown = [f"{name} {value}" for name, value in self._shown.items()]
+        if self._meter is not None:
+            use = self._meter.read()
+            budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+            now, peak = format_bytes(use.now_bytes), format_bytes(use.peak_bytes)
+            shown.append(f"memory {now} (peak {peak}{budget})")
+        if (seconds := self.seconds_a_step(state)) is not None:
+            left = (state.max_steps - state.global_step) * seconds
+            shown.append(f"{format_seconds(left)} left")
+        return "  ".join(shown)
+
+    def _is_line_due(self, state: TrainerState) -> bool:
+        every = max(1, state.max_steps // _LINES_IN_A_PIPE)
+        return state.global_step % every == 0 or state.global_step == state.max_steps
+
+
+def _main_metric(metrics: Mapping[str, Any], wanted: str | None) -> tuple[str, float | None]:
+    """The metric that chooses the best model, or the one people look at first."""
+    for name in ((wanted or "").removeprefix("eval_"), *_METRICS):
+        if isinstance(value := metrics.get(f"eval_{name}"), int | float):
+            return name, float(value)
+    return "", None

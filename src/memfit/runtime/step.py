@@ -1,0 +1,65 @@
+"""One optimizer step's gradient: the effective batch, run as micro-batches.
+
+    split  ->  prepare (move to the device)  ->  loss  ->  scaled backward
+
+This is the one place that decides how an effective batch is run; strategies hook in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memfit.errors import DataError
+from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, Trim, split
+
+
+def _no_context(model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG001
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class StepExecutor:
+    """Runs effective batches so that their gradient is the one of the whole batch at once.
+
+    `weigh` says what a micro-batch's mean loss is a mean of (runtime/loss.py); `loss` gets the
+    prepared inputs and that weight; `mean_over_ranks` averages the weight of whole batches over
+    data-parallel ranks, so that ranks with fewer rows count less.
+    """
+
+    micro_batching: MicroBatching
+    trim: Trim
+    weigh: Callable[[Batch], float]
+    prepare: Callable[[Batch], Batch]
+    loss: Callable[[nn.Module, Batch, float], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    no_sync: Callable[[nn.Module], AbstractContextManager[None]] = _no_context
+    mean_over_ranks: Callable[[float], float] = float
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Leave the batch's gradient in the parameters; return its mean loss, detached."""
+        parts = [(part, self.weigh(part.inputs)) for part in self.split(batch)]
+        # A micro-batch of ignored labels only has no mean, and no share in the whole one.
+        parts = [(part, weight) for part, weight in parts if weight > 0]
+        total = self.mean_over_ranks(sum(weight for _, weight in parts))
+        if not parts:
+            raise DataError(
+                "a training batch has no label that counts: all are -100 or of weight zero"
+            )
+        losses = []
+        for index, (part, weight) in enumerate(parts):
+            # Ranks exchange gradients once, with the last micro-batch.
+            is_last = index == len(parts) - 1
+            with nullcontext() if is_last else self.no_sync(model):
+                loss = self.loss(model, self.prepare(part.inputs), weight) * (weight / total)
+                self.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def split(self, batch: Batch) -> list[MicroBatch]:
+        """How this batch will be run."""
+        return split(batch, self.micro_batching, self.trim)

@@ -1,0 +1,287 @@
+"""The Trainer of transformers on effective batches, inside a memory budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from memfit._compat import without_num_items
+from memfit.arguments import TrainingArguments
+from memfit.errors import ConfigError, ModelError
+from memfit.runtime import predictions
+from memfit.runtime.batching import Batch, MicroBatching, trimming_for
+from memfit.runtime.checkpoint import (
+    EpochLengthSampler,
+    checkpoint_to_resume,
+    preserved_rng,
+    record_micro_batching,
+    recorded_micro_batching,
+)
+from memfit.runtime.effective import effective_arguments
+from memfit.runtime.lengths import longest_row
+from memfit.runtime.loss import ClassWeightedLoss, counted_labels
+from memfit.runtime.progress import MemfitProgress
+from memfit.runtime.step import StepExecutor
+from memfit.units import Budget, parse_budget
+
+_ARGUMENTS_FILE = "training_args.bin"
+_STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
+
+
+class ChooseMicroBatching(Protocol):
+    """What `memfit.planner` offers: the largest micro-batches that stay inside the budget."""
+
+    def __call__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: transformers.TrainingArguments,
+        budget: Budget,
+        effective_rows: int,
+        longest_tokens: int,
+    ) -> MicroBatching: ...
+
+
+class BudgetTrainer(transformers.Trainer):
+    """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
+
+    Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
+    accumulation rows, so 1 x 32 and 32 are the same training; what is on the device at once is
+    `micro_batching`, or what `budget` allows. `class_weights` are exact however batches are cut.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *positional: Any,
+        budget: str | Budget | None = None,
+        micro_batching: MicroBatching | None = None,
+        class_weights: Sequence[float] | torch.Tensor | None = None,
+        **named: Any,
+    ) -> None:
+        self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
+        if "tokenizer" in named:
+            named["processing_class"] = named.pop("tokenizer")
+            warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
+        super().__init__(model, effective_arguments(self.user_args), *positional, **named)
+        # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
+        self.model_accepts_loss_kwargs = False
+        self.compute_loss = without_num_items(self.compute_loss)  # type: ignore[method-assign]
+        if class_weights is not None:
+            self._use_class_weights(class_weights)
+        self.budget = parse_budget(budget) if isinstance(budget, str) else budget
+        self.executor = self.create_step_executor(micro_batching or self._choose_micro_batching())
+
+    # ---- what memfit adds ----
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """What is on the device at once; may be changed between steps."""
+        return self.executor.micro_batching
+
+    @micro_batching.setter
+    def micro_batching(self, value: MicroBatching) -> None:
+        self.executor = dataclasses.replace(self.executor, micro_batching=value)
+
+    @property
+    def effective_rows(self) -> int:
+        """Rows one optimizer step learns from, over all data-parallel ranks."""
+        return int(self.args.per_device_train_batch_size * self.args.world_size)
+
+    def loss_weight(self, inputs: Batch) -> float:
+        """What the mean loss over these rows is a mean of: their number, or their class weights.
+
+        Override it beside a `compute_loss` that divides by something else than the rows.
+        """
+        label_name = self.label_names[0] if self.label_names else "labels"
+        labels = inputs.get(label_name)
+        if isinstance(self.compute_loss_func, ClassWeightedLoss) and labels is not None:
+            return self.compute_loss_func.weight_of(labels)
+        return counted_labels(inputs, label_name)
+
+    def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
+        """How an effective batch is run; override to run it another way."""
+        return StepExecutor(
+            micro_batching=micro_batching,
+            trim=trimming_for(self.model),
+            weigh=self.loss_weight,
+            prepare=self._prepare_inputs,
+            loss=self._micro_batch_loss,
+            backward=lambda loss: self.accelerator.backward(loss),
+            no_sync=lambda model: self.accelerator.no_sync(model),
+            mean_over_ranks=self._mean_over_ranks,
+        )
+
+    # ---- the Trainer's own methods ----
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As the Trainer's; `True` takes the newest checkpoint that was written to its end."""
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ModelError(
+                "no parameter of the model can learn: every requires_grad is False; "
+                "leave at least the classification head unfrozen"
+            )
+        checkpoint = None
+        if resume_from_checkpoint not in (None, False):
+            wanted = True if resume_from_checkpoint is True else str(resume_from_checkpoint)
+            checkpoint = checkpoint_to_resume(str(self.args.output_dir), wanted)
+            self._compare_micro_batching(checkpoint)
+        return super().train(checkpoint, *args, **kwargs)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        num_items_in_batch: Any = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """The gradient of one effective batch, however many micro-batches it takes."""
+        model.train()
+        if callable(to_training := getattr(self.optimizer, "train", None)):
+            to_training()  # schedule-free optimizers keep two sets of weights
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return self.executor.run(model, inputs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> predictions.Prediction:
+        """The same micro-batches as in training; what comes out does not stay on the device."""
+        parts = self.executor.split(inputs)
+        outcomes = []
+        for part in parts:
+            outcome = super().prediction_step(model, part.inputs, prediction_loss_only, ignore_keys)
+            # Several ranks gather on the device first; eval_accumulation_steps bounds that.
+            alone = self.accelerator.num_processes == 1
+            outcomes.append(predictions.to_cpu(outcome) if alone else outcome)
+        weights = [self.loss_weight(part.inputs) for part in parts]
+        return predictions.merged(parts, weights, outcomes)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the Trainer's, without a trace in the random numbers of the training."""
+        with preserved_rng():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Effective batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Evaluation batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Test batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_test_dataloader(test_dataset))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        data_seed = self.args.data_seed
+        seed = self.args.seed if data_seed is None else data_seed
+        return EpochLengthSampler(sampler.batch_size, list(sampler.lengths), seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        # The stock one shuffles evaluation too when training groups by length: predictions
+        # would come back in another order than the rows.
+        sampler = super()._get_eval_sampler(eval_dataset)
+        is_grouped = isinstance(sampler, LengthGroupedSampler)
+        return SequentialSampler(eval_dataset) if is_grouped else sampler
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """As the Trainer's; memfit's progress bar takes the place of the stock one."""
+        super().add_callback(callback)
+        callbacks = list(self.callback_handler.callbacks)
+        if any(isinstance(one, MemfitProgress) for one in callbacks):
+            for one in callbacks:
+                if type(one).__name__ in _STOCK_BARS:
+                    self.remove_callback(one)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; the arguments saved are the user's, not the effective ones."""
+        super().save_model(output_dir, _internal_call)
+        folder = Path(str(output_dir or self.args.output_dir))
+        if self.args.should_save and (folder / _ARGUMENTS_FILE).is_file():
+            torch.save(self.user_args, folder / _ARGUMENTS_FILE)
+            if _internal_call:
+                record_micro_batching(folder, self.micro_batching)
+
+    # ---- inside ----
+
+    def _micro_batch_loss(self, model: nn.Module, inputs: Batch, weight: float) -> torch.Tensor:
+        with self.compute_loss_context_manager():
+            if self.compute_loss_func is None:
+                loss = self.compute_loss(model, inputs)
+            else:
+                # Such functions divide a sum by it: this micro-batch's own weight makes a mean.
+                items = torch.tensor(weight, device=self.args.device)
+                loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+        assert isinstance(loss, torch.Tensor)
+        # 1, unless accumulation was set on trainer.args after the trainer was made.
+        return loss / getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _mean_over_ranks(self, total: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return total
+        value = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+        return float(self.accelerator.reduce(value, reduction="mean"))
+
+    def _use_class_weights(self, class_weights: Sequence[float] | torch.Tensor) -> None:
+        if self.compute_loss_func is not None:
+            raise ConfigError("give class_weights or compute_loss_func, not both")
+        self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
+
+    def _choose_micro_batching(self) -> MicroBatching:
+        if self.budget is None:
+            return MicroBatching()
+        # Imported here: the planner stands above the runtime.
+        choose: ChooseMicroBatching = importlib.import_module(
+            "memfit.planner"
+        ).choose_micro_batching
+        return choose(
+            model=self.model,
+            args=self.args,
+            budget=self.budget,
+            effective_rows=self.args.per_device_train_batch_size,
+            longest_tokens=longest_row(self.train_dataset, self.model),
+        )
+
+    def _compare_micro_batching(self, checkpoint: str) -> None:
+        recorded = recorded_micro_batching(checkpoint)
+        if recorded not in (None, self.micro_batching):
+            warnings.warn(
+                f"{checkpoint} was trained with {recorded}, this run goes on with "
+                f"{self.micro_batching}: the same training up to rounding and dropout's random "
+                "numbers, not bit for bit",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:
+    if hasattr(dataloader, "device"):
+        dataloader.device = None
+    return dataloader
