@@ -1,0 +1,164 @@
+"""Which columns hold the text, its pair and the label: found by name, or named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memfit.data.tables import Table
+from memfit.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from memfit.config import DataConfig
+
+# In order of preference: a table with a title and a body is classified by its body.
+_TEXT_NAMES = """
+    text texts sentence sentences review reviews content contents comment comments body
+    review_text review_body review_content comment_text text_content full_text
+    message tweet post document passage utterance query question description abstract
+    summary title headline
+    文本 评论 評論 评价 評價 内容 內容 正文 句子 评论内容 評論內容 留言 文字 问题 問題 摘要
+    标题 標題
+"""
+_LABEL_NAMES = """
+    label labels sentiment class classes category categories target targets polarity emotion
+    intent topic tag tags y score scores rating ratings stars
+    标签 標籤 类别 類別 分类 分類 情感 情绪 情緒 评分 評分 分数 分數 星级 星級
+"""
+_PAIRS = (
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
+    ("text1", "text2"), ("text_a", "text_b"), ("sentence_a", "sentence_b"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The chosen columns; several labels are 0/1 columns of a multi-label table."""
+
+    text: str
+    text_pair: str | None
+    labels: tuple[str, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text column, and its pair where there is one."""
+        return (self.text,) if self.text_pair is None else (self.text, self.text_pair)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """In the order they are read."""
+        return (*self.texts, *self.labels)
+
+
+def choose_columns(table: Table, config: DataConfig) -> Columns:
+    """The columns the config names, and the rest by their usual names."""
+    labels = _labels(table, config.label_column)
+    text, pair = choose_texts(table, config.text_column, config.text_pair_column, taken=labels)
+    for one, role in ((text, "text"), (pair, "text pair")):
+        if one in labels:
+            raise DataError(
+                f"{table.where}: {one!r} is both the {role} and the label column; "
+                "name another with text_column or label_column"
+            )
+    columns = Columns(text, pair, labels)
+    for column in columns.all:
+        _check_unique(table, column)
+    return columns
+
+
+def choose_texts(
+    table: Table, text: str | None, pair: str | None, taken: Iterable[str] = ()
+) -> tuple[str, str | None]:
+    """The text column and its pair or None; both named, or found among what is not taken."""
+    if text is not None:
+        text = _named(table, text, "text_column")
+    if pair is not None:
+        pair = _named(table, pair, "text_pair_column")
+    free = [column for column in table.columns if column not in taken and column != pair]
+    if text is None and pair is None:
+        text, pair = _known_pair(free)
+    if text is None:
+        text = _first(free, _TEXT_NAMES)
+    if text is None:
+        raise DataError(
+            f"{table.where}: no text column among {_listed(table)}; name it with text_column"
+        )
+    if text == pair:
+        raise DataError(
+            f"{table.where}: text_column and text_pair_column are both {text!r}; "
+            "name two different columns"
+        )
+    return text, pair
+
+
+def require_columns(table: Table, columns: Columns, of: str) -> None:
+    """A validation file must have the columns of the training file."""
+    for column in columns.all:
+        if column not in table.columns:
+            raise DataError(
+                f"{table.where}: no column {column!r}, which {of} has, among {_listed(table)}; "
+                "give both the same header"
+            )
+        _check_unique(table, column)
+
+
+def _labels(table: Table, named: str | None) -> tuple[str, ...]:
+    if named is None:
+        found = _first(table.columns, _LABEL_NAMES)
+        if found is None:
+            raise DataError(
+                f"{table.where}: no label column among {_listed(table)}; name it with label_column"
+            )
+        return (found,)
+    if named in table.columns or "," not in named:
+        return (_named(table, named, "label_column"),)
+    several = [part.strip() for part in named.split(",") if part.strip()]
+    labels = tuple(dict.fromkeys(_named(table, part, "label_column") for part in several))
+    if not labels:
+        raise DataError(f"label_column {named!r} names no column; write one name, or a,b,c")
+    return labels
+
+
+def _named(table: Table, name: str, option: str) -> str:
+    """The column as the table spells it; the exact spelling first, then without regard to case."""
+    exact = [column for column in table.columns if column == name]
+    close = exact or [column for column in table.columns if _plain(column) == _plain(name)]
+    if not close:
+        raise DataError(
+            f"{table.where}: no column {name!r} ({option}) among {_listed(table)}; "
+            f"name one of these.{nearest(name, table.columns)}"
+        )
+    return close[0]
+
+
+def _first(columns: Sequence[str], known: str) -> str | None:
+    by_name = {_plain(column): column for column in reversed(columns)}
+    return next((by_name[name] for name in known.split() if name in by_name), None)
+
+
+def _known_pair(columns: Sequence[str]) -> tuple[str | None, str | None]:
+    by_name = {_plain(column): column for column in columns}
+    for first, second in _PAIRS:
+        if first in by_name and second in by_name:
+            return by_name[first], by_name[second]
+    return None, None
+
+
+def _check_unique(table: Table, column: str) -> None:
+    if table.columns.count(column) > 1:
+        raise DataError(
+            f"{table.where}: {table.columns.count(column)} columns are called {column!r}; "
+            "rename all but one"
+        )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s-]+", "_", name.strip().lower())
+
+
+def _listed(table: Table) -> str:
+    shown = [column if len(column) <= 40 else column[:39] + "…" for column in table.columns[:20]]
+    more = f" and {len(table.columns) - 20} more" if len(table.columns) > 20 else ""
+    return f"the columns {', '.join(shown)}{more}"

@@ -1,0 +1,146 @@
+"""Which encoding a text file is in: UTF-8, UTF-16 with a mark, GB18030, Big5, or the one named.
+
+Python reads GB18030 over almost any bytes without complaint, so falling back to it
+blindly would turn a French file, or a UTF-8 file with one broken byte, into nonsense that
+still trains. A sample of the bytes is judged first, and doubt is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from encodings.aliases import aliases
+from pathlib import Path
+
+from memfit.errors import DataError, nearest
+
+_CHUNK_BYTES = 1 << 20
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),  # Excel's "Unicode text"
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# Supersets that read the same files and more: what says gb2312 is often GBK with a few extras.
+_WIDER = {"utf-8": "utf-8-sig", "gb2312": "gb18030", "gbk": "gb18030", "big5": "cp950"}
+_MAGIC = (
+    (b"PK\x03\x04", "an Excel workbook or a zip file; save it as CSV (UTF-8)"),
+    (b"\xd0\xcf\x11\xe0", "an old Excel workbook; save it as CSV (UTF-8)"),
+    (b"PAR1", "a Parquet file; name it .parquet"),
+    (b"\x1f\x8b", "compressed with gzip; unpack it first"),
+)
+_GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
+_HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
+_COMMON = frozenset(
+    "的一是不了在人有我他这這个個们們中来來上大为為和国國地到以说說时時要就出会會可也你对對生能"
+    "而子那得于於着著下自之年过過发發后後作里裡好很没沒还還都给給让讓买買太差"
+)
+
+
+def find_encoding(path: Path, named: str | None) -> str:
+    """The codec that reads the whole file; an error where none does."""
+    with path.open("rb") as file:
+        head = file.read(_CHUNK_BYTES)
+    for magic, what in _MAGIC:
+        if head.startswith(magic):
+            raise DataError(f"{path} is not a text table: it is {what}")
+    if named is not None:
+        codec = _lookup(named)
+        if broken := _first_undecodable(path, codec):
+            raise DataError(
+                f"{path} is not {named}: line {broken[0]} cannot be read; "
+                "name its real encoding, or leave encoding out to have it found"
+            )
+        return codec
+    for mark, codec in _MARKS:
+        if head.startswith(mark):
+            if broken := _first_undecodable(path, codec):
+                raise DataError(
+                    f"{path} begins as {codec} but line {broken[0]} cannot be read; "
+                    "save it again as UTF-8"
+                )
+            return codec
+    return _unmarked(path, head)
+
+
+def _unmarked(path: Path, head: bytes) -> str:
+    if head[:4096].count(0) * 10 > len(head[:4096]):
+        raise DataError(
+            f"{path} is not a text table: it is full of zero bytes; "
+            "if it is UTF-16 without a mark, give encoding=utf-16-le"
+        )
+    broken = _first_undecodable(path, "utf-8")
+    if broken is None:
+        return "utf-8-sig"
+    line, offset = broken
+    # From a little before the first byte that is not UTF-8: what precedes it tells a
+    # broken UTF-8 file from one in another encoding.
+    with path.open("rb") as file:
+        file.seek(max(0, offset - _CHUNK_BYTES // 2))
+        sample = file.read(_CHUNK_BYTES)
+    codec = _judge(path, sample, line)
+    if failed := _first_undecodable(path, codec):
+        raise DataError(
+            f"{path} is neither UTF-8 nor {codec.upper()}: line {failed[0]} cannot be read; "
+            "name its encoding, or save it as UTF-8"
+        )
+    return codec
+
+
+def _judge(path: Path, sample: bytes, line: int) -> str:
+    """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
+    if b"\0" in sample:
+        raise DataError(f"{path} is not a text table: it is binary (line {line})")
+    as_utf8 = sample.decode("utf-8", "replace")
+    broken = as_utf8.count("\ufffd")
+    valid = sum(char > "\x7f" for char in as_utf8) - broken
+    if valid > 10 * broken:
+        raise DataError(
+            f"{path} is UTF-8 with broken bytes, first in line {line}; repair that line, "
+            "or name the encoding if it is another one"
+        )
+    # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
+    runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
+    if sum(len(run) == 1 for run in runs) * 2 > len(runs):
+        raise DataError(
+            f"{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; "
+            "name its encoding (such as cp1252), or save it as UTF-8"
+        )
+    return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
+
+
+def _common_share(sample: bytes, codec: str) -> float:
+    """How much of the text is the commonest characters; the wrong codec gives rare ones."""
+    text = [char for char in sample.decode(codec, "replace") if char > "\x7f"]
+    return sum(char in _COMMON for char in text) / max(len(text), 1)
+
+
+def _lookup(named: str) -> str:
+    try:
+        b"".decode(named)  # codecs.lookup alone would also take base64 and rot13
+        name = codecs.lookup(named).name
+    except (LookupError, ValueError):
+        raise DataError(
+            f"there is no encoding {named!r}; write utf-8, gb18030, big5 or another that "
+            f"Python knows.{nearest(named.lower(), {*aliases, *aliases.values(), 'utf-8'})}"
+        ) from None
+    return _WIDER.get(name, name)
+
+
+def _first_undecodable(path: Path, codec: str) -> tuple[int, int] | None:
+    """(line, byte offset) of about the first bytes the codec refuses; None where it reads all."""
+    decoder = codecs.getincrementaldecoder(codec)()
+    line, offset = 1, 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(_CHUNK_BYTES)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeError as error:
+                start = getattr(error, "start", 0)
+                return line + chunk[:start].count(b"\n"), offset + start
+            if not chunk:
+                return None
+            line += chunk.count(b"\n")
+            offset += len(chunk)

@@ -1,0 +1,223 @@
+"""From labels as they are written to a task, label names and ids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memfit.data.scan import MOST_CLASSES, NUMBER, SEPARATORS, WHOLE, LabelScan, shorten
+from memfit.data.values import MULTI_LABEL, REGRESSION, SINGLE_LABEL, TASKS, LabelSpace
+from memfit.errors import DataError, nearest
+
+Encoded = int | float | list[float]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one written label becomes what the model learns."""
+
+    space: LabelSpace
+    ids: Mapping[str, int]
+    whole_numbers: bool = False
+    separator: str | None = None
+    multi_hot: bool = False
+
+    def keys(self, item: str) -> list[str]:
+        """The labels one written item stands for: 'a|b' for two, '1.0' for '1'."""
+        parts = [item] if self.separator is None else item.split(self.separator)
+        found = [part.strip() for part in parts if part.strip()]
+        return [_whole(key) for key in found] if self.whole_numbers else found
+
+    def encode(self, items: list[str]) -> Encoded:
+        """An id, a number, or a 0/1 vector."""
+        if self.space.task == REGRESSION:
+            return float(items[0])
+        if self.multi_hot:
+            return [float(item) for item in items]
+        ids = [self.ids[key] for item in items for key in self.keys(item)]
+        if self.space.task == SINGLE_LABEL:
+            return ids[0]
+        vector = [0.0] * self.space.num_labels
+        for number in ids:
+            vector[number] = 1.0
+        return vector
+
+    def key_counts(self, scan: LabelScan) -> Counter[str]:
+        """Rows of every label of a scanned table."""
+        counts: Counter[str] = Counter()
+        for item, rows in scan.counts.items():
+            for key in self.keys(item):
+                counts[key] += rows
+        return counts
+
+    def check(self, scan: LabelScan, where: str, of: str) -> None:
+        """Every label of another table must be one of `of`'s, and of the same kind."""
+        task = self.space.task
+        _check_kind(scan, task, where)
+        if task == REGRESSION:
+            return
+        if self.multi_hot:
+            if not scan.fits_multi_hot(self.space.num_labels):
+                raise DataError(
+                    f"{where}: its labels are not lists of {self.space.num_labels} zeros and "
+                    f"ones as in {of}; write both the same way"
+                )
+            return
+        unknown = [key for key in self.key_counts(scan) if key not in self.ids]
+        if unknown:
+            raise DataError(
+                f"{where}: the label {shorten(unknown[0])} does not occur in {of}, which has "
+                f"{_listed(self.ids)}; correct it or add rows with it there"
+            )
+
+
+def choose_coding(
+    scan: LabelScan,
+    *,
+    task: str,
+    columns: Sequence[str],
+    declared: Sequence[str] | None,
+    label_names: Mapping[str, str],
+    where: str,
+) -> Coding:
+    """The task, found or named, with ids: numbers in their order, words sorted."""
+    if task == "auto":
+        task = _find_task(scan, columns, declared)
+    _check_kind(scan, task, where)
+    if task == REGRESSION:
+        if label_names:
+            raise DataError("label_names has no meaning for regression; leave it out")
+        return Coding(LabelSpace(task, (columns[0],)), {})
+    several = task == MULTI_LABEL and len(columns) == 1
+    width = scan.multi_hot_width if several else None
+    coding = Coding(
+        LabelSpace(task, ()),
+        {},
+        whole_numbers=scan.first_word is None and not scan.fractional,
+        separator=_separator(scan) if several and not scan.lists else None,
+        multi_hot=width is not None,
+    )
+    if width is not None:
+        keys = [str(number) for number in range(width)]
+    elif len(columns) > 1:
+        keys = list(columns)
+    else:
+        keys = list(declared) if declared else _ordered(coding.key_counts(scan))
+    names = _with_names(keys, label_names, where, may_count=bool(declared))
+    ids = {key: number for number, key in enumerate(keys)}
+    return replace(coding, space=LabelSpace(task, names), ids=ids)
+
+
+def coding_for(
+    space: LabelSpace, scan: LabelScan, label_names: Mapping[str, str], where: str
+) -> Coding:
+    """How a table's labels map to those of a model that exists: all by name, or all by id."""
+    _check_kind(scan, space.task, where)
+    several = space.task == MULTI_LABEL
+    ids = {_whole(name): number for name, number in space.label2id.items()} | space.label2id
+    for key, name in _as_text(label_names).items():
+        if name not in space.label2id:
+            raise DataError(
+                f"label_names: the model has no label {name!r}, only {_listed(space.names)}; "
+                f"write one of these.{nearest(name, space.names)}"
+            )
+        ids[key] = ids[_whole(key)] = space.label2id[name]
+    coding = Coding(
+        space,
+        ids,
+        whole_numbers=scan.first_word is None and not scan.fractional,
+        separator=_separator(scan) if several and not scan.lists else None,
+        multi_hot=several and scan.multi_hot_width is not None,
+    )
+    keys = coding.key_counts(scan)
+    by_id = {str(number): number for number in space.id2label}
+    if any(key not in ids for key in keys) and all(key in by_id for key in keys):
+        return replace(coding, ids=by_id)
+    return coding
+
+
+def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] | None) -> str:
+    if len(columns) > 1 or scan.lists or ("|" in scan.separators and not declared):
+        return MULTI_LABEL
+    return REGRESSION if scan.fractional and scan.first_word is None else SINGLE_LABEL
+
+
+def _check_kind(scan: LabelScan, task: str, where: str) -> None:
+    """Whether labels that look like this can be the labels of that task."""
+    if task not in TASKS:
+        raise DataError(
+            f"there is no task {task!r}; write auto, {', '.join(TASKS)}.{nearest(task, TASKS)}"
+        )
+    if task == REGRESSION:
+        if scan.first_word is not None:
+            raise DataError(
+                f"{where}: regression needs numbers and one label is "
+                f"{shorten(scan.first_word)}; correct it, or name another label_column or task"
+            )
+        if scan.lists:
+            raise DataError(f"{where}: regression needs one number a row and finds lists")
+        return
+    if scan.too_many:
+        raise DataError(
+            f"{where}: more than {MOST_CLASSES:,} different labels; name the right label_column, "
+            "or task=regression if they are numbers to predict"
+        )
+    if task == SINGLE_LABEL and not scan.list_widths <= {1}:
+        raise DataError(
+            f"{where}: single_label needs one label a row and finds lists of "
+            f"{min(scan.list_widths)} to {max(scan.list_widths)}; give task=multi_label"
+        )
+
+
+def _separator(scan: LabelScan) -> str | None:
+    return next((mark for mark in SEPARATORS if mark in scan.separators), None)
+
+
+def _ordered(keys: Iterable[str]) -> list[str]:
+    """Numbers by value, words by code point; the same on every machine."""
+    found = list(keys)
+    if all(NUMBER.fullmatch(key) for key in found):
+        return sorted(found, key=lambda key: (float(key), key))
+    return sorted(found)
+
+
+def _with_names(
+    keys: list[str], label_names: Mapping[str, str], where: str, *, may_count: bool
+) -> tuple[str, ...]:
+    """The names the user gave, and the labels as written for the rest."""
+    names = {key: key for key in keys}
+    spellings = {key.casefold(): key for key in keys}
+    if may_count:  # the source has named its labels already; the user may still say 0 and 1
+        spellings = {str(number): key for number, key in enumerate(keys)} | spellings
+    for written, name in _as_text(label_names).items():
+        as_written = written.casefold()
+        key = spellings.get(as_written) or spellings.get(_whole(as_written))
+        if key is None:
+            raise DataError(
+                f"{where}: label_names names {shorten(written)}, which does not occur; the labels "
+                f"are {_listed(keys)}.{nearest(written, keys)}"
+            )
+        names[key] = name
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise DataError(f"label_names gives two labels the name {twice[0]!r}; name them apart")
+    return tuple(names.values())
+
+
+def _whole(key: str) -> str:
+    """'1.0' and '01' are '1'; by text, since a float would round long numbers."""
+    if WHOLE.fullmatch(key):
+        return str(int(key.partition(".")[0]))
+    whole = NUMBER.fullmatch(key) and float(key).is_integer()
+    return str(int(float(key))) if whole else key
+
+
+def _listed(names: Sequence[str] | Mapping[str, int]) -> str:
+    shown = ", ".join(shorten(name)[1:-1] for name in list(names)[:10])
+    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+
+
+def _as_text(label_names: Mapping[str, str]) -> dict[str, str]:
+    """In Python a person also writes {0: "bad"}."""
+    return {str(key).strip(): str(name) for key, name in label_names.items()}

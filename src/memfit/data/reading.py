@@ -1,0 +1,206 @@
+"""From a path to clean, labelled, split rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.data.columns import Columns, choose_columns, choose_texts, require_columns
+from memfit.data.labels import Coding, choose_coding, coding_for
+from memfit.data.rows import CleanRows, as_text, clean_rows, encode_labels, write_rows
+from memfit.data.scan import shorten
+from memfit.data.source import open_file, open_source
+from memfit.data.split import check_share, class_counts, count_shared, split_rows
+from memfit.data.tables import Row, Table
+from memfit.data.values import REGRESSION, SINGLE_LABEL, DataCounts, LabelSpace, TextData
+from memfit.data.workspace import quiet_datasets
+from memfit.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+
+    from memfit.config import DataConfig
+
+    Array = np.ndarray[Any, Any]
+
+
+def read_table(config: DataConfig) -> TextData:
+    """The rows that train and the rows that validate, with label names and counts."""
+    if config.validation_file is None:
+        check_share(config.validation_split)
+    with quiet_datasets():
+        table, validation_table = open_source(config.path, config.encoding)
+        if config.validation_file is not None:
+            path = Path(config.validation_file).expanduser()
+            validation_table = open_file(path, config.encoding)
+        columns = choose_columns(table, config)
+        if validation_table is not None:
+            require_columns(validation_table, columns, table.where)
+        rows = clean_rows(table, columns)
+        coding = _coding(table, columns, rows, config)
+        if validation_table is None:
+            return _split(table, columns, rows, coding, config)
+        return _with_validation(table, validation_table, columns, rows, coding)
+
+
+def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, DataCounts]:
+    """All rows of a table for a model that exists already, with that model's label ids.
+
+    They are counted as validation rows. Labels are the model's names, its ids, or what
+    `config.label_names` translates to its names.
+    """
+    with quiet_datasets():
+        table, _ = open_source(config.path, config.encoding)
+        columns = choose_columns(table, config)
+        rows = clean_rows(table, columns)
+        coding = coding_for(labels, rows.scan, config.label_names, table.where)
+        coding.check(rows.scan, table.where, of="the model")
+        dataset = encode_labels(rows, coding)
+        found = class_counts(_labels(dataset), labels)
+    return dataset, DataCounts(
+        rows_read=rows.rows_read,
+        dropped_no_text=rows.dropped_no_text,
+        dropped_no_label=rows.dropped_no_label,
+        train_rows=0,
+        validation_rows=len(dataset),
+        duplicates_across_split=0,
+        validation_class_counts=found,
+        **_described(table, columns),
+    )
+
+
+def read_texts(
+    path: str,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    encoding: str | None = None,
+) -> Dataset:
+    """All texts of a table in order, labels not needed; an empty text stays, as ''."""
+    with quiet_datasets():
+        table, _ = open_source(path, encoding)
+        wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
+
+        def texts() -> Iterator[Row]:
+            for row in table.read(wanted):
+                yield tuple(as_text(value, table.where) for value in row)
+
+        dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
+        if not len(dataset):
+            raise DataError(f"{table.where} has a header and no rows; add rows")
+        return dataset
+
+
+def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig) -> Coding:
+    coding = choose_coding(
+        rows.scan,
+        task=config.task,
+        columns=columns.labels,
+        declared=table.class_names.get(columns.labels[0]),
+        label_names=config.label_names,
+        where=table.where,
+    )
+    label = repr(",".join(columns.labels))
+    if coding.space.task == REGRESSION:
+        if len(rows.scan.counts) == 1:
+            raise DataError(
+                f"{table.where}: every label in {label} is {next(iter(rows.scan.counts))}; "
+                "there is nothing to learn, name another label_column"
+            )
+    elif len(coding.key_counts(rows.scan)) < 2 and not coding.multi_hot:
+        only = next(iter(coding.key_counts(rows.scan)), "none at all")
+        raise DataError(
+            f"{table.where}: one class only, every label in {label} is {shorten(only)}; "
+            "add rows of another class or name another label_column"
+        )
+    return coding
+
+
+def _split(
+    table: Table, columns: Columns, rows: CleanRows, coding: Coding, config: DataConfig
+) -> TextData:
+    if coding.space.task == SINGLE_LABEL:
+        _check_no_single_rows(table, columns, rows, coding)
+    dataset = encode_labels(rows, coding)
+    labels = _labels(dataset)
+    train, validation = split_rows(labels, coding.space, config.validation_split, config.seed)
+    hashes = rows.text_hashes
+    counts = DataCounts(
+        rows_read=rows.rows_read,
+        dropped_no_text=rows.dropped_no_text,
+        dropped_no_label=rows.dropped_no_label,
+        train_rows=len(train),
+        validation_rows=len(validation),
+        duplicates_across_split=count_shared(hashes[train], hashes[validation]),
+        train_class_counts=class_counts(labels[train], coding.space),
+        validation_class_counts=class_counts(labels[validation], coding.space),
+        **_described(table, columns),
+    )
+    return TextData(dataset.select(train), dataset.select(validation), coding.space, counts)
+
+
+def _with_validation(
+    table: Table, validation_table: Table, columns: Columns, rows: CleanRows, coding: Coding
+) -> TextData:
+    other = clean_rows(validation_table, columns)
+    coding.check(other.scan, validation_table.where, of=table.where)
+    train, validation = encode_labels(rows, coding), encode_labels(other, coding)
+    found = [class_counts(_labels(dataset), coding.space) for dataset in (train, validation)]
+    if coding.space.task == SINGLE_LABEL:
+        for name, count in found[1].items():
+            if count == 0 and found[0][name] > 0:
+                raise DataError(
+                    f"{validation_table.where}: no row has the label {shorten(name)}, which "
+                    f"{table.where} has; add some, or leave validation_file out to have it split"
+                )
+    counts = DataCounts(
+        rows_read=rows.rows_read + other.rows_read,
+        dropped_no_text=rows.dropped_no_text + other.dropped_no_text,
+        dropped_no_label=rows.dropped_no_label + other.dropped_no_label,
+        train_rows=len(train),
+        validation_rows=len(validation),
+        duplicates_across_split=count_shared(rows.text_hashes, other.text_hashes),
+        train_class_counts=found[0],
+        validation_class_counts=found[1],
+        **_described(table, columns),
+    )
+    return TextData(train, validation, coding.space, counts)
+
+
+def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, coding: Coding) -> None:
+    counts = coding.key_counts(rows.scan)
+    single = [key for key, count in counts.items() if count == 1]
+    if not single:
+        return
+    label = columns.labels[0]
+    if len(single) == 1:
+        raise DataError(
+            f"{table.where}: the class {shorten(single[0])} has a single row, which cannot both "
+            "train and validate; add rows, remove it, or give a validation_file"
+        )
+    raise DataError(
+        f"{table.where}: {len(single)} of {len(counts)} classes have a single row "
+        f"({shorten(single[0])} is one), which cannot both train and validate; add rows, "
+        f"or name another label_column than {label!r}"
+    )
+
+
+def _labels(dataset: Dataset) -> Array:
+    import numpy as np
+
+    # Column by column through Arrow: a list of Python numbers would take five times the memory.
+    column = dataset.with_format("arrow")["label"][:]
+    values = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    if hasattr(values.type, "value_type"):
+        return np.asarray(values.flatten()).reshape(len(values), -1)
+    return np.asarray(values)
+
+
+def _described(table: Table, columns: Columns) -> dict[str, Any]:
+    return {
+        "text_column": columns.text,
+        "text_pair_column": columns.text_pair,
+        "label_column": ",".join(columns.labels),
+        "encoding": table.encoding,
+    }

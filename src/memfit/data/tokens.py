@@ -1,0 +1,135 @@
+"""Texts to token ids, cut at `max_length` but not padded, and how long they were before."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
+from memfit.data.workspace import progress_bar, quiet_datasets
+from memfit.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+
+    Array = np.ndarray[Any, Any]
+
+_LENGTH = "length_before_cutting"
+_BATCH_ROWS = 1000
+_EQUAL_BINS = 9
+
+
+def tokenize(text_data: TextData, tokenizer: Any, max_length: int) -> TokenizedData:
+    """Training and validation rows as token ids, and the lengths of both together."""
+    import numpy as np
+
+    train, train_lengths = _tokenized(text_data.train, tokenizer, max_length)
+    validation, validation_lengths = _tokenized(text_data.validation, tokenizer, max_length)
+    lengths = np.concatenate([train_lengths, validation_lengths])
+    return TokenizedData(train, validation, summarize_lengths(lengths, max_length))
+
+
+def tokenize_dataset(
+    dataset: Dataset, tokenizer: Any, max_length: int
+) -> tuple[Dataset, LengthSummary]:
+    """One dataset with `text`, optional `text_pair` and optional `label` as token ids."""
+    tokenized, lengths = _tokenized(dataset, tokenizer, max_length)
+    return tokenized, summarize_lengths(lengths, max_length)
+
+
+def summarize_lengths(lengths: Array, max_length: int) -> LengthSummary:
+    """What a person asks of a length distribution, in a handful of numbers."""
+    import numpy as np
+
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int)
+    longest = int(lengths.max())
+    # Equal bins up to the 99th percentile: one very long text must not flatten the rest.
+    width = max(1, math.ceil(int(p99) / _EQUAL_BINS))
+    edges = [1 + width * number for number in range(_EQUAL_BINS + 1)]
+    bounds = [(first, after - 1) for first, after in pairwise(edges)]
+    if longest >= edges[-1]:
+        bounds.append((edges[-1], longest))
+    return LengthSummary(
+        count=len(lengths),
+        mean=float(lengths.mean()),
+        p50=int(p50),
+        p90=int(p90),
+        p99=int(p99),
+        max=longest,
+        max_length=max_length,
+        cut_rows=int((lengths > max_length).sum()),
+        histogram=tuple(
+            LengthBin(first, last, int(((lengths >= first) & (lengths <= last)).sum()))
+            for first, last in bounds
+            if first <= longest
+        ),
+    )
+
+
+def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Dataset, Array]:
+    import numpy as np
+
+    _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
+    if "label" in dataset.column_names:
+        dataset = dataset.rename_column("label", "labels")  # keeps its type
+    bar = progress_bar("tokenizing", total_rows=len(dataset))
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        encoded = _encode(batch["text"], batch.get("text_pair"), tokenizer, max_length)
+        bar.update(len(batch["text"]))
+        return encoded
+
+    with quiet_datasets():
+        tokenized = dataset.map(
+            encode,
+            batched=True,
+            batch_size=_BATCH_ROWS,
+            remove_columns=[name for name in dataset.column_names if name.startswith("text")],
+            load_from_cache_file=False,
+            # Named by us: hashing a tokenizer is slow, and nothing is looked up again.
+            new_fingerprint=uuid4().hex,
+        )
+    bar.close()
+    lengths = np.asarray(tokenized.with_format("numpy")[_LENGTH][:])
+    return tokenized.remove_columns([_LENGTH]), lengths
+
+
+def _encode(
+    texts: list[str], pairs: list[str] | None, tokenizer: Any, max_length: int
+) -> dict[str, Any]:
+    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, padding=False)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    parts = getattr(encoded, "encodings", None)
+    if parts and pairs is None:
+        # A fast tokenizer keeps what it cut off, each piece with its own special tokens.
+        specials = tokenizer.num_special_tokens_to_add()
+        for row, part in enumerate(parts):
+            lengths[row] += sum(len(piece) - specials for piece in part.overflowing)
+    else:
+        # For pairs those pieces overlap, and slow tokenizers keep none; only the rows that
+        # fill max_length can have been cut, so only they are tokenized again.
+        full = [row for row, length in enumerate(lengths) if length >= max_length]
+        if full:
+            again = tokenizer(
+                [texts[row] for row in full],
+                pairs and [pairs[row] for row in full],
+                truncation=False,
+                padding=False,
+                verbose=False,  # it would warn of lengths the model never sees
+            )
+            for row, ids in zip(full, again["input_ids"], strict=True):
+                lengths[row] = len(ids)
+    return {**encoded, _LENGTH: lengths}
+
+
+def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
+    specials = tokenizer.num_special_tokens_to_add(pair)
+    least = specials + (2 if pair else 1)
+    if max_length < least:
+        raise DataError(
+            f"max_length is {max_length}, and {specials} of that are special tokens; "
+            f"give at least {least}"
+        )
