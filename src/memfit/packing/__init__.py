@@ -1,0 +1,18 @@
+"""Padding-free batches for stock transformers classifiers."""
+
+from memfit.packing.batch import PackedBatch, PackSpec, pack, weighted_loss
+from memfit.packing.families import pack_spec
+from memfit.packing.model import PackedModel, packed
+from memfit.packing.support import PackingSupport, can_pack
+
+__all__ = [
+    "PackSpec",
+    "PackedBatch",
+    "PackedModel",
+    "PackingSupport",
+    "can_pack",
+    "pack",
+    "pack_spec",
+    "packed",
+    "weighted_loss",
+]

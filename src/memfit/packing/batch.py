@@ -1,0 +1,263 @@
+"""A padded batch with its padding taken out: all texts one after another, and where each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from memfit.errors import DataError
+
+IGNORED_LABEL = -100
+"""The label of a dummy row: cross entropy leaves it out of the sum and out of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpec:
+    """What a model family wants of a packed batch; small and picklable, for loader workers."""
+
+    padding_idx: int | None = None
+    """RoBERTa and XLM-R count positions from padding_idx + 1, without that token; others from 0."""
+    token_types: bool = False
+    """Whether token types must be there even when the collator gives none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """The texts of a batch without padding.
+
+    Segment r of `cu_seqlens` is row r, for all `rows` rows; segments after these hold dummy
+    tokens that only fill the token count up to a bucket. Rows from `real_rows` on are dummies
+    as well: weight 0, label -100 (or 0.0).
+    """
+
+    tokens: Mapping[str, Tensor]
+    """Flat [T] tensors by name: input_ids, position_ids, token_type_ids, …"""
+    cu_seqlens: Tensor
+    """Where each segment begins, and the end of the last: int32 [segments + 1]."""
+    max_seqlen: int
+    lengths: tuple[int, ...]
+    """The segments' lengths once more as numbers, so that nothing must ask the device."""
+    rows: int
+    real_rows: int
+    real_tokens: int
+    row_weight: Tensor
+    """1 for a real row, 0 for a dummy: float32 [rows]."""
+    labels: Tensor | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the collator gave, passed on untouched."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.tokens["input_ids"]
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self.tokens["position_ids"]
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens the model computes on, dummies included."""
+        return self.input_ids.shape[0]
+
+    def inputs(self, *, labels: bool = True) -> dict[str, Any]:
+        """Keyword arguments for the model, under the names transformers itself uses for packing."""
+        inputs: dict[str, Any] = {name: flat.unsqueeze(0) for name, flat in self.tokens.items()}
+        inputs.update(self.extras)
+        inputs.update(
+            cu_seq_lens_q=self.cu_seqlens,
+            cu_seq_lens_k=self.cu_seqlens,
+            max_length_q=self.max_seqlen,
+            max_length_k=self.max_seqlen,
+            packed_rows=self.rows,
+        )
+        if self.cu_seqlens.device.type == "cpu":
+            inputs["packed_lengths"] = self.lengths
+        if labels and self.labels is not None:
+            if self.rows != self.real_rows and self.labels.is_floating_point():
+                raise ValueError(
+                    "the model's own loss would count the dummy rows of this batch; "
+                    "take inputs(labels=False) and weighted_loss()"
+                )
+            inputs["labels"] = self.labels
+        return inputs
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory; a DataLoader calls this by its name."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def copy_from(self, other: PackedBatch) -> None:
+        """Overwrite this batch's tensors, which a captured graph reads, by those of another."""
+        if self.cu_seqlens.shape != other.cu_seqlens.shape or self.max_seqlen != other.max_seqlen:
+            raise ValueError("the two batches are not padded to the same rows, tokens and length")
+        for name, flat in self.tokens.items():
+            flat.copy_(other.tokens[name], non_blocking=True)
+        self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
+        self.row_weight.copy_(other.row_weight, non_blocking=True)
+        if self.labels is not None and other.labels is not None:
+            self.labels.copy_(other.labels, non_blocking=True)
+
+    def _map(self, change: Any) -> PackedBatch:
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        return replace(
+            self,
+            tokens={name: change(flat) for name, flat in self.tokens.items()},
+            cu_seqlens=change(self.cu_seqlens),
+            row_weight=change(self.row_weight),
+            labels=changed(self.labels),
+            extras={name: changed(value) for name, value in self.extras.items()},
+        )
+
+
+def pack(
+    batch: Mapping[str, Any],
+    spec: PackSpec | None = None,
+    *,
+    pad_to_tokens: int | None = None,
+    pad_to_rows: int | None = None,
+    max_seqlen: int | None = None,
+) -> PackedBatch:
+    """Strip the padding of a batch by its attention mask, wherever the padding is.
+
+    `pad_to_tokens`, `pad_to_rows` and `max_seqlen` fix every shape, as a captured graph needs:
+    the tokens are filled up by segments of dummies, at most `max_seqlen` long each.
+    """
+    spec = spec or PackSpec()
+    ids, mask = _ids_and_mask(batch)
+    columns = {"input_ids": ids, "position_ids": _positions(batch, ids, mask, spec)}
+    extras = {}
+    for name, value in batch.items():
+        if name in ("input_ids", "attention_mask", "position_ids", "labels"):
+            continue
+        if isinstance(value, Tensor) and value.shape == ids.shape:
+            columns[name] = value
+        else:
+            extras[name] = value
+    if spec.token_types and "token_type_ids" not in columns:
+        columns["token_type_ids"] = torch.zeros_like(ids)
+
+    lengths: list[int] = mask.sum(dim=1).tolist()
+    longest = max(lengths)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(f"a text of {longest} tokens does not fit max_seqlen={max_seqlen}")
+    segments = _segments(lengths, pad_to_tokens, pad_to_rows, max_seqlen or longest)
+    total = sum(segments)
+    rows = pad_to_rows or len(lengths)
+    # Dummies take a position every family has: the one of a text's first token.
+    fill = {"position_ids": 0 if spec.padding_idx is None else spec.padding_idx + 1}
+    cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32, device=ids.device)
+    cu_seqlens[1:] = torch.tensor(segments, dtype=torch.int32).cumsum(0)
+    return PackedBatch(
+        tokens={n: _padded(c[mask], total, fill.get(n, 0)) for n, c in columns.items()},
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen or longest,
+        lengths=tuple(segments),
+        rows=rows,
+        real_rows=len(lengths),
+        real_tokens=sum(lengths),
+        row_weight=_padded(torch.ones(len(lengths), device=ids.device), rows, 0),
+        labels=_padded_labels(batch.get("labels"), rows),
+        extras=extras,
+    )
+
+
+def weighted_loss(
+    logits: Tensor, labels: Tensor, row_weight: Tensor, problem_type: str | None = None
+) -> Tensor:
+    """sum_r weight_r * loss_r with the losses of transformers' heads; one shape for any batch.
+
+    Weights of 1 / N over all rows of an effective batch of N give the mean the heads would.
+    """
+    width = logits.shape[-1]
+    if problem_type is None:
+        if width == 1:
+            problem_type = "regression"
+        else:
+            multi = labels.is_floating_point()
+            problem_type = "multi_label_classification" if multi else "single_label_classification"
+    if problem_type == "single_label_classification":
+        per_row = F.cross_entropy(
+            logits, labels.view(-1), reduction="none", ignore_index=IGNORED_LABEL
+        )
+    elif problem_type == "regression":
+        target = labels.view(logits.shape).to(logits.dtype)
+        per_row = F.mse_loss(logits, target, reduction="none").mean(dim=-1)
+    else:
+        target = labels.to(logits.dtype)
+        per_row = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(dim=-1)
+    return (per_row * row_weight.to(per_row.dtype)).sum()
+
+
+def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "inputs_embeds" in batch:
+        raise DataError("a batch is packed from input_ids of shape [rows, tokens]; it has none")
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape:
+        raise DataError(
+            f"the attention mask has shape {list(mask.shape)} and the tokens {list(ids.shape)}; "
+            "packing needs one mask value a token"
+        )
+    mask = mask.bool()
+    # A row without any token still is a row with a label: keep its first cell.
+    empty = ~mask.any(dim=1)
+    if bool(empty.any()):
+        mask = mask.clone()
+        mask[empty, 0] = True
+    return ids, mask
+
+
+def _positions(batch: Mapping[str, Any], ids: Tensor, mask: Tensor, spec: PackSpec) -> Tensor:
+    """The positions the stock model would use were the text alone and padded on the right."""
+    given: Tensor | None = batch.get("position_ids")
+    if given is not None:
+        return given.expand_as(ids)
+    if spec.padding_idx is None:
+        first = mask.int().argmax(dim=1, keepdim=True)
+        return torch.arange(ids.shape[1], device=ids.device) - first
+    counted = ids != spec.padding_idx
+    return counted.cumsum(dim=1) * counted + spec.padding_idx
+
+
+def _segments(
+    lengths: list[int], pad_to_tokens: int | None, pad_to_rows: int | None, max_seqlen: int
+) -> list[int]:
+    """Lengths of all segments: real rows, empty dummy rows, then dummies that fill the bucket."""
+    tokens, rows = sum(lengths), len(lengths)
+    if pad_to_rows is not None and rows > pad_to_rows:
+        raise ValueError(f"{rows} rows do not fit pad_to_rows={pad_to_rows}")
+    segments = lengths + [0] * ((pad_to_rows or rows) - rows)
+    if pad_to_tokens is None:
+        return segments
+    if tokens > pad_to_tokens:
+        raise ValueError(f"{tokens} tokens do not fit pad_to_tokens={pad_to_tokens}")
+    # As many slots as an empty bucket would need, so that their number never changes.
+    slots = -(-pad_to_tokens // max_seqlen)
+    spare = pad_to_tokens - tokens
+    return segments + [min(max(spare - i * max_seqlen, 0), max_seqlen) for i in range(slots)]
+
+
+def _padded(flat: Tensor, size: int, fill: float) -> Tensor:
+    if flat.shape[0] == size:
+        return flat
+    padded = flat.new_full((size, *flat.shape[1:]), fill)
+    padded[: flat.shape[0]] = flat
+    return padded
+
+
+def _padded_labels(labels: Tensor | None, rows: int) -> Tensor | None:
+    if labels is None:
+        return None
+    return _padded(labels, rows, 0 if labels.is_floating_point() else IGNORED_LABEL)
