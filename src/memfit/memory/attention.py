@@ -1,0 +1,150 @@
+"""Which kernel CUDA runs an attention on, and what that kernel keeps and takes.
+
+`scaled_dot_product_attention` chooses among four kernels by type, mask, dropout and
+compute capability (`sdp_utils.cpp` in PyTorch). Each is an operator of its own whose
+shapes are known without a GPU, so the trace calls the one a GPU would have chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def attend(
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What `scaled_dot_product_attention` does with CUDA tensors."""
+    kernel = choose_kernel(capability, query, key, value, attn_mask, dropout_p)
+    mask = _additive(attn_mask, query.dtype)
+    keeps = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    )
+    out: torch.Tensor
+    if kernel == "cudnn":
+        out = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif kernel == "flash":
+        width = query.shape[-1]
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        padded = [_padded_last(t) for t in (query, key, value)]
+        out = _aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
+        out = out if out.shape[-1] == width else out[..., :width]
+    elif kernel == "efficient":
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        out = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    else:
+        out = _aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return out
+
+
+def choose_kernel(
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+) -> str:
+    """`cudnn`, `flash`, `efficient` or `math`, by PyTorch's own order and conditions."""
+    if query.dim() != 4:
+        return "math"
+    half = query.dtype in _HALF
+    low_precision = query.dtype is torch.float16 or (half and capability >= (8, 0))
+    width, value_width = query.shape[-1], value.shape[-1]
+    same_width = width == key.shape[-1] == value_width
+    grouped = query.shape[1] != key.shape[1]
+
+    # cuDNN is preferred on Hopper and data-centre Blackwell; its dropout knows sixteenths.
+    if (
+        capability[0] in (9, 10)
+        and low_precision
+        and max(width, value_width) <= 128
+        and width % 8 == 0
+        and value_width % 8 == 0
+        and float(dropout_p * 16).is_integer()
+        and key.shape[2] > 1
+        and not (mask is not None and mask.requires_grad)
+    ):
+        return "cudnn"
+    if capability >= (8, 0) and low_precision and same_width and width <= 256 and mask is None:
+        return "flash"
+    alignment = 8 if half and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
+    if (
+        (low_precision or query.dtype is torch.float32)
+        and width == key.shape[-1]
+        and width % alignment == 0
+        and value_width % alignment == 0
+        and not grouped
+    ):
+        return "efficient"
+    return "math"
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask becomes one of zeros and minus infinities, in every layer anew."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask.logical_not(), -math.inf, zero)
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """The kernel reads eight elements at once: rows are padded to a multiple of eight."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    width = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
+
+
+def _padded_last(tensor: torch.Tensor) -> torch.Tensor:
+    lacking = -tensor.shape[-1] % 8
+    return torch.nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
+
+
+def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+    """Bytes the backward kernels take beside their results."""
+    if func is _aten._scaled_dot_product_efficient_attention_backward.default:
+        batch, heads, length, width = args[1].shape
+        if args[1].dtype in _HALF:
+            # The query gradient is summed up in fp32, in tiles of 64 by 64.
+            tiles = -(-length // 64) * -(-width // 64)
+            yield batch * heads * (tiles * (64 * 64 * 4 + 16) + length * 4)
+        else:
+            # grad * out is made in full, then summed over the head.
+            yield batch * heads * length * width * 4
+    elif func is _aten._scaled_dot_product_flash_attention_backward.default:
+        batch, heads, length, width = args[1].shape
+        rounded = -(-length // 128) * 128
+        wide = -(-width // 32) * 32
+        key = args[2]
+        # Grouped heads get their key and value gradients in full, then summed.
+        grouped = key.shape[1] != heads
+        expanded = 2 * batch * heads * key.shape[2] * width * key.element_size()
+        yield batch * heads * rounded * (wide + 1) * 4 + (expanded if grouped else 0)
+    elif func is _aten._scaled_dot_product_cudnn_attention_backward.default:
+        batch, heads, length, width = args[1].shape
+        yield batch * heads * length * (width + 1) * 4

@@ -1,0 +1,162 @@
+"""Running a step on tensors that have a shape and no memory.
+
+Floating-point tensors are fake: they cost nothing, however large the model. The small
+integer tensors of a batch (ids, masks, positions) are real, so that what a model asks of
+them (is anything padded? where does each text end?) gets its true answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+from memfit.errors import TraceError
+from memfit.memory.operators import CudaKernels, supplied_operator
+from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
+
+_ADD = torch.ops.aten.add.Tensor
+_ARANGE = {
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+}
+# Larger integer tensors are not worth their memory: they are fake like the rest.
+_LARGEST_REAL_ELEMENTS = 2**26
+
+
+class FakeTracker(Tracker):
+    """A tracker over fake tensors, which speaks the dialect of one kind of device."""
+
+    def __init__(self, kernels: CudaKernels | None = None) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            tensor = args[0]
+            return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
+        kwargs = kwargs or {}
+        if self._kernels is not None and func is _ADD and self._accumulates(args):
+            return args[0].add_(args[1])
+        out = self._run(func, args, kwargs)
+        if self._kernels is not None:
+            out = self._kernels.result(func, out)
+        self.record(out)
+        if self._kernels is not None:
+            for nbytes in self._kernels.temporaries(func, args, out):
+                self.transient(nbytes)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        supplied = supplied_operator(func)
+        if supplied is not None:
+            return supplied(*args, **kwargs)
+        if _is_integer_work(func, args, kwargs):
+            with unset_fake_temporarily():
+                out = func(*args, **kwargs)
+            if not _holds_floats(out):
+                return out
+        try:
+            return func(*args, **kwargs)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise TraceError(self._unsupported(func)) from error
+
+    def _unsupported(self, func: Any) -> str:
+        name = func._schema.name
+        where = f" in {self.module}" if self.module else ""
+        return (
+            f"the memory trace cannot run {name}{where}: its result depends on values the trace"
+            f" does not have. Supply one of the right shape with"
+            f' memfit.memory.register_operator("{name}", function).'
+        )
+
+    def _accumulates(self, args: tuple[Any, ...]) -> bool:
+        """Whether this is autograd adding two gradients, which it does in place.
+
+        Autograd only refrains from it where a tensor is not a plain one, as here.
+        """
+        if len(args) != 2 or torch.is_grad_enabled() or _BACKWARD_NODE() is None:
+            return False
+        a, b = args
+        return (
+            isinstance(b, torch.Tensor)
+            and a.shape == b.shape
+            and a.dtype == b.dtype
+            and _covers_its_elements(a)
+        )
+
+
+@contextmanager
+def fake_trace(kernels: CudaKernels | None = None) -> Iterator[FakeTracker]:
+    """Fake tensors and a tracker over them; with `kernels`, as a CUDA device would run."""
+    tracker = FakeTracker(kernels)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if kernels is None:
+            with tracker:
+                yield tracker
+        else:
+            with kernels.installed(), tracker:
+                yield tracker
+
+
+def _is_integer_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = list(_tensors((args, tuple(kwargs.values()))))
+    if tensors:
+        return all(
+            not isinstance(t, FakeTensor) and not t.is_floating_point() and t.device.type == "cpu"
+            for t in tensors
+        )
+    dtype = kwargs.get("dtype")
+    if func in _ARANGE:
+        return all(isinstance(arg, int) for arg in args) and (
+            dtype is None or not dtype.is_floating_point
+        )
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or not args:
+        return False
+    size = args[0]
+    return isinstance(size, (list, tuple)) and math.prod(size) <= _LARGEST_REAL_ELEMENTS
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _holds_floats(out: Any) -> bool:
+    return any(t.is_floating_point() for t in _tensors(out))
+
+
+def _covers_its_elements(tensor: torch.Tensor) -> bool:
+    """No element of the tensor shares its place: an expanded one does."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+Supply = Callable[..., Any]

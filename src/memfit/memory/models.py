@@ -1,0 +1,133 @@
+"""Models without weights: built from a configuration alone, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memfit.errors import ModelError
+from memfit.memory.spec import StepSpec
+from memfit.parts import add_lora, freeze
+
+
+def model_config(spec: StepSpec) -> Any:
+    """A transformers configuration of our own, with the head the step asks for."""
+    from transformers import AutoConfig
+
+    if isinstance(spec.config, Mapping):
+        values = dict(spec.config)
+        kind = values.pop("model_type", None)
+        if kind is None:
+            raise ModelError("the model's config.json has no model_type")
+        try:
+            config = AutoConfig.for_model(kind, **values)
+        except ValueError as error:
+            raise ModelError(f"transformers knows no model_type {kind!r}: {error}") from None
+    else:
+        config = copy.deepcopy(spec.config)
+    config.num_labels = spec.num_labels
+    # Left open, the loss looks at the labels' type, and DeBERTa at their values.
+    config.problem_type = spec.problem_type
+    config.use_cache = False
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        # Decoders find the end of a text by its padding.
+        text.pad_token_id = config.pad_token_id = 0
+    return config
+
+
+def build_on_meta(spec: StepSpec, config: Any) -> Any:
+    """The classifier with shapes only, adapted and frozen as the step asks."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.initialization import no_init_weights
+
+    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype)}
+    if spec.attn_implementation is not None:
+        options["attn_implementation"] = spec.attn_implementation
+    try:
+        # Filling weights costs time and, on fake tensors, asks for values (ModernBERT).
+        with torch.device("meta"), no_init_weights():
+            model: Any = AutoModelForSequenceClassification.from_config(config, **options)
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"cannot build a classifier of {config.model_type}: {error}") from None
+    if spec.lora is not None:
+        model = add_lora(model, spec.lora, on_meta=True)
+    elif spec.freeze is not None:
+        freeze(model, spec.freeze)
+    if spec.gradient_checkpointing:
+        enable_checkpointing(model)
+    return model.train()
+
+
+def enable_checkpointing(model: Any) -> None:
+    """As the stock Trainer does it, which some architectures refuse."""
+    try:
+        model.gradient_checkpointing_enable()
+    except ValueError as error:
+        raise ModelError(f"{error} Leave gradient checkpointing out.") from None
+
+
+def materialize(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give every parameter and buffer its place on the device, in the order `to` does it."""
+    _materialize(model, make, {})
+
+
+def _materialize(
+    module: torch.nn.Module,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    made: dict[int, torch.Tensor],
+) -> None:
+    for child in module.children():
+        _materialize(child, make, made)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            if id(parameter) not in made:
+                fresh = torch.nn.Parameter(make(parameter), parameter.requires_grad)
+                made[id(parameter)] = fresh
+            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = made.setdefault(id(buffer), make(buffer))
+    for name, value in list(vars(module).items()):
+        # Rotary embeddings keep a second, plain reference to a buffer.
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            setattr(module, name, made.setdefault(id(value), make(value)))
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A place for the tensor, on fake tensors: no memory is taken."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def small_random(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor with values a training step survives."""
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, device="cpu").mul_(0.02).to(tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def make_batch(spec: StepSpec, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Ids, mask and labels as the Trainer's collator hands them over."""
+    text = config.get_text_config()
+    pad, end = text.pad_token_id, getattr(text, "eos_token_id", None)
+    token = next(id_ for id_ in (5, 1, 2, 3) if id_ not in (pad, end))
+    ids = torch.full((rows, length), token % text.vocab_size, dtype=torch.long)
+    mask = torch.ones((rows, length), dtype=torch.long)
+    if isinstance(end, int) and 0 <= end < text.vocab_size and end != pad:
+        ids[:, -1 - int(spec.has_padding and length > 1)] = end  # BART reads its last token
+    if spec.has_padding and length > 1:
+        ids[-1, -1], mask[-1, -1] = pad, 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if (getattr(text, "type_vocab_size", 0) or 0) > 1:
+        batch["token_type_ids"] = torch.zeros((rows, length), dtype=torch.long)
+    if spec.problem_type == "single_label_classification":
+        batch["labels"] = torch.zeros((rows,), dtype=torch.long)
+    elif spec.problem_type == "multi_label_classification":
+        batch["labels"] = torch.zeros((rows, spec.num_labels))
+    else:
+        shape = (rows,) if spec.num_labels == 1 else (rows, spec.num_labels)
+        batch["labels"] = torch.zeros(shape)
+    return batch
