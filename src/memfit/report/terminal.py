@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.memory.components import Component
+from memfit.memory.components import Component, MemoryPeak
 from memfit.units import format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ SMALL_MATRIX = 10
 MOST_CLASSES = 20
 
 # One glyph each, so that the bar also reads without colours and in a log file.
+UNUSED = "reserved, unused"
 COMPONENT_STYLES: Mapping[str, tuple[str, str, str]] = {
     Component.WEIGHTS: ("blue", "█", "W"),
     Component.GRADIENTS: ("yellow", "▓", "G"),
@@ -38,6 +39,7 @@ COMPONENT_STYLES: Mapping[str, tuple[str, str, str]] = {
     Component.ACTIVATIONS: ("red", "░", "A"),
     Component.WORKSPACE: ("magenta", "▚", "S"),
     Component.CONTEXT: ("bright_black", "▞", "C"),
+    UNUSED: ("white", "▤", "R"),
 }
 METRIC_NAMES = {
     "f1": "F1",
@@ -133,7 +135,7 @@ class MemoryBar:
 
 
 def _style(name: str, ascii_only: bool) -> tuple[str, str]:
-    style, glyph, letter = COMPONENT_STYLES.get(name, ("white", "▤", "?"))
+    style, glyph, letter = COMPONENT_STYLES.get(name, ("white", "▨", "?"))
     return style, letter if ascii_only else glyph
 
 
@@ -147,6 +149,13 @@ def _flow(items: Iterator[Text], width: int, gap: int = 3) -> Iterator[Text]:
         line = Text.assemble(line, " " * gap, item) if line else item
     if line:
         yield line
+
+
+def peak_components(peak: MemoryPeak) -> dict[str, int]:
+    """A peak's components and what the allocator holds beyond them: together the device's bytes."""
+    parts = {str(name): size for name, size in peak.components.items() if size > 0}
+    unused = peak.device_bytes - sum(parts.values())
+    return {**parts, UNUSED: unused} if unused > 0 else parts
 
 
 def memory_bar(
