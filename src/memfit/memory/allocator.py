@@ -1,0 +1,377 @@
+"""A model of PyTorch's CUDA caching allocator: what it reserves for births and deaths in order.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11), for one stream and the
+default settings: requests are rounded up to 512 bytes; up to 1 MiB they come from segments of
+2 MiB, beyond that from segments of 20 MiB or, from 10 MiB on, of their own size rounded up to
+2 MiB; the smallest free block that fits is taken, the one at the lowest address among equals; what
+is left of it is split off unless it is too small to be of use; neighbours join when freed; and
+segments go back to the driver only when it refuses another one.
+
+With `expandable_segments` each pool is one range of addresses, of which pages are mapped as needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memfit.errors import TraceError
+from memfit.memory.events import Event
+from memfit.units import MIB
+
+ROUND_BYTES = 512
+SMALL_REQUEST_BYTES = 1 * MIB
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+OWN_SEGMENT_FROM_BYTES = 10 * MIB
+ROUND_SEGMENT_BYTES = 2 * MIB
+
+# The address space of one expandable segment; larger than any card.
+_RANGE_BYTES = 2**50
+_LARGE_FROM = 2 * _RANGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorPeak:
+    """The highest use a sequence of events led to.
+
+    `allocated_bytes` is what `torch.cuda.max_memory_allocated` would say: it counts whole blocks,
+    and a block is more than the request where the rest of it was too small to be split off.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_event: int
+    """The event at which the allocated bytes were highest."""
+    failed_event: int | None = None
+    """The event that did not fit under the cap; None when all did."""
+
+
+def round_request(nbytes: int) -> int:
+    """The size of the block a request asks for."""
+    return max(ROUND_BYTES, -(-nbytes // ROUND_BYTES) * ROUND_BYTES)
+
+
+def segment_bytes(size: int) -> int:
+    """What the driver is asked for when no free block fits a (rounded) request."""
+    if size <= SMALL_REQUEST_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < OWN_SEGMENT_FROM_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // ROUND_SEGMENT_BYTES) * ROUND_SEGMENT_BYTES
+
+
+class Block:
+    """A piece of a segment; its neighbours are the pieces before and after it."""
+
+    __slots__ = ("address", "free", "mapped", "next", "previous", "size")
+
+    def __init__(self, address: int, size: int, *, mapped: bool = True) -> None:
+        self.address = address
+        self.size = size
+        self.free = True
+        self.mapped = mapped
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    def insert_after(self, block: Block) -> None:
+        """Puts `block` between this one and the next."""
+        block.previous, block.next = self, self.next
+        if self.next is not None:
+            self.next.previous = block
+        self.next = block
+
+    @property
+    def whole(self) -> bool:
+        """Whether the block is all of its segment."""
+        return self.previous is None and self.next is None
+
+
+class Pool:
+    """The free blocks of one kind, smallest first, and the segments they are cut from."""
+
+    def __init__(self, *, small: bool, address: int) -> None:
+        self.small = small
+        self.reserved_bytes = 0
+        self._address = address
+        self._free: list[tuple[int, int]] = []
+        self._blocks: dict[int, Block] = {}
+
+    def take(self, size: int) -> Block | None:
+        """The best free block for `size`, cut to it; None when no free block fits."""
+        place = self._best(size)
+        if place == len(self._free):
+            return None
+        block = self._blocks[self._free.pop(place)[1]]
+        self._split(block, size)
+        block.free = False
+        return block
+
+    def give(self, block: Block) -> None:
+        """Frees a block and joins it with free neighbours."""
+        block.free = True
+        self._insert(self._join(block))
+
+    def grow(self, size: int, room_bytes: float) -> bool:
+        """A new segment for a request of `size`, if `room_bytes` leave space for it."""
+        nbytes = segment_bytes(size)
+        if nbytes > room_bytes:
+            return False
+        block = Block(self._address, nbytes)
+        self._address += nbytes
+        self._blocks[block.address] = block
+        self.reserved_bytes += nbytes
+        self._insert(block)
+        return True
+
+    def release(self) -> None:
+        """Gives every segment that is wholly free back to the driver."""
+        for size, address in list(self._free):
+            if self._blocks[address].whole:
+                self._free.remove((size, address))
+                del self._blocks[address]
+                self.reserved_bytes -= size
+
+    def _best(self, size: int) -> int:
+        return bisect_left(self._free, (size, 0))
+
+    def _least_rest(self) -> int:
+        """The smallest rest worth a block of its own."""
+        return ROUND_BYTES if self.small else SMALL_REQUEST_BYTES + 1
+
+    def _split(self, block: Block, size: int) -> None:
+        rest_bytes = block.size - size
+        if rest_bytes < self._least_rest():
+            return
+        rest = Block(block.address + size, rest_bytes)
+        block.size = size
+        block.insert_after(rest)
+        self._blocks[rest.address] = rest
+        self._insert(rest)
+
+    def _insert(self, block: Block) -> None:
+        insort(self._free, (block.size, block.address))
+
+    def _remove(self, block: Block) -> None:
+        del self._free[bisect_left(self._free, (block.size, block.address))]
+
+    def _join(self, block: Block) -> Block:
+        """One block of `block` and its free neighbours, which leave the free list."""
+        before, after = block.previous, block.next
+        if after is not None and after.free and after.mapped:
+            self._remove(after)
+            self._swallow(block, after)
+        if before is not None and before.free and before.mapped:
+            self._remove(before)
+            self._swallow(before, block)
+            return before
+        return block
+
+    def _swallow(self, block: Block, after: Block) -> None:
+        del self._blocks[after.address]
+        block.size += after.size
+        block.next = after.next
+        if after.next is not None:
+            after.next.previous = block
+
+
+class ExpandablePool(Pool):
+    """One range of addresses; pages of it are mapped at the lowest place that takes a request."""
+
+    def __init__(self, *, small: bool, address: int) -> None:
+        super().__init__(small=small, address=address)
+        self._start = address
+        self._page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        first = Block(address, _RANGE_BYTES, mapped=False)
+        self._blocks[address] = first
+        self._unmapped = [address]
+
+    def grow(self, size: int, room_bytes: float) -> bool:
+        """Maps pages until `size` fits in one block."""
+        block = self._lowest(size)
+        if self._missing_bytes(block, size) > room_bytes:
+            return False
+        if not block.mapped:
+            block = self._map(block, size)
+        while block.size < size:
+            assert block.next is not None  # the range never ends
+            block = self._map(block.next, size - block.size)
+        return True
+
+    def release(self) -> None:
+        """Unmaps every page that lies wholly in a free block."""
+        for _, address in list(self._free):
+            block = self._blocks[address]
+            first = -(-(address - self._start) // self._page_bytes)
+            last = (address + block.size - self._start) // self._page_bytes
+            if last > first:
+                self._unmap(block, first * self._page_bytes, last * self._page_bytes)
+
+    def _least_rest(self) -> int:
+        return ROUND_BYTES
+
+    def _best(self, size: int) -> int:
+        """A block that can still grow counts as large as it can grow, and is taken last."""
+        place = super()._best(size)
+        while place + 1 < len(self._free) and self._reach(place + 1) < self._reach(place):
+            place += 1
+        return place
+
+    def _reach(self, place: int) -> int:
+        block = self._blocks[self._free[place][1]]
+        after = block.next
+        return block.size + (after.size if after is not None and not after.mapped else 0)
+
+    def _lowest(self, size: int) -> Block:
+        """The first block from which `size` bytes are free or can be mapped."""
+        for address in self._unmapped:
+            block = self._blocks[address]
+            before = block.previous
+            start = before if before is not None and before.free else block
+            if self._room_from(start, size):
+                return start
+        raise AssertionError("the last unmapped block takes any request")
+
+    @staticmethod
+    def _room_from(block: Block | None, size: int) -> bool:
+        while size > 0 and block is not None and block.free:
+            size -= block.size
+            block = block.next
+        return size <= 0
+
+    def _missing_bytes(self, block: Block | None, size: int) -> int:
+        """What has to be mapped for `size` bytes from the start of `block`."""
+        missing = 0
+        while size > 0 and block is not None:
+            nbytes = block.size if block.mapped else self._pages(block, size)
+            missing += 0 if block.mapped else nbytes
+            size -= nbytes
+            block = block.next
+        return missing
+
+    def _pages(self, block: Block, size: int) -> int:
+        return min(-(-size // self._page_bytes) * self._page_bytes, block.size)
+
+    def _map(self, block: Block, size: int) -> Block:
+        """Maps the pages that `size` bytes from the start of an unmapped block need."""
+        nbytes = self._pages(block, size)
+        self._unmapped.remove(block.address)
+        if nbytes < block.size:
+            rest = Block(block.address + nbytes, block.size - nbytes, mapped=False)
+            block.size = nbytes
+            block.insert_after(rest)
+            self._blocks[rest.address] = rest
+            insort(self._unmapped, rest.address)
+        block.mapped = True
+        self.reserved_bytes += nbytes
+        joined = self._join(block)
+        self._insert(joined)
+        return joined
+
+    def _unmap(self, block: Block, begin: int, end: int) -> None:
+        """Gives the pages from `begin` to `end` (from the range's start) back."""
+        self._remove(block)
+        begin, end = self._start + begin, self._start + end
+        if begin > block.address:
+            hole = Block(begin, block.address + block.size - begin)
+            block.size = begin - block.address
+            block.insert_after(hole)
+            self._blocks[begin] = hole
+            self._insert(block)
+            block = hole
+        if end < block.address + block.size:
+            rest = Block(end, block.address + block.size - end)
+            block.size = end - block.address
+            block.insert_after(rest)
+            self._blocks[end] = rest
+            self._insert(rest)
+        self.reserved_bytes -= block.size
+        block.mapped = False
+        self._join_unmapped(block)
+
+    def _join_unmapped(self, block: Block) -> None:
+        before, after = block.previous, block.next
+        if after is not None and not after.mapped:
+            self._unmapped.remove(after.address)
+            self._swallow(block, after)
+        if before is not None and not before.mapped:
+            self._swallow(before, block)
+        else:
+            insort(self._unmapped, block.address)
+
+
+class Allocator:
+    """The state between two requests; `simulate` is the usual way in."""
+
+    def __init__(self, *, expandable_segments: bool = False, cap_bytes: int | None = None) -> None:
+        kind = ExpandablePool if expandable_segments else Pool
+        self.small = kind(small=True, address=0)
+        self.large = kind(small=False, address=_LARGE_FROM)
+        self.allocated_bytes = 0
+        self._cap_bytes = float("inf") if cap_bytes is None else cap_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the driver has handed out."""
+        return self.small.reserved_bytes + self.large.reserved_bytes
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """A block for `nbytes`; None when it does not fit under the cap."""
+        size = round_request(nbytes)
+        pool = self._pool(size)
+        block = pool.take(size)
+        if block is None:
+            if not pool.grow(size, self._cap_bytes - self.reserved_bytes):
+                self.release()
+                if not pool.grow(size, self._cap_bytes - self.reserved_bytes):
+                    return None
+            block = pool.take(size)
+            assert block is not None  # the pool has just grown for it
+        self.allocated_bytes += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Puts a block back among the free ones."""
+        self.allocated_bytes -= block.size
+        (self.small if block.address < _LARGE_FROM else self.large).give(block)
+
+    def release(self) -> None:
+        """`torch.cuda.empty_cache`: what is wholly unused goes back to the driver."""
+        self.large.release()
+        self.small.release()
+
+    def _pool(self, size: int) -> Pool:
+        return self.small if size <= SMALL_REQUEST_BYTES else self.large
+
+
+def simulate(
+    events: Iterable[Event], *, expandable_segments: bool = False, cap_bytes: int | None = None
+) -> AllocatorPeak:
+    """What the allocator reserves while the events happen, one after the other.
+
+    With `cap_bytes`, what is reserved never exceeds the cap: cached segments are given back
+    first, and the first event that still does not fit ends the simulation.
+    """
+    allocator = Allocator(expandable_segments=expandable_segments, cap_bytes=cap_bytes)
+    live: dict[int, Block | None] = {}
+    allocated = reserved = peak_event = 0
+    for index, event in enumerate(events):
+        if not event.birth:
+            if event.block not in live:
+                raise TraceError(f"block {event.block} dies at event {index} without a birth")
+            block = live.pop(event.block)
+            if block is not None:
+                allocator.free(block)
+            continue
+        if event.nbytes == 0:  # an empty tensor holds no block
+            live[event.block] = None
+            continue
+        block = allocator.allocate(event.nbytes)
+        if block is None:
+            return AllocatorPeak(allocated, reserved, peak_event, failed_event=index)
+        live[event.block] = block
+        if allocator.allocated_bytes > allocated:
+            allocated, peak_event = allocator.allocated_bytes, index
+        reserved = max(reserved, allocator.reserved_bytes)
+    return AllocatorPeak(allocated, reserved, peak_event)
