@@ -1,0 +1,85 @@
+"""The `memfit` command. One file a command; torch is imported only when one runs.
+
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 nothing fits, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from memfit._version import __version__
+from memfit.cli import console, train
+from memfit.errors import MemfitError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="memfit",
+    help="Fine-tune a transformer text classifier inside the memory you have.",
+    epilog="memfit COMMAND --help tells more about a command.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for module in (train,):
+    module.add_to(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        console.show(f"memfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """The entry point."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit code; every error becomes one sentence on stderr."""
+    console.set_up_streams()
+    console.quiet_libraries()
+    try:
+        code = app(list(arguments), prog_name="memfit", standalone_mode=False)
+    except KeyboardInterrupt:
+        console.say("memfit: interrupted")
+        return INTERRUPTED
+    except MemfitError as error:
+        return _failed(str(error), error.exit_code)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own usage errors
+            return _failed(error.format_message(), 2)
+        name = type(error).__name__
+        return _failed(
+            f"this should not have happened: {name}: {str(error).strip() or 'no message'}\n"
+            "This is a bug in memfit: run it again with MEMFIT_DEBUG=1 and report the traceback "
+            "in the project's issues",
+            1,
+        )
+    return code if isinstance(code, int) else 0
+
+
+def _failed(sentence: str, code: int) -> int:
+    if console.debugging():
+        traceback.print_exc()
+    console.say(f"memfit: {sentence}")
+    return code

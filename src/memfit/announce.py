@@ -1,0 +1,97 @@
+"""What a run says about itself before it starts: model, budget, batch, device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from memfit.units import Budget, format_both, parse_budget
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.runtime.trainer import BudgetTrainer
+
+
+def voice(quiet: bool) -> Callable[[Any], None]:
+    """Prints text and tables to stderr, or nothing at all."""
+    if quiet:
+        return lambda _: None
+    from memfit.report import terminal
+
+    return terminal.console(stderr=True).print
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Holds back transformers' bars over files; ours over the training is the one to watch."""
+    from transformers.utils import logging as logging_module
+
+    logging: Any = logging_module
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def parameters(trainer: BudgetTrainer) -> tuple[int, int]:
+    """All parameters of the model, and those that learn."""
+    both = [(item.numel(), item.requires_grad) for item in trainer.model.parameters()]
+    return sum(count for count, _ in both), sum(count for count, learns in both if learns)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Total and free bytes; for a CPU the machine's memory."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes, free_bytes
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
+
+
+def budget_bytes(budget: str, device: torch.device) -> int:
+    """The budget on this device."""
+    total_bytes, free_bytes = device_memory(device)
+    return parse_budget(budget).resolve(total_bytes=total_bytes, free_bytes=free_bytes)
+
+
+def budget_sentence(budget: str, device: torch.device) -> str:
+    """Both units, since a '4 GB' card has 4 GiB; and what is done about one that is too large."""
+    total_bytes, _ = device_memory(device)
+    asked: Budget = parse_budget(budget)
+    sentence = format_both(budget_bytes(budget, device))
+    if asked.bytes is not None and asked.bytes > total_bytes:
+        return f"{sentence}: all there is, less than the {budget} asked for"
+    return f"{sentence}, {budget}" if asked.bytes is None else sentence
+
+
+def batch_sentence(trainer: BudgetTrainer) -> str:
+    """The rows an optimizer step learns from, and how many are on the device at once."""
+    micro = trainer.micro_batching
+    limits = [
+        f"{count:,} {what}"
+        for count, what in ((micro.max_rows, "rows"), (micro.max_tokens, "tokens"))
+        if count is not None
+    ]
+    whole = f"{trainer.effective_rows:,} rows a step"
+    if not limits:
+        return f"{whole}, all on the device at once"
+    return f"{whole}, at most {' and '.join(limits)} on the device at once"
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's kind."""
+    import platform
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.processor() or platform.machine()})"

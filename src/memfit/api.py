@@ -1,0 +1,60 @@
+"""The Python interface: the same names and the same work as the commands.
+
+    result = memfit.finetune("reviews.csv", model="hfl/chinese-macbert-large", budget="4GB",
+                             output_dir="run", epochs=2)
+    memfit.load("run").predict(["服務人員都很親切"])
+
+Nothing here imports torch before it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from memfit.config import RunConfig
+from memfit.errors import OutputError
+
+if TYPE_CHECKING:
+    from memfit.inference import Classifier
+    from memfit.workflow import RunResult
+
+PathLike = str | os.PathLike[str]
+
+
+def finetune(
+    data: PathLike | None = None,
+    *,
+    model: PathLike | None = None,
+    budget: str | int | None = None,
+    output_dir: PathLike | None = None,
+    resume: bool = False,
+    config: PathLike | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> RunResult:
+    """Trains a classifier on a table inside a memory budget and saves it with its report.
+
+    `options` are fields of DataConfig, ModelConfig and TrainingArguments under their own
+    names. What is given here wins over the TOML file `config`; None means not given.
+    `resume` continues the run that `output_dir` holds.
+    """
+    from memfit.workflow import resumed_config, train_classifier
+
+    given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
+    if resume:
+        if output_dir is None:
+            raise OutputError("name the run to resume with --output-dir")
+        run = resumed_config(os.fspath(output_dir), config, given)
+    else:
+        run = RunConfig.build(config, **given)
+    return train_classifier(run, resume=resume, quiet=quiet, callbacks=callbacks)
+
+
+def load(model: PathLike, **options: Any) -> Classifier:
+    """A trained classifier from its output folder or the hub."""
+    from memfit.inference import Classifier
+
+    return Classifier.load(os.fspath(model), **options)

@@ -1,0 +1,72 @@
+"""Where a command's words go: results to stdout, everything said on the way to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from memfit.files import plain
+
+
+def set_up_streams() -> None:
+    """UTF-8 into files and pipes; a terminal that lacks a character shows a replacement."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is None:
+            continue
+        if stream.isatty():
+            reconfigure(errors="replace")
+        else:
+            reconfigure(encoding="utf-8", errors="replace")
+
+
+def quiet_libraries() -> None:
+    """Libraries say nothing unless asked to by their own variables; set before their import."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not debugging():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", category=FutureWarning, module=r"memfit\b")
+        warnings.filterwarnings("always", category=UserWarning, module=r"memfit\b")
+        warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    say(f"note: {message}")
+
+
+def debugging() -> bool:
+    """MEMFIT_DEBUG=1 shows tracebacks and other libraries' warnings."""
+    return os.environ.get("MEMFIT_DEBUG", "") not in ("", "0")
+
+
+def say(text: str) -> None:
+    """One line on the way."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def be_silent(_: str) -> None:
+    """What --quiet puts in the place of `say`."""
+
+
+def show(text: str) -> None:
+    """The result, for a person."""
+    print(text, flush=True)
+
+
+def show_json(values: Any) -> None:
+    """The result, for a machine."""
+    print(json.dumps(plain(values), ensure_ascii=False, indent=2, allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """What libraries print in the meantime goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

@@ -1,0 +1,57 @@
+"""`memfit train`: from a table to a classifier in a folder."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import console
+from memfit.cli.flags import FlagCommand
+from memfit.cli.options import Json, Quiet, config_options
+from memfit.config import DataConfig, ModelConfig, RunConfig
+
+EPILOG = (
+    "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
+    "or underscores: --learning-rate 3e-5, --bf16, --no-bf16, --optim adafactor; --batch-size and "
+    "--epochs are short for --per-device-train-batch-size and --num-train-epochs."
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command(cls=FlagCommand, epilog=EPILOG)(train)
+
+
+@config_options(RunConfig, ModelConfig, DataConfig, leave_out=("path",))
+def train(
+    ctx: typer.Context,
+    options: dict[str, Any],
+    data: Annotated[
+        str | None, typer.Argument(help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A TOML file with any of these; options win over it.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that --output-dir holds.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fine-tune a classifier on a table of texts and labels."""
+    del ctx
+    from memfit import api
+
+    with console.only_results_on_stdout():
+        result = api.finetune(data, config=config, resume=resume, quiet=quiet, **options)
+    if as_json:
+        console.show_json({"output_dir": result.output_dir, **result.summary.to_dict()})
+        return
+    from memfit.report import terminal
+
+    out = terminal.console()
+    out.print()
+    out.print(terminal.metrics_table(result.evaluation))
+    out.print()
+    out.print(terminal.training_result(result.summary, result.output_dir))

@@ -1,0 +1,300 @@
+"""One run from the table to the result folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit import announce
+from memfit.config import RunConfig
+from memfit.errors import OutputError
+from memfit.evaluation import (
+    Evaluation,
+    best_metric,
+    compute_metrics_for,
+    evaluate_predictions,
+    worst_mistakes,
+)
+from memfit.files import atomic_writer, plain
+from memfit.models import check_model_folder, load_for_training
+from memfit.report import terminal
+from memfit.results import (
+    MemorySummary,
+    OutputClaim,
+    RunFolder,
+    RunSummary,
+    claim_output_folder,
+    config_digest,
+    versions,
+    write_evaluation,
+    write_summary,
+)
+from memfit.settings import training_arguments
+
+if TYPE_CHECKING:
+    from memfit.data.values import TextData, TokenizedData
+    from memfit.runtime.trainer import BudgetTrainer
+
+# What may differ when a run is resumed: it changes how the run is done, not what comes out.
+RESUME_MAY_CHANGE = ("budget:", "output_dir:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended and where it lies."""
+
+    output_dir: Path
+    summary: RunSummary
+    evaluation: Evaluation
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The best model's metrics on the validation rows."""
+        return dict(self.summary.metrics)
+
+
+@dataclass
+class _Clock:
+    """Seconds of each part of the run."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds what the block takes."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+def resumed_config(
+    output_dir: str, config: str | os.PathLike[str] | None, options: dict[str, Any]
+) -> RunConfig:
+    """The stored configuration; what is given beside it may not say anything else."""
+    stored_file = RunFolder(Path(output_dir)).config
+    if not stored_file.is_file():
+        raise OutputError(
+            f"there is no run to resume in {output_dir}; leave --resume out to start one"
+        )
+    stored = RunConfig.from_toml(stored_file)
+    given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
+    changed = [
+        difference
+        for difference in given.differences(stored)
+        if not difference.startswith(RESUME_MAY_CHANGE)
+    ]
+    if changed:
+        raise OutputError(
+            f"--resume continues the run in {output_dir} as it was begun, but now "
+            f"{'; '.join(changed)}; leave that out, or start anew in another --output-dir"
+        )
+    return given
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Local paths in full, so that run.toml reruns from anywhere."""
+
+    data, model = config.data, config.model
+    checked = _absolute(data.validation_file) if data.validation_file else None
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
+        model=dataclasses.replace(model, model=_absolute(model.model)),
+        output_dir=str(Path(config.output_dir).expanduser().absolute())
+        if config.output_dir
+        else None,
+    )
+
+
+def _absolute(path: str) -> str:
+    """A hub id stays as it is."""
+    local = Path(path).expanduser()
+    return str(local.absolute()) if local.exists() else path
+
+
+def train_classifier(
+    config: RunConfig, *, resume: bool = False, quiet: bool = False, callbacks: Sequence[Any] = ()
+) -> RunResult:
+    """Reads, trains, evaluates and saves; a run that fails early leaves nothing behind."""
+    if config.output_dir is None:
+        raise OutputError("no output folder given; name one with --output-dir")
+    config = with_absolute_paths(config)
+    check_model_folder(config.model)
+    say = announce.voice(quiet)
+    with claim_output_folder(str(config.output_dir), resume=resume) as claim:
+        run = _Run(config, claim, say, quiet=quiet, resume=resume, callbacks=tuple(callbacks))
+        return run.finish()
+
+
+@dataclass
+class _Run:
+    """The state of one run while it lasts."""
+
+    config: RunConfig
+    claim: OutputClaim
+    say: Callable[[Any], None]
+    quiet: bool
+    resume: bool
+    callbacks: tuple[Any, ...]
+    clock: _Clock = field(default_factory=_Clock)
+
+    def finish(self) -> RunResult:
+        """Everything, in order."""
+        started = time.perf_counter()
+        with self.clock.measure("data"):
+            text = self._read()
+        with announce.no_progress_bars():
+            trainer, tokens = self._prepare(text)
+            self._announce(trainer, text, tokens)
+            with self.clock.measure("train"):
+                self._train(trainer)
+            with self.clock.measure("evaluate"):
+                evaluation = self._evaluate(trainer, text, tokens)
+            with self.clock.measure("save"):
+                self._save_model(trainer)
+        self.clock.seconds["total"] = time.perf_counter() - started
+        summary = self._summary(trainer, text, tokens, evaluation)
+        write_summary(self.claim.path, summary)
+        self._write_report()
+        return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
+
+    def _read(self) -> TextData:
+        from memfit.data import read_table
+
+        return read_table(self.config.data)
+
+    def _prepare(self, text: TextData) -> tuple[BudgetTrainer, TokenizedData]:
+        from transformers import set_seed
+
+        from memfit.data import tokenize
+        from memfit.interrupt import StopAfterStep
+        from memfit.runtime.progress import MemfitProgress
+        from memfit.runtime.trainer import BudgetTrainer
+
+        labels, max_length = text.labels, self.config.data.max_length
+        arguments = training_arguments(
+            self.config.training, self.claim.folder.checkpoints_dir, best_metric(labels.task)[0]
+        )
+        set_seed(arguments.seed)  # the head's first weights are random
+        with self.clock.measure("load"):
+            model, tokenizer = load_for_training(self.config.model, labels, max_length)
+            tokens = tokenize(text, tokenizer, max_length)
+        self.stop = StopAfterStep(self.say)
+        bars = [] if self.quiet else [MemfitProgress()]
+        trainer = BudgetTrainer(
+            model,
+            arguments,
+            train_dataset=tokens.train,
+            eval_dataset=tokens.validation,
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics_for(labels.task, labels.names),
+            callbacks=[*bars, self.stop, *self.callbacks],
+        )
+        return trainer, tokens
+
+    def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
+        """What will be done, before it is."""
+        self.say(terminal.data_summary(text.counts, tokens.lengths))
+        total, learning = announce.parameters(trainer)
+        share = "" if learning == total else f", {learning:,} of them learn"
+        self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")
+        self.say(f"budget   {announce.budget_sentence(self.config.budget, trainer.args.device)}")
+        self.say(f"batch    {announce.batch_sentence(trainer)}")
+
+    def _train(self, trainer: BudgetTrainer) -> None:
+        from memfit.runtime.checkpoint import last_complete
+
+        with atomic_writer(self.claim.folder.config) as file:
+            file.write(self.config.to_toml())
+        self.claim.keep()
+        checkpoint: str | bool | None = trainer.args.resume_from_checkpoint
+        if self.resume:
+            checkpoint = last_complete(self.claim.folder.checkpoints_dir) is not None
+            self.say(
+                "resuming from the last checkpoint"
+                if checkpoint
+                else "no checkpoint was written yet; starting from the beginning"
+            )
+        try:
+            with self.stop.listening():
+                trainer.train(resume_from_checkpoint=checkpoint or None)
+        except KeyboardInterrupt:
+            self.say(
+                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; go on "
+                f"with: memfit train --resume --output-dir {self.claim.path}"
+            )
+            raise
+
+    def _evaluate(
+        self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData
+    ) -> Evaluation:
+        output = trainer.predict(tokens.validation)
+        logits = output.predictions
+        # Some heads return their hidden states after the logits.
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        labels: Any = output.label_ids
+        evaluation = evaluate_predictions(logits, labels, text.labels)
+        mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"])
+        write_evaluation(self.claim.path, evaluation, mistakes)
+        return evaluation
+
+    def _save_model(self, trainer: BudgetTrainer) -> None:
+        """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
+        model: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        model.save_pretrained(self.claim.path)
+        for weights in self.claim.path.glob("*.safetensors"):
+            # Written as a private file; the result should be as readable as the rest of it.
+            weights.chmod((self.claim.path / "config.json").stat().st_mode)
+        tokenizer: Any = trainer.processing_class
+        tokenizer.save_pretrained(self.claim.path)
+        trainer.state.save_to_json(str(self.claim.path / "trainer_state.json"))
+
+    def _summary(
+        self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData, evaluation: Evaluation
+    ) -> RunSummary:
+        total, learning = announce.parameters(trainer)
+        arguments = trainer.user_args
+        best = trainer.state.best_model_checkpoint
+        return RunSummary(
+            model=self.config.model.model,
+            task=text.labels.task,
+            labels=text.labels.names,
+            metrics=evaluation.metrics,
+            averaging=evaluation.averaging,
+            positive=evaluation.positive,
+            training={
+                "steps": trainer.state.global_step,
+                "epochs": trainer.state.epoch,
+                "effective_batch": trainer.effective_rows,
+                "learning_rate": arguments.learning_rate,
+                "optim": str(getattr(arguments.optim, "value", arguments.optim)),
+                "seed": arguments.seed,
+                "parameters": total,
+                "learning_parameters": learning,
+            },
+            data=plain(text.counts),
+            lengths=plain(tokens.lengths),
+            seconds=self.clock.seconds,
+            memory=MemorySummary(
+                budget_bytes=announce.budget_bytes(self.config.budget, trainer.args.device)
+            ),
+            device=announce.device_name(trainer.args.device),
+            best_checkpoint=Path(best).name if best else None,
+            config_digest=config_digest(self.config.to_toml()),
+            versions=versions(),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _write_report(self) -> None:
+        from memfit.report.page import write_report
+
+        write_report(self.claim.path)
