@@ -86,7 +86,7 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
             config.model, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        raise _explain(error, config.model) from None
+        raise explain(error, config.model) from None
     return loaded
 
 
@@ -99,7 +99,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             config.model, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        raise _explain(error, config.model, part="tokenizer") from None
+        raise explain(error, config.model, part="tokenizer") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
             f"the model {config.model} has no tokenizer; put its vocabulary "
@@ -160,9 +160,9 @@ def _load_model(
                 f"--attn-implementation {config.attn_implementation} does not work here: "
                 f"{_first_sentence(error)}"
             ) from None
-        raise _explain(error, config.model) from None
+        raise explain(error, config.model) from None
     except Exception as error:
-        raise _explain(error, config.model) from None
+        raise explain(error, config.model) from None
     fresh = _check_loaded(model, info, config.model)
     return model, fresh
 
@@ -204,7 +204,7 @@ def _check_positions(model: PreTrainedModel, max_length: int, name: str) -> None
         )
 
 
-def _explain(error: Exception, name: str, part: str = "model") -> MemfitError:
+def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
     """One sentence for what transformers and the hub raise in many ways."""
     if isinstance(error, MemfitError):
         return error
