@@ -74,8 +74,12 @@ def _refusal(model: nn.Module, inner: nn.Module) -> str:
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             return "prompt and prefix tuning put tokens of their own before each text"
-    if not attention_modules(inner, FAMILIES[kind]):
-        return f"no {FAMILIES[kind].attention} module was found in it"
+    expected = FAMILIES[kind].attention
+    found = attention_modules(inner, FAMILIES[kind])
+    if not found:
+        return f"no {expected} module was found in it"
+    if not all(hasattr(module, "config") for module in found):
+        return f"{expected} does not look its attention function up by name"
     return ""
 
 
