@@ -1,0 +1,179 @@
+"""The cards memfit knows without seeing them, found by the name people use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from memfit.errors import ConfigError
+from memfit.errors import nearest as suggestion
+from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.units import GIB, MIB
+
+# What a name may carry without changing the card it means.
+_NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "graphics", "card", "generation", "hbm3"}
+_MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
+_MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What decides memory and time on a card, before it is seen."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    """What a process finds on the card."""
+    context_bytes: int
+    """The CUDA context of a process that trains: kernels and libraries loaded."""
+    multiprocessors: int
+    memory_bytes_per_second: float
+    fp32_flops: float
+    half_flops: float
+    measured: bool
+    """Whether the context was measured; otherwise it follows from the card's size."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """bf16 and flash attention came with capability 8.0."""
+        return self.capability >= (8, 0)
+
+
+def known_cards() -> tuple[str, ...]:
+    """Every card's name, oldest first."""
+    return tuple(_table())
+
+
+def find_card(name: str) -> DeviceProfile:
+    """The card meant by a loose name: 'RTX 3050 4GB', 't4', 'NVIDIA A100-SXM4-80GB'."""
+    wanted = _words(name)
+    named = {card: _words(card) for card in _table()}
+    # PCIe tells two H100s apart; of other cards there is one row for both kinds.
+    exact = {card: words for card, words in named.items() if wanted <= words}
+    loose = {card: words for card, words in named.items() if wanted - {"pcie"} <= words}
+    fits = exact or loose
+    if not wanted or not fits:
+        raise ConfigError(_unknown(name))
+    fewest = min(len(words) for words in fits.values())
+    closest = [card for card, words in fits.items() if len(words) == fewest]
+    if len(closest) > 1:
+        raise ConfigError(f"{name!r} may be {_either(closest)}; write which one")
+    return _profile(closest[0])
+
+
+def match_card(name: str, total_bytes: int) -> DeviceProfile | None:
+    """The table's card for a device as the driver names it; None when the table lacks it."""
+    words = _words(name)
+    ranked = []
+    for card, row in _table().items():
+        model = {word for word in _words(card) if not _MEMORY.fullmatch(word)}
+        away_bytes = abs(row["gib"] * GIB - total_bytes)
+        if model <= words and away_bytes < 0.15 * total_bytes:
+            ranked.append((-len(model), away_bytes, card))
+    return _profile(min(ranked)[2]) if ranked else None
+
+
+def this_card(index: int = 0) -> DeviceProfile | None:
+    """The card of this machine with its context as measured; None without a CUDA device.
+
+    Of a card the table lacks, the speeds are guessed from its size: they rank plans, no more.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(index)
+    context_bytes = measured_context_bytes(index)
+    known = match_card(found.name, found.total_memory)
+    if known is None:
+        capability = (found.major, found.minor)
+        known = _profile_like(found.name, capability, found.multi_processor_count)
+    return dataclasses.replace(
+        known,
+        name=found.name,
+        total_bytes=found.total_memory,
+        multiprocessors=found.multi_processor_count,
+        context_bytes=context_bytes or known.context_bytes,
+        measured=context_bytes is not None,
+    )
+
+
+def _profile_like(name: str, capability: tuple[int, int], multiprocessors: int) -> DeviceProfile:
+    """A profile scaled, by multiprocessors, from the table's nearest card of that capability."""
+    rows = _table()
+    like = min(
+        rows,
+        key=lambda card: (
+            abs(rows[card]["capability"][0] - capability[0]),
+            abs(rows[card]["capability"][1] - capability[1]),
+            abs(rows[card]["sm"] - multiprocessors),
+        ),
+    )
+    base, scale = _profile(like), multiprocessors / rows[like]["sm"]
+    return dataclasses.replace(
+        base,
+        name=name,
+        capability=capability,
+        multiprocessors=multiprocessors,
+        context_bytes=predicted_context_bytes(capability, multiprocessors),
+        memory_bytes_per_second=base.memory_bytes_per_second * scale,
+        fp32_flops=base.fp32_flops * scale,
+        half_flops=base.half_flops * scale,
+        measured=False,
+    )
+
+
+def _profile(card: str) -> DeviceProfile:
+    row = _table()[card]
+    capability = (row["capability"][0], row["capability"][1])
+    loaded_mib = row.get("loaded_mib")
+    context_bytes = (
+        predicted_context_bytes(capability, row["sm"]) if loaded_mib is None else loaded_mib * MIB
+    )
+    return DeviceProfile(
+        name=card,
+        capability=capability,
+        total_bytes=round(row["gib"] * GIB),
+        context_bytes=context_bytes,
+        multiprocessors=row["sm"],
+        memory_bytes_per_second=row["gb_s"] * 1e9,
+        fp32_flops=row["fp32"] * 1e12,
+        half_flops=row["half"] * 1e12,
+        measured=loaded_mib is not None,
+    )
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    text = resources.files("memfit.memory").joinpath("cards.toml").read_text(encoding="utf-8")
+    cards: dict[str, dict[str, Any]] = tomllib.loads(text)["cards"]
+    return cards
+
+
+def _words(name: str) -> frozenset[str]:
+    """'NVIDIA GeForce RTX3050Ti, 4 GB' -> rtx, 3050, ti, 4gb."""
+    text = re.sub(r"(\d+)\s*(gb|gib|g)\b", r" \1gb ", name.lower())
+    text = re.sub(r"\b(rtx|gtx)(?=\d)", r"\1 ", text)
+    text = re.sub(r"(?<=\d\d\d)(ti|super|m)\b", r" \1", text)
+    words = re.findall(r"[a-z0-9]+", text.replace("mobile", "laptop").replace("notebook", "laptop"))
+    return frozenset(word for word in words if word not in _NOISE and word not in _MODULES)
+
+
+def _unknown(name: str) -> str:
+    words = " ".join(sorted(_words(name)))
+    plain = {" ".join(sorted(_words(card))): card for card in _table()}
+    near = suggestion(words, plain)
+    for key, card in plain.items():
+        near = near.replace(repr(key), repr(card))
+    return f"no card {name!r} is known.{near} Known are: {', '.join(_table())}"
+
+
+def _either(cards: Iterable[str]) -> str:
+    *first, last = cards
+    return f"{', '.join(first)} or {last}"

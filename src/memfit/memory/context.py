@@ -1,0 +1,75 @@
+"""The CUDA context: what a process takes on the card before it allocates anything.
+
+It grows with the card, since every thread it can run at once gets a stack, and once more when the
+matrix libraries and the kernels of a training step are loaded. A measured value replaces the
+prediction wherever there is a GPU to ask.
+"""
+
+from __future__ import annotations
+
+from memfit.memory import nvml
+from memfit.units import KIB, MIB
+
+_BASE_BYTES = 40 * MIB
+_PER_THREAD_BYTES = 2.2 * KIB
+LIBRARY_BYTES = 129 * MIB
+"""What cuBLAS and a training step's kernels add to an empty context."""
+
+_THREADS_PER_MULTIPROCESSOR = {
+    (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
+}  # fmt: skip
+_MOST_THREADS = 2048
+
+
+def predicted_context_bytes(capability: tuple[int, int], multiprocessors: int) -> int:
+    """The context of a training process on a card nobody has measured.
+
+    base + multiprocessors x threads x stack + libraries; the stack is that of an H200.
+    """
+    threads = _THREADS_PER_MULTIPROCESSOR.get(capability, _MOST_THREADS)
+    return round(_BASE_BYTES + multiprocessors * threads * _PER_THREAD_BYTES) + LIBRARY_BYTES
+
+
+def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
+    """The context of this process on a device, what other processes hold left out; or None.
+
+    In a process that has not touched the device yet, `load` runs one small product of each
+    precision first, so that the libraries are counted.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    with nvml.open_device(index) as device:
+        fresh = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        others_bytes = device.use().used_bytes if device is not None and fresh else None
+        _start(index, load=load and fresh)
+        if fresh:  # leave the allocator as empty as it was
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+        reserved_bytes = torch.cuda.memory_reserved(index)
+        own_bytes = device.use().own_bytes if device is not None else None
+        if own_bytes is not None:
+            return own_bytes - reserved_bytes
+        if others_bytes is not None and device is not None:
+            return device.use().used_bytes - others_bytes - reserved_bytes
+    # Neither the driver's books nor a moment before the context: all use is taken as our own.
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return total_bytes - free_bytes - reserved_bytes
+
+
+def _start(index: int, *, load: bool) -> None:
+    """Creates the context, and makes it load what a training step loads."""
+    import torch
+
+    device = torch.device("cuda", index)
+    torch.zeros(1, device=device)
+    if load:
+        dtypes = [torch.float32, torch.float16]
+        if torch.cuda.get_device_capability(index) >= (8, 0):
+            dtypes.append(torch.bfloat16)
+        for dtype in dtypes:
+            weight = torch.zeros(64, 64, device=device, dtype=dtype, requires_grad=True)
+            normed = torch.nn.functional.layer_norm(weight @ weight, (64,))
+            torch.autograd.grad(normed.sum(), weight)
+    torch.cuda.synchronize(index)

@@ -1,0 +1,140 @@
+"""Cards by name, their contexts and the matrix libraries' workspaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memfit.errors import ConfigError
+from memfit.memory import nvml
+from memfit.memory.cards import find_card, known_cards, match_card, this_card
+from memfit.memory.context import LIBRARY_BYTES, measured_context_bytes, predicted_context_bytes
+from memfit.memory.workspace import handle_workspace_bytes, workspace_bytes
+from memfit.units import GIB, KIB, MIB
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without GPU")
+
+
+@pytest.mark.parametrize(
+    ("loose", "card"),
+    [
+        ("RTX 3050 4GB", "GeForce RTX 3050 Laptop 4GB"),
+        ("rtx3060", "GeForce RTX 3060 12GB"),
+        ("3060 laptop", "GeForce RTX 3060 Laptop 6GB"),
+        ("GTX1080Ti", "GeForce GTX 1080 Ti 11GB"),
+        ("RTX 2060 6 GB", "GeForce RTX 2060 6GB"),
+        ("t4", "T4 16GB"),
+        ("L4", "L4 24GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("Tesla V100-PCIE-16GB", "Tesla V100 16GB"),
+        ("H100 PCIe", "H100 PCIe 80GB"),
+        ("h100", "H100 80GB"),
+        ("NVIDIA H200", "H200 141GB"),
+    ],
+)
+def test_a_card_is_found_by_the_name_people_use(loose: str, card: str) -> None:
+    assert find_card(loose).name == card
+
+
+def test_a_name_that_fits_two_cards_asks_which() -> None:
+    with pytest.raises(ConfigError, match="may be A100 40GB or A100 80GB; write which one"):
+        find_card("A100")
+
+
+def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'GeForce RTX 4090") as failure:
+        find_card("RTX 4095 24GB")
+    assert all(card in str(failure.value) for card in known_cards())
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA", "Radeon"])
+def test_a_name_without_a_card_in_it_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no card"):
+        find_card(name)
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "gib", "card"),
+    [
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", 5.79, "GeForce RTX 3060 Laptop 6GB"),
+        ("NVIDIA GeForce RTX 3060", 11.75, "GeForce RTX 3060 12GB"),
+        ("NVIDIA GeForce RTX 4060 Ti", 15.7, "GeForce RTX 4060 Ti 16GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100 40GB"),
+        ("Tesla T4", 14.7, "T4 16GB"),
+    ],
+)
+def test_a_device_is_matched_by_the_drivers_name_and_its_memory(
+    driver_name: str, gib: float, card: str
+) -> None:
+    found = match_card(driver_name, round(gib * GIB))
+    assert found is not None
+    assert found.name == card
+
+
+def test_a_device_the_table_lacks_or_with_other_memory_is_not_matched() -> None:
+    assert match_card("NVIDIA GeForce RTX 3060", 8 * GIB) is None
+    assert match_card("Some Card 9000", 8 * GIB) is None
+
+
+def test_every_card_is_sane() -> None:
+    for name in known_cards():
+        card = find_card(name)
+        assert card.name == name
+        box_gib = int(name.rsplit(" ", 1)[1].removesuffix("GB"))
+        # A box counts in GiB, save the largest cards, which count in GB.
+        assert 0.9 * box_gib < card.total_bytes / GIB < box_gib
+        assert 150 * MIB < card.context_bytes < 1 * GIB
+        assert card.context_bytes < card.total_bytes / 8
+        assert card.half_flops >= card.fp32_flops
+        assert card.has_bf16 == (card.capability[0] >= 8)
+
+
+def test_only_measured_contexts_claim_to_be_measured() -> None:
+    assert [name for name in known_cards() if find_card(name).measured] == ["H200 141GB"]
+
+
+def test_the_predicted_context_of_the_measured_card_is_close_to_its_measurement() -> None:
+    h200 = find_card("H200")
+    predicted = predicted_context_bytes(h200.capability, h200.multiprocessors)
+    assert predicted == pytest.approx(h200.context_bytes, rel=0.02)
+    assert predicted - LIBRARY_BYTES == pytest.approx(621 * MIB, rel=0.02)
+
+
+def test_a_context_grows_with_the_threads_a_card_runs_at_once() -> None:
+    turing, ampere = predicted_context_bytes((7, 5), 40), predicted_context_bytes((8, 6), 40)
+    hopper = predicted_context_bytes((9, 0), 40)
+    assert turing < ampere < hopper
+    assert predicted_context_bytes((9, 0), 80) - hopper == 2 * (hopper - ampere) * 2
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_measured() -> None:
+    assert measured_context_bytes() is None
+    assert this_card() is None
+    with nvml.open_device() as device:
+        assert device is None
+
+
+def test_a_handles_workspace_follows_the_capability() -> None:
+    assert handle_workspace_bytes((9, 0), {}) == 32 * MIB
+    assert handle_workspace_bytes((12, 0), {}) == 32 * MIB
+    assert handle_workspace_bytes((8, 6), {}) == 8 * MIB + 128 * KIB
+    assert handle_workspace_bytes((7, 5), {}) == 8 * MIB + 128 * KIB
+
+
+def test_forward_and_backward_each_have_a_workspace() -> None:
+    assert workspace_bytes((9, 0), environment={}) == 64 * MIB
+    assert workspace_bytes((9, 0), backward=False, environment={}) == 32 * MIB
+
+
+def test_the_workspace_setting_of_the_environment_is_honoured() -> None:
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert handle_workspace_bytes((7, 5), deterministic) == 32 * MIB
+    assert handle_workspace_bytes((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}) == 128 * KIB
+    assert handle_workspace_bytes((9, 0), {"CUBLAS_WORKSPACE_CONFIG": "nonsense"}) == 32 * MIB
+
+
+def test_a_separate_workspace_of_cublaslt_is_counted_where_it_is_asked_for() -> None:
+    apart = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
+    assert handle_workspace_bytes((9, 0), apart) == 33 * MIB
+    assert handle_workspace_bytes((9, 0), apart | {"CUBLASLT_WORKSPACE_SIZE": "2048"}) == 34 * MIB
