@@ -1,0 +1,303 @@
+"""The trained classifier: texts in, label names and scores out, in a bounded amount of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from memfit.config import DTYPES, ModelConfig
+from memfit.data.values import MULTI_LABEL, REGRESSION, SINGLE_LABEL, LabelSpace
+from memfit.data.workspace import progress_bar
+from memfit.errors import ConfigError, DataError, ModelError, nearest
+from memfit.evaluation import (
+    THRESHOLD,
+    Array,
+    Evaluation,
+    evaluate_predictions,
+    probabilities,
+)
+from memfit.models import WEIGHT_FILES, check_model_folder, explain, load_config, load_tokenizer
+from memfit.parts import position_limit
+from memfit.results import RunFolder, read_summary
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from memfit.inference_file import FilePredictions
+
+Text = str | tuple[str, str]
+"""One text, or a pair of them."""
+
+BATCH_TOKENS = 8192
+"""Tokens on the device at once, padding included: 64 texts of 128."""
+CHUNK_TEXTS = 8192
+"""Texts that are tokenized and sorted together; more would hold all their tokens in memory."""
+UNLIMITED_LENGTH = 512
+"""Where neither the run, the tokenizer nor the positions limit a text."""
+_TASKS = {
+    LabelSpace(task, ()).problem_type: task for task in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One answer.
+
+    Several labels (those from a probability of 0.5 on) are joined by "|" as the data may have
+    them; a regression's label is its value written out. `score` is the highest probability,
+    or the value.
+    """
+
+    label: str
+    score: float
+    scores: Mapping[str, float]
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A model with its tokenizer and label names, on a device."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    labels: LabelSpace
+    max_length: int
+
+    @classmethod
+    def load(
+        cls,
+        path_or_id: str | os.PathLike[str],
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_length: int | None = None,
+    ) -> Classifier:
+        """From an output folder, one of its checkpoints, or the hub.
+
+        Texts are cut where the training cut them, so that answers are those that were evaluated.
+        """
+        config = ModelConfig(model=os.fspath(path_or_id))
+        _check_trained(config)
+        where = _device(device)
+        model = _load_weights(config, dtype).eval()
+        if where.type == "cpu" and model.dtype.itemsize < 4 and dtype is None:
+            model = model.float()  # half precision is slower on a CPU, and no smaller on disk
+        model.to(where)
+        tokenizer = load_tokenizer(config)
+        if model.config.pad_token_id is None:  # decoders find a text's end by it
+            model.config.pad_token_id = tokenizer.pad_token_id
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            labels=label_space(model.config),
+            max_length=_max_length(config.model, model, tokenizer, max_length),
+        )
+
+    def predict(
+        self,
+        texts: str | tuple[str, str] | Sequence[Text],
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: bool = True,
+    ) -> list[Prediction]:
+        """Answers in the order of the texts; one text, or one pair as a tuple, may come alone.
+
+        `progress` shows a bar on a terminal for anything over two seconds.
+        """
+        single = isinstance(texts, str) or (
+            isinstance(texts, tuple) and len(texts) == 2 and isinstance(texts[0], str)
+        )
+        several: Sequence[Text] = [texts] if single else texts  # type: ignore[list-item]
+        logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
+        return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
+
+    def evaluate(
+        self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
+    ) -> Evaluation:
+        """How good the answers are on texts with known label ids."""
+        logits = self.logits(texts, batch_tokens=batch_tokens)
+        return evaluate_predictions(logits, np.asarray(labels), self.labels)
+
+    def logits(
+        self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
+    ) -> Array:
+        """Raw outputs, a row a text; each batch leaves the device before the next begins."""
+        out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
+        bar = progress_bar("predicting", len(texts)) if progress else None
+        for start in range(0, len(texts), CHUNK_TEXTS):
+            chunk = list(texts[start : start + CHUNK_TEXTS])
+            encoded = self._encode(chunk, start)
+            lengths = [len(ids) for ids in encoded["input_ids"]]
+            for rows in token_batches(lengths, batch_tokens):
+                batch = [{name: column[row] for name, column in encoded.items()} for row in rows]
+                out[[start + row for row in rows]] = self._forward(batch)
+                if bar is not None:
+                    bar.update(len(rows))
+        if bar is not None:
+            bar.close()
+        return out
+
+    def predict_file(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        *,
+        text_column: str | None = None,
+        text_pair_column: str | None = None,
+        encoding: str | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> FilePredictions:
+        """The rows of a table with label and score beside them, in a new file."""
+        from memfit.inference_file import predict_file
+
+        columns = (text_column, text_pair_column)
+        return predict_file(self, source, target, columns, encoding, batch_tokens=batch_tokens)
+
+    def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
+        pairs = [isinstance(text, tuple | list) for text in texts]
+        if any(pairs) and not all(pairs):
+            raise DataError("some of the texts are pairs and some are not; give one kind")
+        for number, text in enumerate(texts, start + 1):
+            parts = text if isinstance(text, tuple | list) else (text,)
+            if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
+                raise DataError(f"text {number} is {text!r:.60}; give a text or a pair of texts")
+        columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
+        encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
+        return dict(encoded)
+
+    def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
+        import torch
+        from transformers import DataCollatorWithPadding
+
+        batch: Any = DataCollatorWithPadding(self.tokenizer)(rows)
+        batch = batch.to(self.model.device)
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(**batch).logits
+        return np.asarray(logits.float().cpu().numpy())
+
+    def _prediction(self, row: Array) -> Prediction:
+        scores = {name: float(value) for name, value in zip(self.labels.names, row, strict=True)}
+        best = max(scores, key=lambda name: scores[name])
+        if self.labels.task == REGRESSION:
+            return Prediction(f"{scores[best]:.6g}", scores[best], scores)
+        if self.labels.task == SINGLE_LABEL:
+            return Prediction(best, scores[best], scores, (best,))
+        chosen = tuple(name for name, score in scores.items() if score >= THRESHOLD)
+        return Prediction("|".join(chosen), scores[best], scores, chosen)
+
+
+def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Rows sorted by length, as many together as stay within `batch_tokens` once padded.
+
+    The longest come first, so that a batch too large for the device fails at once.
+    """
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    start = 0
+    while start < len(rows):
+        count = max(batch_tokens // max(lengths[rows[start]], 1), 1)
+        yield rows[start : start + count]
+        start += count
+
+
+def label_space(config: Any) -> LabelSpace:
+    """The task and the label names a model's config holds."""
+    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+    # What the loss of transformers itself assumes where a config does not say.
+    task = REGRESSION if config.num_labels == 1 else SINGLE_LABEL
+    return LabelSpace(_TASKS.get(config.problem_type, task), names)
+
+
+def _check_trained(config: ModelConfig) -> None:
+    """A folder that holds no model yet, told apart from one that is none."""
+    folder = Path(config.model)
+    run = RunFolder(folder)
+    weights = any((folder / name).is_file() for name in WEIGHT_FILES)
+    if folder.is_dir() and not weights and run.config.is_file():
+        done = run.checkpoints()
+        also = f", or name a checkpoint of it ({done[-1]})" if done else ""
+        raise ModelError(
+            f"the run in {folder} has not finished; continue it with "
+            f"memfit train --resume --output-dir {folder}{also}"
+        )
+    if folder.is_dir() and not weights and (folder / "config.json").is_file():
+        raise ModelError(
+            f"the model folder {folder} has no weights; it needs model.safetensors or "
+            "pytorch_model.bin beside config.json"
+        )
+    check_model_folder(config)
+
+
+def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    from memfit.announce import no_progress_bars
+
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(
+            f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}.{nearest(str(dtype), DTYPES)}"
+        )
+    settings = load_config(config)
+    kinds = settings.architectures or []
+    untrained = (
+        f"{config.model} has no trained classifier, only {{}}; train one with "
+        f"memfit train DATA --model {config.model}"
+    )
+    if kinds and not any("ForSequenceClassification" in kind for kind in kinds):
+        raise ModelError(untrained.format(kinds[0]))
+    try:
+        with no_progress_bars():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                config.model,
+                config=settings,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except Exception as error:
+        raise explain(error, config.model) from None
+    if missing := sorted(report["missing_keys"]):
+        # transformers would fill these with random numbers and only log it.
+        raise ModelError(untrained.format(f"weights without {missing[0]}"))
+    return model
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # CUDA's absence is an assertion
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"the device {name!r} cannot be used ({reason}); leave it out, or write cpu"
+        ) from None
+
+
+def _max_length(
+    folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wanted: int | None
+) -> int:
+    """What is wanted, or what the run trained with; never beyond the model's positions."""
+    limits = [limit for limit in (position_limit(model), tokenizer.model_max_length) if limit]
+    limit = min(limits)
+    if wanted is not None:
+        positions = position_limit(model)
+        if positions is not None and wanted > positions:
+            raise ConfigError(
+                f"max_length {wanted} is beyond the {positions} positions of {folder}; "
+                f"write {positions} or less"
+            )
+        return wanted
+    if RunFolder(Path(folder)).summary.is_file():
+        trained = read_summary(folder).lengths.get("max_length")
+        if isinstance(trained, int):
+            return min(trained, limit)
+    return limit if limit < 10**6 else UNLIMITED_LENGTH
