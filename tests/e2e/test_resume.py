@@ -1,0 +1,179 @@
+"""A run that was interrupted and resumed ends with the weights of the run that was not."""
+
+# ruff: noqa: ARG002 - the Trainer decides what callbacks are given.
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+
+from memfit import BudgetTrainer, TrainingArguments
+from memfit.errors import OutputError
+from memfit.runtime.batching import MicroBatching
+
+# 37 rows in effective batches of 8: 5 steps an epoch, the last of 5 rows; 2 epochs are 10 steps.
+ROWS, BATCH, STEPS_AN_EPOCH, STEPS = 37, 8, 5, 10
+
+
+def model_of() -> BertForSequenceClassification:
+    """BERT of 2 layers x 16, dropout on as BERT trains."""
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=32, num_labels=2,
+        )
+    )  # fmt: skip
+
+
+def texts(rows: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(rows):
+        length = int(torch.randint(2, 30, (), generator=generator))
+        ids = torch.randint(5, 40, (length,), generator=generator).tolist()
+        made.append({"input_ids": ids, "labels": ids[0] % 2})
+    return made
+
+
+def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels = torch.tensor([row["labels"] for row in rows])
+    return {"input_ids": padded, "attention_mask": padded.ne(0).long(), "labels": labels}
+
+
+class Interruption(Exception):  # noqa: N818
+    """What stands in for the power cut."""
+
+
+class InterruptAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.steps_begun = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.steps_begun += 1
+        if state.global_step == self.step:
+            raise Interruption
+
+
+def trainer_in(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> BudgetTrainer:
+    """Saved every step; evaluated every epoch, which must leave no trace in the random numbers."""
+    # A new process begins with other random numbers than the one that was interrupted.
+    torch.manual_seed(len(list(folder.iterdir())) + 100)
+    micro_batching = settings.pop("micro_batching", MicroBatching(max_rows=3))
+    defaults = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1,
+        "eval_strategy": "epoch", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    trainer = BudgetTrainer(
+        model_of(),
+        TrainingArguments(str(folder), **{**defaults, **settings}),
+        collate,
+        texts(ROWS),
+        texts(ROWS)[:9],
+        callbacks=list(callbacks),
+        micro_batching=micro_batching,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def weights_of(trainer: BudgetTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+def test_resuming_at_any_step_gives_the_weights_bit_for_bit(strategy, tmp_path):
+    folders = [tmp_path / name for name in ("whole", "cut")]
+    for folder in folders:
+        folder.mkdir()
+    whole = trainer_in(folders[0], train_sampling_strategy=strategy)
+    whole.train()
+    expected, steps = weights_of(whole), whole.state.max_steps
+
+    # first step, middle of an epoch, its end, the middle of the second epoch
+    for step in (1, 3, STEPS_AN_EPOCH, STEPS_AN_EPOCH + 2):
+        cut = trainer_in(folders[1], InterruptAfter(step), train_sampling_strategy=strategy)
+        with pytest.raises(Interruption):
+            cut.train(resume_from_checkpoint=step > 1)
+        resumed = trainer_in(folders[1], train_sampling_strategy=strategy)
+        resumed.train(resume_from_checkpoint=str(folders[1] / f"checkpoint-{step}"))
+        assert resumed.state.global_step == steps
+        weights = weights_of(resumed)
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), step
+        for later in folders[1].glob("checkpoint-*"):
+            if int(later.name.split("-")[1]) > step:
+                (later / "trainer_state.json").unlink()
+
+
+def test_without_our_sampler_grouping_by_length_would_not_resume(tmp_path):
+    """The stock sampler's order depends on the global generator: the reason for ours."""
+    orders = []
+    for seed in (1, 2):
+        trainer = trainer_in(tmp_path, train_sampling_strategy="group_by_length")
+        torch.manual_seed(seed)
+        ours = list(trainer._get_train_sampler())
+        stock = list(transformers.Trainer._get_train_sampler(trainer))
+        orders.append((ours, stock))
+    (ours, stock), (ours_again, stock_again) = orders
+    assert ours == ours_again
+    assert stock != stock_again
+    assert sorted(ours) == list(range(ROWS))
+
+
+def test_a_checkpoint_cut_off_while_being_written_is_passed_over(tmp_path):
+    trainer_in(tmp_path, max_steps=3).train()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3, "lo')
+    interrupt = InterruptAfter(2)
+    with pytest.raises(Interruption):
+        trainer_in(tmp_path, interrupt, max_steps=3).train(resume_from_checkpoint=True)
+    assert interrupt.steps_begun == 1  # it went on from checkpoint-2
+    with pytest.raises(OutputError, match="checkpoint-3 is not a complete checkpoint"):
+        trainer_in(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_nothing_to_resume_is_said(tmp_path):
+    with pytest.raises(OutputError, match="no complete checkpoint in"):
+        trainer_in(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_other_micro_batches_or_a_missing_optimizer_are_not_exact_and_said(tmp_path):
+    trainer_in(tmp_path, max_steps=2).train()
+    with pytest.warns(UserWarning, match=r"max_rows=3.*max_rows=4.*not bit for bit"):
+        trainer_in(tmp_path, max_steps=3, micro_batching=MicroBatching(max_rows=4)).train(True)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    trainer_in(bare, max_steps=2, save_only_model=True).train()
+    with pytest.warns(UserWarning, match="no optimizer state"):
+        trainer_in(bare, max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_stay_within_the_limit_and_the_best_model_is_loaded(tmp_path):
+    scores = iter([0.5, 0.9, 0.1, 0.2])
+    trainer = trainer_in(
+        tmp_path, num_train_epochs=4, save_strategy="epoch", save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model="mse",
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"mse": next(scores)}
+    trainer.train()
+    # The smallest error is the best: after epoch 3, although later ones exist.
+    best = tmp_path / f"checkpoint-{3 * STEPS_AN_EPOCH}"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {best.name, "checkpoint-20"}
+    saved = BertForSequenceClassification.from_pretrained(best).state_dict()
+    weights = weights_of(trainer)
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_a_checkpoint_holds_the_users_own_arguments(tmp_path):
+    trainer_in(tmp_path, max_steps=1).train()
+    args = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
