@@ -1,0 +1,87 @@
+"""What a strategy is: one memory technique, in one file, behind one contract.
+
+A strategy is a small frozen dataclass; its fields are its settings. It says what it does to the
+result (`fidelity`), what it shrinks, what it cannot stand beside, why it may be of no use here,
+and it changes a `Setup`: the model, or how the step is run. registry.py has the order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import TrainingArguments
+
+    from memfit.packing import PackedModel
+    from memfit.runtime.step import StepExecutor
+
+
+class Fidelity(IntEnum):
+    """What a strategy does to the result, best first."""
+
+    EXACT = 0
+    """The same numbers up to rounding of the same precision."""
+    ROUNDING = 1
+    """The same algorithm with fewer bits."""
+    OPTIMIZER = 2
+    """Another update rule."""
+    CAPACITY = 3
+    """Fewer weights learn."""
+    DATA = 4
+    """Texts are cut shorter."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+OptimizerFactory = Callable[["list[dict[str, Any]]", "TrainingArguments"], "torch.optim.Optimizer"]
+
+
+@dataclass
+class Setup:
+    """What strategies change before the first step; the Trainer reads it when it trains."""
+
+    model: nn.Module
+    args: TrainingArguments
+    device: torch.device
+    packing: PackedModel | None = None
+    make_optimizer: OptimizerFactory | None = None
+    around_micro_batch: list[Callable[[], AbstractContextManager[Any]]] = field(
+        default_factory=list
+    )
+    """Entered around the loss and the backward of every micro-batch."""
+    wrap_executor: list[Callable[[StepExecutor], StepExecutor]] = field(default_factory=list)
+    """Each gets the executor made so far and returns the one to use."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Gives the model back as it was, last change first."""
+
+
+class Strategy(ABC):
+    """One memory technique."""
+
+    name: ClassVar[str]
+    reason: ClassVar[str]
+    """Why one would want it, in a sentence a user reads."""
+    shrinks: ClassVar[tuple[str, ...]]
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    """Names of strategies it cannot stand beside."""
+
+    @property
+    @abstractmethod
+    def fidelity(self) -> Fidelity:
+        """What it does to the result, with these settings."""
+
+    def unavailable(self, setup: Setup) -> str:  # noqa: ARG002
+        """Why it has no use here, in a sentence; empty where it has."""
+        return ""
+
+    @abstractmethod
+    def apply(self, setup: Setup) -> None:
+        """Change the setup; a strategy that changed nothing raises."""

@@ -1,0 +1,42 @@
+"""The order in which strategies are applied, and which cannot stand beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memfit.errors import ConfigError, nearest
+from memfit.strategies.base import Setup, Strategy
+from memfit.strategies.packing import Packing
+
+# First what changes which weights there are, then how they are stored, then how a step runs.
+ORDER: tuple[type[Strategy], ...] = (Packing,)
+
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in ORDER}
+
+
+def by_name(name: str) -> type[Strategy]:
+    """The strategy of that name."""
+    if name not in BY_NAME:
+        raise ConfigError(f"there is no strategy {name!r}.{nearest(name, BY_NAME)}")
+    return BY_NAME[name]
+
+
+def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """The strategies in the order they are applied; two that conflict are refused."""
+    chosen = sorted(strategies, key=lambda strategy: ORDER.index(type(strategy)))
+    names = [strategy.name for strategy in chosen]
+    for strategy in chosen:
+        if names.count(strategy.name) > 1:
+            raise ConfigError(f"the strategy {strategy.name!r} is given twice")
+        beside = sorted(strategy.conflicts & set(names))
+        if beside:
+            raise ConfigError(f"{strategy.name} cannot be used together with {beside[0]}")
+    return chosen
+
+
+def apply_all(strategies: Sequence[Strategy], setup: Setup) -> None:
+    """Change the setup by each strategy in turn; one that cannot work here says why."""
+    for strategy in ordered(strategies):
+        if reason := strategy.unavailable(setup):
+            raise ConfigError(f"{strategy.name} cannot be used here: {reason}")
+        strategy.apply(setup)
