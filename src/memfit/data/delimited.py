@@ -99,13 +99,15 @@ def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
         while True:
             try:
                 row = next(reader)
-            except (csv.Error, StopIteration):
+            except csv.Error:  # the field is too long
+                row = [_END, _END]
+            if row == [_END]:
+                return
+            if row and row[-1].endswith(_END):
                 raise DataError(
                     f'{dialect.path}, line {begins}: a quote (") is opened and not closed; '
                     'write quotes inside a text twice ("")'
-                ) from None
-            if row == [_END]:
-                return
+                )
             if row:
                 yield begins, row
             begins = reader.line_num + 1 + dialect.skip_lines

@@ -22,6 +22,8 @@ _CHUNK_CHARS = 1 << 18
 _LONGEST_ROW = 1 << 25
 """Characters; an array element longer than this is a file that is not an array of rows."""
 _DECODER = json.JSONDecoder()
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -63,7 +65,7 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 raise DataError(
                     f"{path}, line {number}: not JSON ({_reason(error)}); write one object a line"
                 ) from None
-            yield _as_row(path, number, value)
+            yield _as_row(path, number, _mended(value, line))
 
 
 def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
@@ -90,7 +92,7 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                     ) from None
                 buffer, position = buffer[position:] + more, 0
                 continue
-            yield _as_row(path, line, value)
+            yield _as_row(path, line, _mended(value, buffer[position:end]))
             line += buffer.count("\n", position, end)
             position = end
 
@@ -98,6 +100,21 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
 def _reason(error: ValueError) -> str:
     """Without the position, which counts from the start of a line or a part of the file."""
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _mended(value: Any, source: str) -> Any:
+    """Half an emoji, where somebody cut a text by length, is no character Arrow can hold."""
+    return _without_surrogates(value) if _SURROGATE_ESCAPE.search(source) else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return _LONE_SURROGATES.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(value[key]) for key in value}
+    return value
 
 
 def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:

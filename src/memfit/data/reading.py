@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.data.columns import Columns, choose_columns, choose_texts, require_columns
 from memfit.data.labels import Coding, choose_coding, coding_for
-from memfit.data.rows import CleanRows, as_text, clean_rows, encode_labels, write_rows
+from memfit.data.rows import (
+    CleanRows,
+    as_text,
+    clean_rows,
+    encode_labels,
+    unbroken,
+    write_rows,
+)
 from memfit.data.scan import shorten
 from memfit.data.source import open_file, open_source
 from memfit.data.split import check_share, class_counts, count_shared, split_rows
@@ -83,7 +90,7 @@ def read_texts(
         wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
 
         def texts() -> Iterator[Row]:
-            for row in table.read(wanted):
+            for row in unbroken(table.read(wanted), table.where):
                 yield tuple(as_text(value, table.where) for value in row)
 
         dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
@@ -124,7 +131,9 @@ def _split(
         _check_no_single_rows(table, columns, rows, coding)
     dataset = encode_labels(rows, coding)
     labels = _labels(dataset)
-    train, validation = split_rows(labels, coding.space, config.validation_split, config.seed)
+    train, validation = split_rows(
+        labels, coding.space, config.validation_split, config.seed, table.where
+    )
     hashes = rows.text_hashes
     counts = DataCounts(
         rows_read=rows.rows_read,

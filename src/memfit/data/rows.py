@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,7 +14,7 @@ from memfit.data.labels import Coding
 from memfit.data.scan import LabelScan, flag_items, label_items
 from memfit.data.tables import Row, Table
 from memfit.data.values import MULTI_LABEL, SINGLE_LABEL
-from memfit.data.workspace import new_file, progress_bar
+from memfit.data.workspace import new_file, progress_bar, room_on_disk
 from memfit.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _BATCH_ROWS = 2000
-_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+_BATCH_CHARS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class _Cleaner:
     def clean(self, rows: Iterator[Row]) -> Iterator[Row]:
         names, count = self.columns.labels, len(self.columns.texts)
         bar = progress_bar(f"reading {self.where}")
-        for row in _unbroken(rows, self.where):
+        for row in unbroken(rows, self.where):
             self.rows_read += 1
             bar.update(1)
             texts = [as_text(value, self.where) for value in row[:count]]
@@ -105,21 +103,33 @@ def write_rows(rows: Iterator[Row], names: tuple[str, ...]) -> Dataset:
     types = {"label": pyarrow.list_(pyarrow.string())}
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in names])
     path = str(new_file())
-    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-        while batch := list(islice(rows, _BATCH_ROWS)):
+    with (
+        room_on_disk(),
+        pyarrow.OSFile(path, "wb") as sink,
+        pyarrow.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in _batches(rows):
             columns = zip(*batch, strict=True)
             arrays = [
-                _arrow_array(list(column), kind)
+                pyarrow.array(column, kind)
                 for column, kind in zip(columns, schema.types, strict=True)
             ]
-            try:
-                writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
-            except OSError as error:
-                raise DataError(
-                    f"cannot write the table to the temporary folder ({error}); "
-                    "make room there, or point TMPDIR at a larger disk"
-                ) from None
+            writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
     return Dataset.from_file(path)
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Lists of rows, short ones where the texts are long: a batch is what memory holds."""
+    batch: list[Row] = []
+    chars = 0
+    for row in rows:
+        batch.append(row)
+        chars += len(row[0])
+        if len(batch) == _BATCH_ROWS or chars > _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
 
 
 def encode_labels(rows: CleanRows, coding: Coding) -> Dataset:
@@ -129,13 +139,14 @@ def encode_labels(rows: CleanRows, coding: Coding) -> Dataset:
 
     kinds = {SINGLE_LABEL: Value("int64"), MULTI_LABEL: datasets.List(Value("float32"))}
     features = Features({"label": kinds.get(coding.space.task, Value("float32"))})
-    labels = rows.dataset.select_columns(["label"]).map(
-        lambda batch: {"label": [coding.encode(items) for items in batch["label"]]},
-        batched=True,
-        features=features,
-        load_from_cache_file=False,
-        new_fingerprint=uuid4().hex,  # nothing to hash: no result is ever looked up again
-    )
+    with room_on_disk():
+        labels = rows.dataset.select_columns(["label"]).map(
+            lambda batch: {"label": [coding.encode(items) for items in batch["label"]]},
+            batched=True,
+            features=features,
+            load_from_cache_file=False,
+            new_fingerprint=uuid4().hex,  # nothing to hash: no result is ever looked up again
+        )
     texts = rows.dataset.remove_columns(["label"])
     return datasets.concatenate_datasets([texts, labels], axis=1)
 
@@ -154,23 +165,8 @@ def as_text(value: Any, where: str) -> str:
     return str(value)
 
 
-def _arrow_array(values: list[Any], kind: Any) -> Any:
-    import pyarrow
-
-    try:
-        return pyarrow.array(values, kind)
-    except UnicodeEncodeError:
-        # Half an emoji: JSON may hold one where somebody cut a text by length.
-        return pyarrow.array([_mended(value) for value in values], kind)
-
-
-def _mended(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_mended(item) for item in value]
-    return _LONE_SURROGATES.sub("\ufffd", value)
-
-
-def _unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
+def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
+    """The rows, with one sentence where the file fails under them."""
     try:
         yield from rows
     except (UnicodeDecodeError, OSError) as error:

@@ -20,7 +20,9 @@ def check_share(share: float) -> None:
         raise DataError(f"validation_split is {share}; write a share between 0 and 1, such as 0.1")
 
 
-def split_rows(labels: Array, space: LabelSpace, share: float, seed: int) -> tuple[Array, Array]:
+def split_rows(
+    labels: Array, space: LabelSpace, share: float, seed: int, where: str
+) -> tuple[Array, Array]:
     """(training, validation) row numbers, each in the order of the file.
 
     In order and not shuffled, so that a file larger than memory is read front to back;
@@ -32,12 +34,12 @@ def split_rows(labels: Array, space: LabelSpace, share: float, seed: int) -> tup
     wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
     if wanted >= rows:
         raise DataError(
-            f"{rows} rows cannot be split at validation_split={share}; "
-            "give more rows or a validation_file"
+            f"{where}: {rows} usable rows cannot be split at validation_split={share}; "
+            "add rows or give a validation_file"
         )
     random = np.random.default_rng(seed)
     if space.task == SINGLE_LABEL:
-        shares = _stratified_counts(labels, space, wanted)
+        shares = _stratified_counts(labels, space, wanted, where)
         members = (np.flatnonzero(labels == number) for number in range(space.num_labels))
         chosen = [
             random.permutation(member)[:count]
@@ -53,7 +55,7 @@ def split_rows(labels: Array, space: LabelSpace, share: float, seed: int) -> tup
     return np.flatnonzero(~in_validation), np.flatnonzero(in_validation)
 
 
-def _stratified_counts(labels: Array, space: LabelSpace, wanted: int) -> list[int]:
+def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str) -> list[int]:
     """Validation rows of every class: proportional, and at least one on either side."""
     import numpy as np
 
@@ -62,8 +64,10 @@ def _stratified_counts(labels: Array, space: LabelSpace, wanted: int) -> list[in
     classes = int(present.sum())
     if min(wanted, len(labels) - wanted) < classes:
         raise DataError(
-            f"{wanted} of {len(labels)} rows for validation cannot hold all {classes} labels on "
-            "both sides; change validation_split or give a validation_file"
+            f"{where}: {wanted} of {len(labels)} rows for validation leave a label out of one "
+            f"split, as there are {classes} labels; give a validation_split of "
+            f"{math.ceil(100 * classes / len(labels)) / 100:.2f} to "
+            f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}, or a validation_file"
         )
     quota = totals * (wanted / len(labels))
     counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
-from memfit.data.workspace import progress_bar, quiet_datasets
+from memfit.data.workspace import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
         bar.update(len(batch["text"]))
         return encoded
 
-    with quiet_datasets():
+    with quiet_datasets(), room_on_disk():
         tokenized = dataset.map(
             encode,
             batched=True,

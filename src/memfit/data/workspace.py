@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from memfit.errors import DataError
+
 _numbers = itertools.count()
 
 QUIET_SECONDS = 2.0
@@ -29,6 +31,18 @@ def new_file() -> Path:
     folder = Path(_folder().name) / f"table-{next(_numbers)}"
     folder.mkdir()
     return folder / "rows.arrow"
+
+
+@contextmanager
+def room_on_disk() -> Iterator[None]:
+    """What is written inside may not fit on the disk; then one sentence says so."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the temporary folder {_folder().name} ({error}); "
+            "make room there, or point TMPDIR at a larger disk"
+        ) from None
 
 
 @contextmanager
