@@ -1,0 +1,101 @@
+"""Whole micro-steps as CUDA graphs, one a token bucket, all in one memory pool.
+
+A step of BERT-Large is some 4,000 kernels. Launched one by one from Python they take longer
+than they run; replayed as a graph they do not. A graph wants the same shapes every time, so
+batches are filled up with dummy tokens to a few bucket sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from memfit.packing import PackedBatch
+
+Body = Callable[[PackedBatch], torch.Tensor]
+Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBuckets:
+    """The few token counts that batches are filled up to."""
+
+    multiple: int = 256
+
+    def fit(self, tokens: int) -> int:
+        """The smallest bucket that holds so many tokens."""
+        return -(-tokens // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    batch: PackedBatch
+    loss: torch.Tensor
+
+
+class GraphCache:
+    """Runs a micro-step's body: the first time as it is, then as a graph for each shape.
+
+    The body may change anything that lives on the device (weights, counters, random state):
+    capturing executes nothing, so every call of `run` is exactly one step. What the body reads
+    from the host is frozen at capture.
+    """
+
+    def __init__(self, body: Body, device: torch.device) -> None:
+        self._body = body
+        self._device = device
+        # One stream for all: autograd ties each parameter's accumulation to the stream it
+        # first ran on, and a capture must not wait for another one.
+        self._stream = torch.cuda.Stream(device)
+        self._captured: dict[Key, _Captured] = {}
+        self._pool: tuple[int, int] | None = None
+        self._is_warm = False
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, batch: PackedBatch) -> torch.Tensor:
+        """One step on a batch from the host; its loss, on the device, yours to keep."""
+        key = (batch.total_tokens, batch.rows, batch.max_seqlen)
+        with self._on_stream():
+            if not self._is_warm:
+                # Kernels are compiled and matrix products choose their algorithms here.
+                loss = self._body(batch.to(self._device, non_blocking=True))
+                self._is_warm = True
+                return loss
+            captured = self._captured.get(key) or self._capture(key, batch)
+            captured.batch.copy_from(batch)
+            captured.graph.replay()
+            return captured.loss.clone()
+
+    def drop(self) -> None:
+        """Give all the graphs' memory back; they are captured anew when needed."""
+        torch.cuda.synchronize(self._device)
+        self._captured.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+
+    def _capture(self, key: Key, batch: PackedBatch) -> _Captured:
+        static = batch.to(self._device)
+        if not self._captured:
+            # What the warm-up left in the ordinary pool would lie beside the graphs' own.
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            loss = self._body(static)
+        self._pool = self._pool or graph.pool()
+        self._captured[key] = _Captured(graph, static, loss)
+        return self._captured[key]
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
