@@ -189,6 +189,36 @@ def test_a_bare_summary_is_enough(tmp_path: Path) -> None:
     assert "logged nothing to draw" in shown.text
 
 
+def test_tasks_without_a_confusion_matrix_have_a_page_too(tmp_path: Path) -> None:
+    space = LabelSpace("multi_label", ("房間", "早餐"))
+    logits, labels = np.array([[2.0, -2.0], [2.0, 1.0]]), np.array([[1.0, 0.0], [0.0, 1.0]])
+    result = evaluate_predictions(logits, labels, space)
+    mistakes = worst_mistakes(logits, labels, space, ["好", "早餐難吃"])
+    write_evaluation(tmp_path, result, mistakes)
+    write_summary(
+        tmp_path,
+        RunSummary(
+            model="m",
+            task="multi_label",
+            metrics=result.metrics,
+            averaging=result.averaging,
+            seconds={"train": 5.0},
+        ),
+    )
+    text = Page(page.write_report(tmp_path).read_text(encoding="utf-8")).text
+    for words in ("F1 (micro)", "all labels right", "早餐難吃", "房間, 早餐", "time training"):
+        assert words in text
+    assert "Confusion" not in text
+    value = LabelSpace("regression", ("score",))
+    outputs, truth = np.array([1.0, 30.0]), np.array([1.0, 4.0])
+    result = evaluate_predictions(outputs, truth, value)
+    write_evaluation(tmp_path, result, worst_mistakes(outputs, truth, value, ["好", "貴"], limit=1))
+    write_summary(tmp_path, RunSummary(model="m", task="regression", metrics=result.metrics))
+    text = Page(page.write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "338" in text  # the mean of 0 and 26 squared
+    assert "貴" in text
+
+
 def test_a_folder_without_a_run_gets_no_page(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"no summary\.json"):
         page.write_report(tmp_path)

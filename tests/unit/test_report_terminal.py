@@ -141,7 +141,7 @@ def binary() -> Evaluation:
 
 def test_metrics_say_which_f1_it_is_and_show_each_class() -> None:
     lines = printed(terminal.metrics_table(binary()))
-    assert lines[0] == "accuracy 0.6   F1 0.6667 (正評)   precision 0.6667   recall 0.6667"
+    assert lines[0] == "accuracy 0.6000   F1 0.6667 (正評)   precision 0.6667   recall 0.6667"
     assert lines[1] == "on 5 rows"
     assert [line.split() for line in lines[4:6]] == [
         ["負評", "0.5000", "0.5000", "0.5000", "2"],
@@ -155,12 +155,12 @@ def test_other_tasks_show_their_own_metrics() -> None:
         np.eye(12), np.arange(12), LabelSpace("single_label", tuple("abcdefghijkl"))
     )
     lines = printed(terminal.metrics_table(macro))
-    assert "F1 1 (macro)" in lines[0]
+    assert "F1 1.0000 (macro)" in lines[0]
     assert not any("predicted" in line for line in lines)  # 12 x 12 does not fit a screen
     value = evaluate_predictions(
         np.array([1.0, 2.0]), np.array([1.0, 4.0]), LabelSpace("regression", ("score",))
     )
-    assert printed(terminal.metrics_table(value))[0].startswith("MSE 2   MAE 1   R² ")
+    assert printed(terminal.metrics_table(value))[0].startswith("MSE 2   MAE 1.0000   R² ")
 
 
 def counts(**changes: object) -> DataCounts:
@@ -219,7 +219,7 @@ def summary() -> RunSummary:
 def test_a_training_result_says_how_it_ended_and_where_it_lies() -> None:
     lines = printed(terminal.training_result(summary(), Path("run")))
     assert [" ".join(line.split()) for line in lines] == [
-        "result F1 0.93 (正評)",
+        "result F1 0.9300 (正評)",
         "training finished, 1,438 steps, 2 epochs, 1 min 01 s",
         "predicted 3.50 GiB at the peak, 88 % of the budget",
         "model run",

@@ -10,7 +10,7 @@ from typing import Any
 
 from memfit.evaluation import ClassRow, Evaluation, Mistake
 from memfit.memory.components import Component, MemoryPeak
-from memfit.report.terminal import METRIC_NAMES, clean, peak_components, percent
+from memfit.report.terminal import METRIC_NAMES, clean, metric, peak_components, percent
 from memfit.results import RunSummary
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -18,6 +18,14 @@ LARGEST_MATRIX = 20
 MOST_CLASSES = 100
 MOST_CONFUSIONS = 20
 LONGEST_TEXT = 300
+_WORK_NAMES = {
+    "data": "reading the data",
+    "load": "loading",
+    "train": "training",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "total": "in all",
+}
 _COUNT_NAMES = {
     "rows_read": "read",
     "train_rows": "trained on",
@@ -69,7 +77,7 @@ def figures(summary: RunSummary) -> list[dict[str, str]]:
         label = METRIC_NAMES.get(name, clean(name))
         if which and name in ("f1", "precision", "recall"):
             label += f" ({which})"
-        shown.append({"name": label, "value": number(value)})
+        shown.append({"name": label, "value": metric(value)})
     return shown
 
 
@@ -148,7 +156,7 @@ def training(summary: RunSummary) -> list[tuple[str, str]]:
         (clean(name).replace("_", " "), number(value)) for name, value in summary.training.items()
     ]
     rows += [
-        (f"time to {clean(name)}" if name != "total" else "time in all", format_seconds(seconds))
+        (f"time {_WORK_NAMES.get(name, clean(name))}", format_seconds(seconds))
         for name, seconds in summary.seconds.items()
         if seconds is not None
     ]

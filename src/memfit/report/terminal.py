@@ -84,6 +84,13 @@ def percent(share: float) -> str:
     )
 
 
+def metric(value: float | None) -> str:
+    """0.9340, 12.71; a dash for what is not a number."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if abs(value) <= 1 else f"{value:.4g}"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
     """A stacked bar by component, against the budget where there is one."""
@@ -186,7 +193,7 @@ def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: st
     for name, value in metrics.items():
         line.append("   " if line else "")
         line.append(f"{METRIC_NAMES.get(name, clean(name))} ")
-        line.append("–" if value is None else f"{value:.4g}", style="bold")
+        line.append(metric(value), style="bold")
         if name == "f1" and what:
             line.append(f" ({what})")
     return line
@@ -224,7 +231,8 @@ def _confusion_table(evaluation: Evaluation) -> Table:
 def training_result(summary: RunSummary, folder: Path | None = None) -> RenderableType:
     """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
     facts = _facts()
-    facts.add_row("result", metrics_line(summary.metrics, summary.averaging, summary.positive))
+    if summary.metrics:
+        facts.add_row("result", metrics_line(summary.metrics, summary.averaging, summary.positive))
     facts.add_row("training", Text(_training_sentence(summary)))
     memory = summary.memory
     for name, peak in (("predicted", memory.predicted), ("measured", memory.measured)):
