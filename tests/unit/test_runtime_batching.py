@@ -1,0 +1,167 @@
+"""Splitting an effective batch: which rows together, and how wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memfit.errors import ConfigError
+from memfit.runtime.batching import MicroBatching, Trim, split, trimming_for
+
+
+def padded(lengths: list[int], width: int | None = None, side: str = "right") -> dict[str, Any]:
+    """Rows whose tokens say which row and place they are: row * 100 + place + 1."""
+    width = width or max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        columns = slice(0, length) if side == "right" else slice(width - length, width)
+        ids[row, columns] = torch.arange(length) + 100 * row + 1
+        mask[row, columns] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths))}
+
+
+def rows_and_widths(batch: dict[str, Any], limits: MicroBatching, trim: Trim = Trim.RIGHT):
+    parts = split(batch, limits, trim)
+    return [(part.rows, part.inputs["input_ids"].shape[1]) for part in parts]
+
+
+def test_rows_of_similar_length_go_together_the_longest_first():
+    batch = padded([3, 9, 4, 8, 2])
+    found = rows_and_widths(batch, MicroBatching(max_rows=2))
+    assert found == [((1, 3), 9), ((2, 0), 4), ((4,), 2)]
+
+
+def test_tokens_count_padding_and_a_long_row_is_never_refused():
+    batch = padded([3, 9, 4, 8, 2, 3])
+    # 9 alone exceeds 8; 8 x 1; then 4 x 2 is full; 3 x 2 with room for no third
+    found = rows_and_widths(batch, MicroBatching(max_tokens=8))
+    assert found == [((1,), 9), ((3,), 8), ((2, 0), 4), ((5, 4), 3)]
+    both = rows_and_widths(batch, MicroBatching(max_rows=1, max_tokens=100))
+    assert [rows for rows, _ in both] == [(1,), (3,), (2,), (0,), (5,), (4,)]
+
+
+def test_a_batch_that_fits_keeps_its_order_and_its_tensors():
+    batch = padded([3, 9, 4])
+    (part,) = split(batch, MicroBatching(max_rows=3, max_tokens=27))
+    assert part.rows == (0, 1, 2)
+    assert all(part.inputs[name] is batch[name] for name in batch)
+
+
+def test_padding_to_the_maximum_length_is_cut():
+    batch = padded([3, 9, 4], width=64)
+    assert rows_and_widths(batch, MicroBatching()) == [((0, 1, 2), 9)]
+    assert rows_and_widths(batch, MicroBatching(max_rows=2)) == [((1, 2), 9), ((0,), 3)]
+
+
+def test_left_padding_is_cut_only_where_positions_are_relative():
+    batch = padded([3, 9, 4], width=12, side="left")
+    assert rows_and_widths(batch, MicroBatching(), Trim.BOTH) == [((0, 1, 2), 9)]
+    assert rows_and_widths(batch, MicroBatching(), Trim.RIGHT) == [((0, 1, 2), 12)]
+    assert rows_and_widths(batch, MicroBatching(), Trim.NONE) == [((0, 1, 2), 12)]
+    (_, short) = split(batch, MicroBatching(max_rows=2), Trim.BOTH)
+    assert short.inputs["input_ids"].tolist() == [[1, 2, 3]]
+
+
+def test_without_a_mask_rows_keep_order_and_width():
+    batch = {"input_ids": torch.arange(15).view(5, 3)}
+    assert rows_and_widths(batch, MicroBatching(max_rows=2)) == [
+        ((0, 1), 3),
+        ((2, 3), 3),
+        ((4,), 3),
+    ]
+
+
+def test_a_row_without_a_token_keeps_the_width():
+    batch = padded([3, 2])
+    batch["attention_mask"][1] = 0
+    found = rows_and_widths(batch, MicroBatching(max_rows=1))
+    assert found == [((0,), 3), ((1,), 3)]
+
+
+def test_as_many_labels_as_tokens_are_not_taken_for_tokens():
+    batch = padded([3, 9, 4], width=12)
+    for labels in (torch.ones(3, 12), torch.ones(3, 12, dtype=torch.long)):
+        parts = split({**batch, "labels": labels}, MicroBatching(max_rows=1))
+        assert all(part.inputs["labels"].shape == (1, 12) for part in parts)
+        assert all(part.inputs["input_ids"].shape == (1, 12) for part in parts)
+
+
+def test_labels_of_tokens_are_cut_with_their_tokens():
+    batch = padded([3, 5], width=8)
+    labels = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
+    long, short = split({**batch, "labels": labels}, MicroBatching(max_rows=1))
+    assert long.inputs["labels"].tolist() == [[101, 102, 103, 104, 105]]
+    assert short.inputs["labels"].tolist() == [[1, 2, 3]]
+
+
+def test_an_unknown_input_as_wide_as_the_texts_keeps_the_width():
+    batch = {**padded([3, 9], width=12), "bbox": torch.zeros(2, 12, 4)}
+    assert rows_and_widths(batch, MicroBatching()) == [((0, 1), 12)]
+
+
+def test_odd_entries_are_cut_by_row_or_passed_on():
+    batch = {
+        **padded([3, 9]),
+        "nested": {"features": torch.tensor([[1.0], [2.0]]), "pair": (torch.tensor([5, 6]), 7)},
+        "names": ["first", "second"],
+        "temperature": 0.5,
+        "scalar": torch.tensor(3),
+        "shared": torch.zeros(4, 4),
+    }
+    long, short = (part.inputs for part in split(batch, MicroBatching(max_rows=1)))
+    assert long["nested"]["features"].tolist() == [[2.0]]
+    assert long["nested"]["pair"][0].tolist() == [6]
+    assert long["nested"]["pair"][1] == 7
+    assert (long["names"], short["names"]) == (["second"], ["first"])
+    assert (short["temperature"], int(short["scalar"]), short["shared"].shape) == (0.5, 3, (4, 4))
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 0}, {"max_tokens": -1}])
+def test_limits_below_one_are_refused(limits):
+    with pytest.raises(ConfigError, match="at least 1"):
+        MicroBatching(**limits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    max_rows=st.none() | st.integers(1, 8),
+    max_tokens=st.none() | st.integers(1, 90),
+    extra=st.integers(0, 5),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_every_token_is_run_exactly_once_within_the_limits(
+    lengths, max_rows, max_tokens, extra, side
+):
+    batch = padded(lengths, max(lengths) + extra, side)
+    parts = split(batch, MicroBatching(max_rows, max_tokens), Trim.BOTH)
+    assert sorted(row for part in parts for row in part.rows) == list(range(len(lengths)))
+    seen = []
+    for part in parts:
+        ids, mask = part.inputs["input_ids"], part.inputs["attention_mask"]
+        assert part.inputs["labels"].tolist() == list(part.rows)
+        assert max_rows is None or len(ids) <= max_rows
+        assert max_tokens is None or ids.numel() <= max_tokens or len(ids) == 1
+        assert ids.shape[1] == max(lengths[row] for row in part.rows)
+        seen += ids[mask == 1].tolist()
+    assert sorted(seen) == sorted(batch["input_ids"][batch["attention_mask"] == 1].tolist())
+
+
+def test_what_may_be_cut_depends_on_the_architecture():
+    from transformers import BertConfig, BertModel, Qwen2Config, Qwen2Model
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        bert = BertModel(BertConfig(vocab_size=9, intermediate_size=8, **small))
+        qwen = Qwen2Model(
+            Qwen2Config(vocab_size=9, intermediate_size=8, num_key_value_heads=2, **small)
+        )
+    assert trimming_for(bert) is Trim.RIGHT
+    assert trimming_for(qwen) is Trim.BOTH
+    assert trimming_for(nn.Sequential(nn.Conv1d(2, 2, 3))) is Trim.NONE
