@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,9 +51,9 @@ class GraphCache:
         self._device = device
         # One stream for all: autograd ties each parameter's accumulation to the stream it
         # first ran on, and a capture must not wait for another one.
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._captured: dict[Key, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._is_warm = False
 
     def __len__(self) -> int:
