@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from memfit.units import Budget, format_both, parse_budget
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from memfit.runtime.trainer import BudgetTrainer
 
@@ -20,7 +22,20 @@ def voice(quiet: bool) -> Callable[[Any], None]:
         return lambda _: None
     from memfit.report import terminal
 
-    return terminal.console(stderr=True).print
+    lines, tables = plain_console(), terminal.console(stderr=True)
+
+    def say(what: Any) -> None:
+        (lines if isinstance(what, str) else tables).print(what)
+
+    return say
+
+
+def plain_console() -> Console:
+    """Stderr for single lines: a log file gets them whole, however long."""
+    from rich.console import Console
+
+    is_terminal = sys.stderr.isatty()
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=not is_terminal)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memfit.config import RunConfig
+from memfit.config import DataConfig, RunConfig
 from memfit.errors import OutputError
 
 if TYPE_CHECKING:
+    from memfit.evaluation import Evaluation
     from memfit.inference import Classifier
     from memfit.workflow import RunResult
 
@@ -58,3 +59,22 @@ def load(model: PathLike, **options: Any) -> Classifier:
     from memfit.inference import Classifier
 
     return Classifier.load(os.fspath(model), **options)
+
+
+def evaluate(
+    model: PathLike, data: PathLike, *, max_length: int | None = None, **options: Any
+) -> Evaluation:
+    """How good a trained classifier is on all rows of a labelled table.
+
+    `options` are fields of DataConfig: the columns, the label names, the encoding.
+    """
+    from memfit.data import read_labelled
+    from memfit.inference import Classifier
+
+    config = DataConfig.build(path=data, **options)
+    classifier = Classifier.load(os.fspath(model), max_length=max_length)
+    table, _ = read_labelled(config, classifier.labels)
+    texts = table["text"]
+    if "text_pair" in table.column_names:
+        texts = list(zip(texts, table["text_pair"], strict=True))
+    return classifier.evaluate(texts, table["label"])

@@ -56,6 +56,15 @@ class DataConfig:
     encoding: str | None = option("The file's encoding; found if not given.", default=None)
     seed: int = option("The seed of the split (and of the training).", default=42)
 
+    @classmethod
+    def build(cls, **options: Any) -> DataConfig:
+        """From options as the command line gives them; None was not given."""
+        known = own_fields("data")
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"unknown option {key!r}.{nearest(key, known)}")
+        return _construct(cls, {key: item for key, item in options.items() if item is not None})
+
     def __post_init__(self) -> None:
         _check_choice("task", self.task, TASKS)
         if not 0 < self.validation_split < 1:
@@ -209,8 +218,10 @@ def _canonical(name: str, known: frozenset[str]) -> str:
 def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
     """Puts one flat option into its table; `seed` belongs to the split and the training."""
     key = _ALIASES.get(key, key)
-    if key == "label_names" and not _names_labels(value):
-        tables["training"][key] = value  # TrainingArguments' own field of that name
+    if key == "label_names" and value in ("labels", ["labels"], ("labels",)):
+        # TrainingArguments' own field of that name: the columns that hold labels, of which
+        # a table read by memfit has this one.
+        tables["training"][key] = ["labels"]
         return
     for table in ("", "data", "model"):
         if key in own_fields(table):
@@ -221,10 +232,6 @@ def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
     if key not in training_names():
         raise ConfigError(f"unknown option {key!r}.{_suggest(key)}")
     tables["training"][key] = value
-
-
-def _names_labels(value: Any) -> bool:
-    return isinstance(value, Mapping) or any("=" in str(item) for item in value)
 
 
 def training_names() -> frozenset[str]:

@@ -171,7 +171,7 @@ class _Run:
         return read_table(self.config.data)
 
     def _prepare(self, text: TextData) -> tuple[BudgetTrainer, TokenizedData]:
-        from transformers import set_seed
+        from transformers import PrinterCallback, ProgressCallback, set_seed
 
         from memfit.data import tokenize
         from memfit.interrupt import StopAfterStep
@@ -187,7 +187,7 @@ class _Run:
             model, tokenizer = load_for_training(self.config.model, labels, max_length)
             tokens = tokenize(text, tokenizer, max_length)
         self.stop = StopAfterStep(self.say)
-        bars = [] if self.quiet else [MemfitProgress()]
+        bars = [] if self.quiet else [MemfitProgress(console=announce.plain_console())]
         trainer = BudgetTrainer(
             model,
             arguments,
@@ -197,6 +197,8 @@ class _Run:
             compute_metrics=compute_metrics_for(labels.task, labels.names),
             callbacks=[*bars, self.stop, *self.callbacks],
         )
+        for stock_bar in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(stock_bar)
         return trainer, tokens
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:

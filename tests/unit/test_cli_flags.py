@@ -14,8 +14,10 @@ from memfit.errors import ConfigError
 OWN = {
     "model": OwnOption("--model"),
     "max_length": OwnOption("--max-length"),
-    "label_names": OwnOption("--label-names", several=True),
-    "from_scratch": OwnOption("--from-scratch", switch=True),
+    "label_names": OwnOption("--label-names", "several"),
+    "from_scratch": OwnOption("--from-scratch", "switch"),
+    "no_from_scratch": OwnOption("--no-from-scratch", "alone"),
+    "json": OwnOption("--json", "alone"),
 }
 
 
@@ -98,6 +100,17 @@ def test_the_commands_own_options_are_left_for_typer() -> None:
         "--model=m",
     ]
     assert fields == {"seed": 3}
+
+
+def test_an_option_that_stands_alone_takes_no_word() -> None:
+    words = ["--json", "false", "--no_from_scratch", "true"]
+    assert split_flags(words, OWN)[0] == ["--json", "false", "--no-from-scratch", "true"]
+
+
+def test_a_command_without_training_has_no_training_flags() -> None:
+    with pytest.raises(ConfigError, match=r"no option --bf16\.$"):
+        split_flags(["--bf16"], OWN, training=False)
+    assert split_flags(["--max_length", "3"], OWN, training=False) == (["--max-length=3"], {})
 
 
 def test_after_two_dashes_nothing_is_a_flag() -> None:

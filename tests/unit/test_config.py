@@ -54,7 +54,7 @@ def test_seed_is_the_splits_and_the_trainings() -> None:
     assert config.training == {"seed": 7}
 
 
-def test_label_names_without_a_sign_are_the_trainers_own_field() -> None:
+def test_the_name_of_the_label_column_is_the_trainers_own_field() -> None:
     config = build(label_names=["labels"])
     assert config.data.label_names == {}
     assert config.training == {"label_names": ["labels"]}
@@ -130,6 +130,7 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
         ({"lora": 0}, "write a rank"),
         ({"dtype": "bf16"}, "one of float32, bfloat16, float16"),
         ({"label_names": ["0=", "1=b"]}, "write label=name"),
+        ({"label_names": ["bad", "good"]}, "write label=name"),
         ({"from_scratch": 1}, "type bool"),
     ],
 )

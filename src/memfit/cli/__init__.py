@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from memfit._version import __version__
-from memfit.cli import console, train
+from memfit.cli import console, evaluate, predict, report, train
 from memfit.errors import MemfitError
 
 INTERRUPTED = 130
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train,):
+for module in (train, evaluate, predict, report):
     module.add_to(app)
 
 
@@ -51,13 +51,13 @@ def _root(
 
 def main() -> NoReturn:
     """The entry point."""
+    console.set_up_streams()
+    console.quiet_libraries()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; every error becomes one sentence on stderr."""
-    console.set_up_streams()
-    console.quiet_libraries()
     try:
         code = app(list(arguments), prog_name="memfit", standalone_mode=False)
     except KeyboardInterrupt:

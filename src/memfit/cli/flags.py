@@ -36,11 +36,13 @@ OLD_SWITCHES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OwnOption:
-    """An option the command declares: whether it stands alone, and takes several values."""
+    """An option the command declares, and what may follow it.
+
+    `alone` takes nothing, `switch` a truth value or nothing, `value` one, `several` many.
+    """
 
     flag: str
-    switch: bool = False
-    several: bool = False
+    takes: str = "value"
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class _Split:
 
 
 def split_flags(
-    arguments: Sequence[str], own: Mapping[str, OwnOption]
+    arguments: Sequence[str], own: Mapping[str, OwnOption], *, training: bool = True
 ) -> tuple[list[str], dict[str, Any]]:
     """What typer shall parse, and the training fields with their values."""
     words, split = list(arguments), _Split()
@@ -67,14 +69,15 @@ def split_flags(
         given = [value] if has_value else None
         if key in own:
             split.rest += _own_words(own[key], given, words)
-        elif key.startswith("no_") and _is_switch(key[3:]):
+        elif training and key.startswith("no_") and _is_switch(key[3:]):
             split.training[_full(key[3:])] = False
-        elif _full(key) in training_fields() or key in OLD_FIELDS:
+        elif training and (_full(key) in training_fields() or key in OLD_FIELDS):
             split.training[_full(key)] = _read_field(key, given, words)
         else:
-            known = [*own, *SHORT_NAMES, *training_fields()]
-            hint = nearest(key, known).replace("_", "-").replace("'", "")
-            raise ConfigError(f"there is no option --{name}.{hint.replace('mean ', 'mean --')}")
+            known = [*own, *((*SHORT_NAMES, *training_fields()) if training else ())]
+            flags = ["--" + item.replace("_", "-") for item in known]
+            hint = nearest("--" + key.replace("_", "-"), flags).replace("'", "")
+            raise ConfigError(f"there is no option --{name}.{hint}")
     return split.rest, split.training
 
 
@@ -88,11 +91,14 @@ def _is_switch(key: str) -> bool:
 
 def _own_words(option: OwnOption, given: list[str] | None, words: list[str]) -> list[str]:
     """The option as typer reads it: one flag a value, `--no-x` for `--x false`."""
-    if option.switch:
-        on = _read_switch(given, words)
+    if option.takes == "alone":
+        return [option.flag if given is None else f"{option.flag}={given[0]}"]
+    if option.takes == "switch":
+        on = _read_switch(given, words, option.flag[2:])
         return [option.flag if on else option.flag.replace("--", "--no-", 1)]
-    values = given if given is not None else _take_values(option.flag, words, option.several)
-    return [word for value in values for word in (f"{option.flag}={value}",)]
+    several = option.takes == "several"
+    values = given if given is not None else _take_values(option.flag, words, several)
+    return [f"{option.flag}={value}" for value in values]
 
 
 def _take_values(flag: str, words: list[str], several: bool) -> list[str]:
@@ -107,7 +113,7 @@ def _take_values(flag: str, words: list[str], several: bool) -> list[str]:
     return values
 
 
-def _read_switch(given: list[str] | None, words: list[str], name: str = "") -> bool:
+def _read_switch(given: list[str] | None, words: list[str], name: str) -> bool:
     """A switch stands for true; a word after it counts only when it is a truth value."""
     if given is None:
         if not words or words[0].lower() not in TRUE_WORDS | FALSE_WORDS:
@@ -151,24 +157,34 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
     return text
 
 
-class FlagCommand(TyperCommand):
-    """A command that also takes TrainingArguments' fields; they arrive in `ctx.obj`."""
+class PlainCommand(TyperCommand):
+    """A command whose options may be written with dashes or underscores."""
+
+    takes_training = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Takes the training flags out and lets typer parse the rest."""
+        """Takes the training flags out, where there are any, and lets typer parse the rest."""
         own = {
-            flag[2:].replace("-", "_"): OwnOption(
-                flag=f"--{flag[2:]}",
-                switch=bool(getattr(param, "is_flag", False)),
-                several=bool(getattr(param, "multiple", False)),
-            )
+            flag[2:].replace("-", "_"): OwnOption(flag, _takes(param, flag))
             for param in self.get_params(ctx)
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--")
         }
-        rest, ctx.obj = split_flags(args, own)
+        rest, ctx.obj = split_flags(args, own, training=self.takes_training)
         parsed: list[str] = super().parse_args(ctx, rest)
         return parsed
+
+
+def _takes(param: Any, flag: str) -> str:
+    if getattr(param, "is_flag", False):
+        return "switch" if param.secondary_opts and flag in param.opts else "alone"
+    return "several" if getattr(param, "multiple", False) else "value"
+
+
+class FlagCommand(PlainCommand):
+    """A command that also takes TrainingArguments' fields; they arrive in `ctx.obj`."""
+
+    takes_training = True
 
 
 def training_flags(ctx: typer.Context) -> dict[str, Any]:

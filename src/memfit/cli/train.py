@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +52,7 @@ def train(
     from memfit.report import terminal
 
     out = terminal.console()
-    out.print()
     out.print(terminal.metrics_table(result.evaluation))
     out.print()
-    out.print(terminal.training_result(result.summary, result.output_dir))
+    told = dataclasses.replace(result.summary, metrics={})  # the table has said them
+    out.print(terminal.training_result(told, result.output_dir))

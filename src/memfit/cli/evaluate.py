@@ -1,0 +1,45 @@
+"""`memfit evaluate`: how good a trained classifier is on a labelled table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import console
+from memfit.cli.flags import PlainCommand
+from memfit.cli.options import Json, config_options
+from memfit.config import DataConfig
+
+# What belongs to splitting a table and training on it.
+_NOT_HERE = ("path", "validation_file", "validation_split", "task", "seed", "max_length")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command(cls=PlainCommand)(evaluate)
+
+
+@config_options(DataConfig, leave_out=_NOT_HERE)
+def evaluate(
+    ctx: typer.Context,
+    options: dict[str, Any],
+    model: Annotated[str, typer.Argument(help="An output folder or a hub id.")],
+    data: Annotated[str, typer.Argument(help="A table of texts and labels.")],
+    max_length: Annotated[
+        int | None, typer.Option(help="Cut texts here; where the training did if not given.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Accuracy, F1, precision and recall per class, and the confusion matrix."""
+    del ctx
+    from memfit import api
+
+    with console.only_results_on_stdout():
+        evaluation = api.evaluate(model, data, max_length=max_length, **options)
+    if as_json:
+        console.show_json({"model": model, "data": data, **evaluation.to_dict()})
+        return
+    from memfit.report import terminal
+
+    terminal.console().print(terminal.metrics_table(evaluation))
