@@ -1,0 +1,177 @@
+"""A deep model's trace from two shallow ones.
+
+Transformers repeat a layer. Two traces that differ by one repetition show, at each place of
+the step, what a repetition adds; adding it as often as the full depth asks gives the deep
+trace itself, birth for birth. It is exact where layers repeat; where they do not, or the two
+traces do not differ by insertions alone, the full trace is run instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.memory.components import Component
+from memfit.memory.segments import Kind, Mark, Segments, layer_index, moved
+from memfit.units import MIB
+
+_ATTRIBUTES = (bool, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Two shallow depths from which the full depth is reached by repetition."""
+
+    shallow: int
+    deeper: int
+    repeats: int
+    """How often what the deeper one has more is inserted into the shallow one."""
+
+
+def plan_depths(layers: list[Any]) -> Depths | None:
+    """The cheapest pair of depths for these layers; None where the full trace costs no more."""
+    prints = [fingerprint(layer) for layer in layers]
+    count = len(prints)
+    for period in range(1, count // 2):
+        for shallow in range(max(2, period + 1), count - 2 * period):
+            if (count - shallow) % period:
+                continue
+            if shallow + shallow + period >= count:
+                break
+            if all(prints[i] == prints[i - period] for i in range(shallow, count)):
+                return Depths(shallow, shallow + period, (count - shallow) // period)
+    return None
+
+
+def fingerprint(layer: Any) -> tuple[Any, ...]:
+    """All that makes a layer differ from its neighbours, but for its number."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        shapes = tuple(
+            (key, tuple(p.shape), p.dtype, p.requires_grad)
+            for key, p in module._parameters.items()
+            if p is not None
+        )
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _ATTRIBUTES) or (isinstance(value, int) and "layer" not in key)
+        )
+        parts.append((name, type(module).__name__, shapes, plain))
+    return tuple(parts)
+
+
+def with_layers(config: Any, count: int) -> Any:
+    """The configuration of the same model with only its first `count` layers."""
+    shallow = copy.deepcopy(config)
+    text = shallow.get_text_config()
+    full = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == full:
+            setattr(text, key, value[:count])
+    text.num_hidden_layers = count
+    return shallow
+
+
+def deepen(shallow: Segments, deeper: Segments, repeats: int) -> Segments | None:
+    """The trace with `repeats` insertions; None when the two do not differ by insertions."""
+    if shallow.parts.keys() != deeper.parts.keys():
+        return None
+    parts: dict[str, list[Mark]] = {}
+    for name, marks in shallow.parts.items():
+        found = difference(marks, deeper.parts[name])
+        if found is None:
+            return None
+        parts[name] = _grow(deeper.parts[name], found, repeats)
+    return Segments(parts)
+
+
+@dataclass
+class Difference:
+    """What the deeper of two traces has more."""
+
+    inserts: list[tuple[int, int]]
+    """Stretches of the deeper trace: start and length."""
+    grown: dict[int, int]
+    """Marks whose block is larger by so many bytes: a list of all parameters' norms."""
+
+
+def _grow(marks: list[Mark], found: Difference, repeats: int) -> list[Mark]:
+    """Each inserted stretch `repeats` times, with the layers numbered on."""
+    marks = list(marks)
+    for place, more in found.grown.items():
+        nbytes, *owner = marks[place].kind
+        marks[place] = marks[place]._replace(kind=(nbytes + (repeats - 1) * more, *owner))
+    out: list[Mark] = []
+    at = above = 0
+    rises = False  # the last insertion went up through the layers: what follows lies above
+    for start, length in found.inserts:
+        slope = _slope(marks, start, length)
+        above = (repeats - 1) * abs(slope)
+        out += [_move(mark, above if rises or slope < 0 else 0) for mark in marks[at:start]]
+        for number in range(repeats):
+            layers = number * slope if slope >= 0 else (number - repeats + 1) * slope
+            out += [_move(mark, layers) for mark in marks[start : start + length]]
+        at, rises = start + length, slope > 0
+    return out + [_move(mark, above if rises else 0) for mark in marks[at:]]
+
+
+def _slope(marks: list[Mark], start: int, length: int) -> int:
+    """How many layers up an inserted stretch leads; negative in the backward pass."""
+    before = (layer_index(mark.module) for mark in reversed(marks[:start]))
+    inside = [layer_index(mark.module) for mark in marks[start : start + length]]
+    first = next((index for index in before if index is not None), None)
+    last = next((index for index in reversed(inside) if index is not None), None)
+    return 0 if first is None or last is None else last - first
+
+
+def _move(mark: Mark, by: int) -> Mark:
+    return mark._replace(module=moved(mark.module, by)) if by else mark
+
+
+def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
+    """What the deeper trace has more; None if the two differ otherwise.
+
+    After the longest common beginning, that insertion is taken after which the two go on
+    alike for longest. A repetition that begins elsewhere in the unit is as good: inserting
+    any rotation of it again gives the same sequence.
+    """
+    a = [(mark.birth, mark.kind) for mark in shallow]
+    b = [(mark.birth, mark.kind) for mark in deeper]
+    found = Difference([], {})
+    i = j = 0
+    while True:
+        alike = _alike(a, b, i, j)
+        i, j = i + alike, j + alike
+        if i == len(a):
+            if j < len(b):
+                found.inserts.append((j, len(b) - j))
+            return found
+        extra = len(b) - j - (len(a) - i)
+        lengths = [n for n in range(extra + 1) if b[j + n] == a[i] or _grew(a[i], b[j + n])]
+        if not lengths:
+            return None
+        best = max(lengths, key=lambda n: (_alike(a, b, i + 1, j + n + 1), -n))  # noqa: B023
+        if best:
+            found.inserts.append((j, best))
+        j += best
+        if a[i] != b[j]:
+            found.grown[j] = b[j][1][0] - a[i][1][0]
+            i, j = i + 1, j + 1
+
+
+def _grew(a: tuple[bool, Kind], b: tuple[bool, Kind]) -> bool:
+    """The same block, larger; only the lists the clipping makes are."""
+    same = a[0] == b[0] and a[1][1:] == b[1][1:]
+    return same and a[1][1] is Component.OPTIMIZER and a[1][0] < b[1][0] < 2 * MIB
+
+
+def _alike(a: list[Any], b: list[Any], i: int, j: int) -> int:
+    count = 0
+    for x, y in zip(itertools.islice(a, i, None), itertools.islice(b, j, None), strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -1,0 +1,145 @@
+"""Tracing a step of the stock Trainer without its device: parts of a run, at full depth."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.memory.components import Component
+from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
+from memfit.memory.fake import fake_trace
+from memfit.memory.models import build_on_meta, empty_like, materialize, model_config
+from memfit.memory.operators import CudaKernels
+from memfit.memory.segments import Segments, cut
+from memfit.memory.spec import StepSpec
+from memfit.memory.step import Stepper
+from memfit.memory.trace import Tracker
+from memfit.parts import layers_of
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The parts of a traced run and what is known of the model."""
+
+    segments: Segments
+    parameters: int
+    trainable_parameters: int
+    traced_layers: tuple[int, ...]
+    """The depths that were traced: one, the full depth, or the two it was reached from."""
+
+
+def predict_segments(spec: StepSpec, *, capability: tuple[int, int] | None) -> Prediction:
+    """Trace the step; `capability` of the CUDA device, or None for a CPU."""
+    config = model_config(spec)
+    model = build_on_meta(spec, config)
+    parameters = [p for p in model.parameters()]
+    counts = (
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+    )
+    layers = layers_of(getattr(model, "base_model", model) if spec.lora else model)
+    depths = plan_depths(layers) if _can_cut(config, layers) else None
+    if depths is not None:
+        segments = _from_shallow(spec, config, model, depths, capability)
+        if segments is not None:
+            return Prediction(segments, *counts, (depths.shallow, depths.deeper))
+    traced = trace_segments(spec, config, model, capability)
+    return Prediction(traced, *counts, (len(layers),))
+
+
+def _can_cut(config: Any, layers: list[Any]) -> bool:
+    return getattr(config.get_text_config(), "num_hidden_layers", None) == len(layers)
+
+
+def _from_shallow(
+    spec: StepSpec,
+    config: Any,
+    full: torch.nn.Module,
+    depths: Depths,
+    capability: tuple[int, int] | None,
+) -> Segments | None:
+    traces = []
+    for count in (depths.shallow, depths.deeper):
+        cut_config = with_layers(config, count)
+        model = build_on_meta(spec, cut_config)
+        traces.append(trace_segments(spec, cut_config, model, capability))
+    segments = deepen(*traces, depths.repeats)
+    if segments is None:
+        return None
+    # Layers that look alike and are not would show here.
+    weights = {id(t): t.nbytes for t in (*full.parameters(), *full.buffers())}
+    expected = sum(weights.values())
+    return segments if segments.born_bytes("build", Component.WEIGHTS) == expected else None
+
+
+def trace_segments(
+    spec: StepSpec, config: Any, model: Any, capability: tuple[int, int] | None
+) -> Segments:
+    """Run the step's parts once each on fake tensors."""
+    kernels = None if capability is None else CudaKernels(capability, autocast=spec.autocast)
+    with _no_collection(), fake_trace(kernels) as tracker:
+        recorder = Recorder(tracker)
+        with recorder.part("build"), tracker.accounting(Component.WEIGHTS):
+            materialize(model, empty_like)
+        tracker.watch(model)
+        stepper = Stepper(spec, config, model, tracker, cuda=capability is not None)
+        run_parts(stepper, recorder)
+        tracker.unwatch()
+        return cut(recorder.events(), oldest_first=("update_first", "clear", "update"))
+
+
+def run_parts(stepper: Stepper, recorder: Recorder) -> None:
+    """Every part of a run that is not like another, once."""
+    with recorder.part("micro"):
+        stepper.micro_batch()
+    if stepper.spec.gradient_accumulation_steps > 1:
+        with recorder.part("micro_more"):
+            stepper.micro_batch()
+    with recorder.part("update_first"):
+        stepper.update()
+    with recorder.part("clear"):
+        stepper.drop_gradients()
+    # A later update finds its state; the gradients it needs are put there unrecorded.
+    for parameter in stepper.parameters:
+        parameter.grad = torch.empty_like(parameter)
+    with recorder.part("update"):
+        stepper.update()
+    stepper.drop_gradients()
+    with recorder.part("evaluate"):
+        stepper.evaluate()
+
+
+class Recorder:
+    """Remembers which stretch of the tracker's events is which part."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._stretches: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What happens inside is the part `name`."""
+        start = self._tracker.position
+        yield
+        self._stretches[name] = (start, self._tracker.position)
+
+    def events(self) -> dict[str, Any]:
+        """The events of each part, as they are known by now."""
+        return {name: self._tracker.events(*ends) for name, ends in self._stretches.items()}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: it would end storages at moments that mean nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
