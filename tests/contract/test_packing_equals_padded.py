@@ -213,8 +213,7 @@ def test_bfloat16_agrees_within_its_own_rounding(family: str) -> None:
         return float(torch.stack(squares).sum().sqrt())
 
     scale = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
-    assert gradient_error(flat[2]) <= 1.5 * gradient_error(padded[2]) + 1e-3 * scale
-    assert gradient_error(flat[2]) <= 0.05 * scale
+    assert gradient_error(flat[2]) <= 1.25 * gradient_error(padded[2]) + 1e-3 * scale
     assert float((flat[0].float() - logits).abs().max()) <= 0.03 * float(logits.abs().max())
 
 

@@ -133,8 +133,8 @@ def test_the_backward_pass_uses_the_draw_of_the_forward_pass(
     assert torch.equal(output, again)
     direction = output.detach()
     (gradient,) = torch.autograd.grad(output, v, direction)
-    left = float((gradient.double() * v.double()).sum())
-    right = float((output.double() * direction.double()).sum())
+    left = float((gradient.double() * v.detach().double()).sum())
+    right = float(direction.double().square().sum())
     assert abs(left - right) <= 1e-2 * abs(right)
 
 
@@ -258,8 +258,8 @@ def test_half_precision_costs_packed_no_more_than_padded(
         ours, our_gradient = step(model, packer.pack(batch).inputs())
     padded_error = float((padded_gradient - gradient).norm() / gradient.norm())
     our_error = float((our_gradient - gradient).norm() / gradient.norm())
-    assert our_error <= 1.5 * padded_error + 1e-3
-    assert our_error <= 0.05
+    # No bound on the error itself: bf16 alone is 6 to 12 % away in these models, padded too.
+    assert our_error <= 1.25 * padded_error + 1e-3
     assert _error(ours, logits) <= 2 * _error(padded_logits, logits) + 5e-3
 
 
@@ -396,4 +396,5 @@ def _exact_products() -> Iterator[None]:
 
 def _error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, of the largest expected value."""
-    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).abs().max() / expected.abs().max())
