@@ -1,0 +1,230 @@
+"""The memory of a real run, in the same terms as a prediction.
+
+On a CPU the tracker of the prediction follows the real tensors. On a CUDA device the allocator's
+own counters are read; to know what the peak was made of, they are read again after every module
+and every gradient: where the peak has risen since the last reading, that is where it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memfit.errors import MemfitError
+from memfit.memory.allocator import round_request
+from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.context import measured_context_bytes
+from memfit.memory.trace import Tracker
+from memfit.memory.workspace import workspace_bytes
+
+Optimizers = Callable[[], Any]
+"""Gives the optimizer, or None while there is none: the Trainer makes it late."""
+
+
+class Measurement:
+    """Filled when the measured block ends."""
+
+    def __init__(self) -> None:
+        self._peak: MemoryPeak | None = None
+
+    @property
+    def peak(self) -> MemoryPeak:
+        """The highest use of what ran inside the block."""
+        if self._peak is None:
+            raise MemfitError("the peak is known when the measured block has ended")
+        return self._peak
+
+
+@contextmanager
+def measure(model: torch.nn.Module, optimizer: Any = None) -> Iterator[Measurement]:
+    """Measures what runs inside, on the device the model is on.
+
+    `optimizer` is an optimizer, or a function that gives it once it exists.
+    """
+    found = Measurement()
+    get: Optimizers = optimizer if callable(optimizer) else lambda: optimizer
+    device = next(model.parameters()).device
+    meter = CudaMeter(model, get, device) if device.type == "cuda" else CpuMeter(model, get)
+    with meter.reading():
+        yield found
+    found._peak = meter.peak()
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The optimizer's own tensors, those inside quantized ones too."""
+    states = [] if optimizer is None else optimizer.state.values()
+    for state in states:
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield from _plain(value)
+
+
+def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory behind them that a wrapping tensor is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+def _weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(model.parameters(), model.buffers())
+
+
+def _trained(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _device_bytes(tensors: Iterator[torch.Tensor], device: torch.device) -> int:
+    """The blocks behind these tensors on the device, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor.device.type == device.type:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = (
+                round_request(storage.nbytes()) if storage.nbytes() else 0
+            )
+    return sum(storages.values())
+
+
+class CpuMeter:
+    """The prediction's tracker over real tensors: what lives counts, to the byte."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._tracker = Tracker()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Follows every tensor that is born inside."""
+        tracker = self._tracker
+        tracker.adopt(_weights(self._model), Component.WEIGHTS)
+        tracker.adopt(state_tensors(self._optimizer()), Component.OPTIMIZER)
+        tracker.adopt(_gradients(self._model), Component.GRADIENTS)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            for parameter in _trained(self._model).values()
+        ]
+        tracker.watch(self._model)
+        try:
+            with tracker:
+                yield
+        finally:
+            tracker.unwatch()
+            for hook in hooks:
+                hook.remove()
+        tracker.tag(state_tensors(self._optimizer()), Component.OPTIMIZER)
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._tracker.tag(iter([parameter.grad]), Component.GRADIENTS)
+
+    def peak(self) -> MemoryPeak:
+        """The moment at which most bytes were alive."""
+        live = dict.fromkeys(Component, 0)
+        now = highest = 0
+        at_peak, module = dict(live), ""
+        for event in self._tracker.events():
+            signed = event.nbytes if event.birth else -event.nbytes
+            live[event.component] += signed
+            now += signed
+            if now > highest:
+                highest, at_peak, module = now, dict(live), event.module
+        return MemoryPeak(at_peak, highest, highest, highest, module)
+
+
+@dataclass
+class _Reading:
+    """What was known when the peak last rose."""
+
+    peak_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    module: str = ""
+
+
+class CudaMeter:
+    """The caching allocator's counters, read often enough to place the peak."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizers, device: torch.device) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._device = device
+        self._at_peak = _Reading()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Reads the counters after every module and every gradient of what runs inside."""
+        handles: list[Any] = []
+        for name, module in self._model.named_modules():
+            handles.append(module.register_forward_hook(self._after_module(name)))
+        for name, parameter in _trained(self._model).items():
+            hook = self._after_gradient(name.rpartition(".")[0])
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        # A Trainer makes its optimizer late and wraps it: the hooks are on every optimizer.
+        handles.append(register_optimizer_step_pre_hook(lambda *_: self._read("")))
+        handles.append(register_optimizer_step_post_hook(lambda *_: self._read("optimizer")))
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._read("")
+
+    def peak(self) -> MemoryPeak:
+        """The allocator's peaks, and what the allocated one was made of."""
+        allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        held = {
+            Component.WEIGHTS: _device_bytes(_weights(self._model), self._device),
+            Component.GRADIENTS: self._at_peak.gradient_bytes,
+            Component.OPTIMIZER: self._at_peak.optimizer_bytes,
+            Component.WORKSPACE: workspace_bytes(torch.cuda.get_device_capability(self._device)),
+        }
+        rest = allocated_bytes - sum(held.values())
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        context_bytes = measured_context_bytes(index) or 0
+        components = {**held, Component.ACTIVATIONS: rest, Component.CONTEXT: context_bytes}
+        return MemoryPeak(
+            components,
+            allocated_bytes,
+            reserved_bytes,
+            reserved_bytes + context_bytes,
+            self._at_peak.module,
+        )
+
+    def _after_module(self, name: str) -> Callable[..., None]:
+        return lambda _module, _args, _out: self._read(name)
+
+    def _after_gradient(self, module: str) -> Callable[[torch.Tensor], None]:
+        return lambda _parameter: self._read(module)
+
+    def _read(self, module: str) -> None:
+        """Where the peak has risen since the last reading, what was held then is the peak's."""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if peak_bytes <= self._at_peak.peak_bytes:
+            return
+        self._at_peak = _Reading(
+            peak_bytes,
+            _device_bytes(_gradients(self._model), self._device),
+            _device_bytes(state_tensors(self._optimizer()), self._device),
+            module,
+        )
