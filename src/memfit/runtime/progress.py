@@ -57,6 +57,7 @@ class MemfitProgress(TrainerCallback):
     """Takes the place of the Trainer's bar. In a pipe it prints plain lines instead.
 
     `step_seconds` is a prediction; without one the total time is said after the first steps.
+    `read_memory` says what counts against the budget; by default the allocator of the device.
     """
 
     def __init__(
@@ -64,16 +65,18 @@ class MemfitProgress(TrainerCallback):
         *,
         budget_bytes: int | None = None,
         step_seconds: float | None = None,
+        read_memory: Callable[[], MemoryUse] | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.step_seconds = step_seconds
+        self.read_memory = read_memory
         self.console = console or Console(file=sys.stderr)
         self.clock = clock
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._meter: MemoryMeter | None = None
+        self._read_memory: Callable[[], MemoryUse] | None = None
         self._shown: dict[str, str] = {}
         self._first_step = self._started = self._paused = self._pause_began = 0.0
 
@@ -84,7 +87,7 @@ class MemfitProgress(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        self._meter = MemoryMeter(args.device)
+        self._read_memory = self.read_memory or MemoryMeter(args.device).read
         self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
         steps = state.max_steps - state.global_step
         about = f", about {format_seconds(steps * self.step_seconds)}" if self.step_seconds else ""
@@ -105,7 +108,7 @@ class MemfitProgress(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._meter is None:
+        if self._read_memory is None:
             return
         done = state.global_step - self._first_step
         if done == _WARM_UP_STEPS:
@@ -146,7 +149,7 @@ class MemfitProgress(TrainerCallback):
         if self._pause_began:
             self._paused += self.clock() - self._pause_began
             self._pause_began = 0.0
-        if self._meter is None or not metrics:
+        if self._read_memory is None or not metrics:
             return
         name, value = _main_metric(metrics, args.metric_for_best_model)
         if value is not None:
@@ -156,9 +159,13 @@ class MemfitProgress(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back; also after a training that was interrupted."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._meter = None
+        self._bar = self._read_memory = None
 
     # ---- what is shown ----
 
@@ -177,8 +184,8 @@ class MemfitProgress(TrainerCallback):
 
     def _status(self, state: TrainerState) -> str:
         shown = [f"{name} {value}" for name, value in self._shown.items()]
-        if self._meter is not None:
-            use = self._meter.read()
+        if self._read_memory is not None:
+            use = self._read_memory()
             budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
             now, peak = format_bytes(use.now_bytes), format_bytes(use.peak_bytes)
             shown.append(f"memory {now} (peak {peak}{budget})")

@@ -144,7 +144,12 @@ class BudgetTrainer(transformers.Trainer):
             wanted = True if resume_from_checkpoint is True else str(resume_from_checkpoint)
             checkpoint = checkpoint_to_resume(str(self.args.output_dir), wanted)
             self._compare_micro_batching(checkpoint)
-        return super().train(checkpoint, *args, **kwargs)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, MemfitProgress):
+                    callback.close()
 
     def training_step(
         self,
