@@ -212,6 +212,47 @@ def test_an_effective_batch_stays_on_the_cpu_until_it_is_cut(tmp_path):
     assert trainer.get_test_dataloader(texts(5)).device is None
 
 
+@pytest.mark.parametrize("padding", [True, "max_length"])
+def test_a_tutorials_datasets_collator_and_metric_train_and_keep_the_best(
+    tmp_path, tiny_model_dir, padding
+):
+    from datasets import Dataset
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model_dir)
+    table = Dataset.from_dict(
+        {"review": ["房間很乾淨", "房間很髒，空調太吵"] * 6, "label": [1, 0] * 6}
+    )
+
+    def process(examples: Any) -> Any:
+        tokens = tokenizer(examples["review"], max_length=32, truncation=True, padding=padding)
+        return {**tokens, "labels": examples["label"]}
+
+    data = table.map(process, batched=True, remove_columns=table.column_names)
+    named = {
+        "train_dataset": data, "eval_dataset": data, "compute_metrics": lambda _: {"f1": 0.5},
+        "data_collator": transformers.DataCollatorWithPadding(tokenizer=tokenizer),
+    }  # fmt: skip
+    model = BertForSequenceClassification.from_pretrained(tiny_model_dir)
+    trainer = trainer_of(
+        tmp_path, model, named=named, per_device_train_batch_size=1, max_steps=-1,
+        gradient_accumulation_steps=8, num_train_epochs=2, eval_strategy="epoch",
+        save_strategy="epoch", metric_for_best_model="f1", load_best_model_at_end=True,
+    )  # fmt: skip
+    assert trainer.train().global_step == 4
+    assert trainer.state.best_metric == 0.5
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_a_dataset_that_is_only_read_once_through_trains(tmp_path):
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(texts(24))
+
+    trainer = trainer_of(tmp_path, named={"train_dataset": Stream()}, logging_steps=1)
+    trainer.train()
+    assert [round(log["loss"], 1) for log in trainer.state.log_history[:3]] == [0.7, 0.7, 0.7]
+
+
 # ---- the budget ----
 
 
