@@ -94,7 +94,8 @@ class Pool:
     def __init__(self, *, small: bool, address: int) -> None:
         self.small = small
         self.reserved_bytes = 0
-        self._address = address
+        # The driver hands out addresses from the top down: the newest segment is the lowest.
+        self._lowest_address = address + _RANGE_BYTES
         self._free: list[tuple[int, int]] = []
         self._blocks: dict[int, Block] = {}
 
@@ -118,8 +119,8 @@ class Pool:
         nbytes = segment_bytes(size)
         if nbytes > room_bytes:
             return False
-        block = Block(self._address, nbytes)
-        self._address += nbytes
+        self._lowest_address -= nbytes
+        block = Block(self._lowest_address, nbytes)
         self._blocks[block.address] = block
         self.reserved_bytes += nbytes
         self._insert(block)
