@@ -1,19 +1,21 @@
-"""The CUDA context: what a process takes on the card before it allocates anything.
+"""The CUDA context: what a process takes on the card beside what PyTorch allocates.
 
-It grows with the card, since every thread it can run at once gets a stack, and once more when the
-matrix libraries and the kernels of a training step are loaded. A measured value replaces the
-prediction wherever there is a GPU to ask.
+It grows with the card, since every thread it can run at once gets a stack, and with every cuBLAS
+handle and kernel that is loaded. On an H200 (benchmarks/memory_gpu.py): 527 MiB at first, 619 with
+the first kernel, 64 more with each of two cuBLAS handles, 751 to 785 in training. A measured value
+replaces the prediction wherever there is a GPU to ask.
 """
 
 from __future__ import annotations
 
 from memfit.memory import nvml
+from memfit.memory.workspace import handle_workspace_bytes
 from memfit.units import KIB, MIB
 
-_BASE_BYTES = 40 * MIB
-_PER_THREAD_BYTES = 2.2 * KIB
-LIBRARY_BYTES = 129 * MIB
-"""What cuBLAS and a training step's kernels add to an empty context."""
+_BASE_BYTES = 8 * MIB
+_PER_THREAD_BYTES = 2.31 * KIB
+_KERNELS_BYTES = 18 * MIB
+_HANDLES = 2  # one forward, one backward; each holds twice its workspace outside the allocator
 
 _THREADS_PER_MULTIPROCESSOR = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
@@ -24,10 +26,12 @@ _MOST_THREADS = 2048
 def predicted_context_bytes(capability: tuple[int, int], multiprocessors: int) -> int:
     """The context of a training process on a card nobody has measured.
 
-    base + multiprocessors x threads x stack + libraries; the stack is that of an H200.
+    base + kernels + multiprocessors x threads x stack + cuBLAS, with an H200's stack.
     """
     threads = _THREADS_PER_MULTIPROCESSOR.get(capability, _MOST_THREADS)
-    return round(_BASE_BYTES + multiprocessors * threads * _PER_THREAD_BYTES) + LIBRARY_BYTES
+    stacks_bytes = round(multiprocessors * threads * _PER_THREAD_BYTES)
+    cublas_bytes = _HANDLES * 2 * handle_workspace_bytes(capability, environment={})
+    return _BASE_BYTES + _KERNELS_BYTES + stacks_bytes + cublas_bytes
 
 
 def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
