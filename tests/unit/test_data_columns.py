@@ -83,6 +83,7 @@ def test_a_column_whose_name_has_a_comma_is_one_column() -> None:
     ("columns", "options", "sentence"),
     [
         (("a", "label"), {}, "no text column among the columns a, label; name it with text_column"),
+        (("1", "房间很大"), {}, "name it with label_column, or add a first line with the columns'"),
         (("text", "b"), {}, "no label column among the columns text, b; name it with label_column"),
         (
             ("reviews", "label"),

@@ -97,6 +97,20 @@ def test_a_tsv_with_bare_quotes_keeps_every_line(tmp_path: Path) -> None:
     assert rows_of(path) == [("1", '"open'), ("0", 'say "hi"'), ("1", 'all "quoted"')]
 
 
+@pytest.mark.parametrize(
+    "text", ["\n\t", 'say "hi"\n\tthere', '"', '"\n\t"', "plain", "a\r\nb\tc\td"]
+)
+def test_a_tsv_of_a_csv_writer_keeps_quoted_tabs_and_newlines(tmp_path: Path, text: str) -> None:
+    path = write_csv(tmp_path / "a.tsv", [(1, text), (0, text)], delimiter="\t")
+    assert rows_of(path) == [("1", text), ("0", text)]
+
+
+def test_a_single_open_quote_in_a_tsv_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text('label\treview\n1\t"open\n' + "0\tfine\n" * 3, encoding="utf-8")
+    assert rows_of(path) == [("1", '"open'), *[("0", "fine")] * 3]
+
+
 def test_the_words_none_na_and_null_are_texts(tmp_path: Path) -> None:
     words = ["None", "NA", "null", "nan", "N/A"]
     path = write_csv(tmp_path / "a.csv", [(1, word) for word in words])
@@ -317,6 +331,7 @@ def test_a_quote_never_closed_does_not_fill_the_memory(
         csv.field_size_limit(before)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.csv")
     with pytest.raises(DataError, match="is not a regular file; write the table to a file first"):

@@ -249,6 +249,13 @@ def test_a_column_of_lists_is_not_a_text(tmp_path: Path) -> None:
         read_table(config(path))
 
 
+def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    given = SimpleNamespace(**vars(config(write_csv(tmp_path / "a.csv", reviews()))))
+    given.task = "multilabel"
+    with pytest.raises(DataError, match=r"there is no task 'multilabel'.* Did you mean 'multi_"):
+        read_table(given)  # type: ignore[arg-type]
+
+
 def test_half_an_emoji_in_json_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = [
@@ -259,8 +266,9 @@ def test_half_an_emoji_in_json_is_replaced(tmp_path: Path) -> None:
     data = read_table(config(path, validation_split=0.2))
     assert set(data.train["text"][:]) == {"cut \ufffd", "whole 😀"}
     assert data.labels.names == ("a\ufffd", "b")
-    path.write_text(f"[{','.join(lines * 5)}]", encoding="utf-8")
-    assert read_table(config(path, validation_split=0.2)).labels == data.labels
+    in_lists = lines[0].replace('"a\\ud83d"', '["a\\ud83d", 1, null]')
+    path.write_text(f"[{','.join([in_lists, lines[1]] * 5)}]", encoding="utf-8")
+    assert read_table(config(path)).labels.names == ("1", "a\ufffd", "b")
 
 
 def test_a_changed_file_of_the_same_name_and_size_is_read_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.data.tables import Row, Table
-from memfit.data.workspace import quiet_datasets
+from memfit.data.workspace import quiet_logs
 from memfit.errors import DataError
 
 _BATCH_ROWS = 2000
@@ -52,7 +52,7 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
 
     repository, _, configuration = name.partition(":")
     try:
-        with quiet_datasets():
+        with quiet_logs():  # the bars stay: a download may take long
             found = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # every layer below (hub, http, builder) raises its own kinds
         raise DataError(

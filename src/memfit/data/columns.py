@@ -84,6 +84,7 @@ def choose_texts(
     if text is None:
         raise DataError(
             f"{table.where}: no text column among {_listed(table)}; name it with text_column"
+            f"{_header_hint(table)}"
         )
     if text == pair:
         raise DataError(
@@ -110,6 +111,7 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
         if found is None:
             raise DataError(
                 f"{table.where}: no label column among {_listed(table)}; name it with label_column"
+                f"{_header_hint(table)}"
             )
         return (found,)
     if named in table.columns or "," not in named:
@@ -152,6 +154,12 @@ def _check_unique(table: Table, column: str) -> None:
             f"{table.where}: {table.columns.count(column)} columns are called {column!r}; "
             "rename all but one"
         )
+
+
+def _header_hint(table: Table) -> str:
+    """For a file that begins with its first row."""
+    row_like = any(len(column) > 40 or column.isdecimal() for column in table.columns)
+    return ", or add a first line with the columns' names" if row_like else ""
 
 
 def _plain(name: str) -> str:

@@ -23,6 +23,7 @@ _SNIFFED_LINES = 200
 _LONGEST_FIELD = 1 << 24
 """Characters; a longer field is a quote that nobody closed, and would fill the memory."""
 _END = "\ue000end of the table\ue000"
+_FIELD = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t\r\n]*)'  # as a CSV writer writes one between tabs
 _SEP_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's own hint in the first line
 
 
@@ -58,7 +59,7 @@ def _sniff(path: Path, encoding: str) -> _Dialect:
         return _Dialect(path, encoding, hint[1], 1, plain=False)
     tabs_only = path.suffix.lower() in (".tsv", ".tab")
     delimiter = "\t" if tabs_only else _delimiter(lines)
-    plain = delimiter == "\t" and _one_line_a_row(path, encoding)
+    plain = delimiter == "\t" and _quotes_are_text(path, encoding)
     return _Dialect(path, encoding, delimiter, 0, plain)
 
 
@@ -73,14 +74,34 @@ def _delimiter(lines: list[str]) -> str:
     return max(_DELIMITERS, key=score)
 
 
-def _one_line_a_row(path: Path, encoding: str) -> bool:
-    """Whether every line has the header's number of tabs, so that no quote protects one.
+def _quotes_are_text(path: Path, encoding: str) -> bool:
+    """Whether quotes in a tab-separated file are characters like any other.
 
-    The corpora of the field (GLUE, LCQMC) are such files, with bare quotes in the texts.
+    They are where every line has the header's number of tabs, as in the corpora of the field
+    (GLUE, LCQMC), unless each of them stands where a CSV writer would have put it.
     """
     with path.open(encoding=encoding, newline="") as file:
         tabs = file.readline().count("\t")
-        return all(line.count("\t") == tabs for line in file if line.strip())
+        one_line_a_row = all(line.count("\t") == tabs for line in file if line.strip())
+    return one_line_a_row and not _well_quoted(path, encoding, tabs)
+
+
+def _well_quoted(path: Path, encoding: str, tabs: int) -> bool:
+    shape = re.compile(rf"{_FIELD}(?:\t{_FIELD}){{{tabs}}}\r?\n?")
+    row: list[str] = []
+    chars, is_open = 0, False
+    with path.open(encoding=encoding, newline="") as file:
+        for line in file:
+            row.append(line)
+            chars += len(line)
+            is_open ^= line.count('"') % 2 == 1
+            if is_open and chars < _LONGEST_FIELD:
+                continue  # the row goes on in the next line
+            text = "".join(row)
+            if text.strip() and not shape.fullmatch(text):
+                return False
+            row, chars = [], 0
+    return not row
 
 
 def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:

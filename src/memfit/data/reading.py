@@ -37,14 +37,14 @@ def read_table(config: DataConfig) -> TextData:
     """The rows that train and the rows that validate, with label names and counts."""
     if config.validation_file is None:
         check_share(config.validation_split)
+    table, validation_table = open_source(config.path, config.encoding)
+    if config.validation_file is not None:
+        path = Path(config.validation_file).expanduser()
+        validation_table = open_file(path, config.encoding)
+    columns = choose_columns(table, config)
+    if validation_table is not None:
+        require_columns(validation_table, columns, table.where)
     with quiet_datasets():
-        table, validation_table = open_source(config.path, config.encoding)
-        if config.validation_file is not None:
-            path = Path(config.validation_file).expanduser()
-            validation_table = open_file(path, config.encoding)
-        columns = choose_columns(table, config)
-        if validation_table is not None:
-            require_columns(validation_table, columns, table.where)
         rows = clean_rows(table, columns)
         coding = _coding(table, columns, rows, config)
         if validation_table is None:
@@ -58,9 +58,9 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
     They are counted as validation rows. Labels are the model's names, its ids, or what
     `config.label_names` translates to its names.
     """
+    table, _ = open_source(config.path, config.encoding)
+    columns = choose_columns(table, config)
     with quiet_datasets():
-        table, _ = open_source(config.path, config.encoding)
-        columns = choose_columns(table, config)
         rows = clean_rows(table, columns)
         coding = coding_for(labels, rows.scan, config.label_names, table.where)
         coding.check(rows.scan, table.where, of="the model")
@@ -85,18 +85,18 @@ def read_texts(
     encoding: str | None = None,
 ) -> Dataset:
     """All texts of a table in order, labels not needed; an empty text stays, as ''."""
+    table, _ = open_source(path, encoding)
+    wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
+
+    def texts() -> Iterator[Row]:
+        for row in unbroken(table.read(wanted), table.where):
+            yield tuple(as_text(value, table.where) for value in row)
+
     with quiet_datasets():
-        table, _ = open_source(path, encoding)
-        wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
-
-        def texts() -> Iterator[Row]:
-            for row in unbroken(table.read(wanted), table.where):
-                yield tuple(as_text(value, table.where) for value in row)
-
         dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
-        if not len(dataset):
-            raise DataError(f"{table.where} has a header and no rows; add rows")
-        return dataset
+    if not len(dataset):
+        raise DataError(f"{table.where} has a header and no rows; add rows")
+    return dataset
 
 
 def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig) -> Coding:

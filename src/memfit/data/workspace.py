@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,20 +47,33 @@ def room_on_disk() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Hold back the bars and the log lines of `datasets`; give them back as they were."""
-    import datasets
-    from datasets.utils import logging
+def quiet_logs() -> Iterator[None]:
+    """Hold back the log lines of `datasets` and the Hub client; what fails is raised anyway."""
+    from datasets.utils import logging as datasets_logging
+    from huggingface_hub.utils import logging as hub_logging
 
-    had_bars = not datasets.are_progress_bars_disabled()
-    verbosity = logging.get_verbosity()
-    if had_bars:
-        datasets.disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)
+    before = datasets_logging.get_verbosity(), hub_logging.get_verbosity()
+    datasets_logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        datasets_logging.set_verbosity(before[0])
+        hub_logging.set_verbosity(before[1])
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """The same for its progress bars; ours wait until there is something to wait for."""
+    import datasets
+
+    had_bars = not datasets.are_progress_bars_disabled()
+    if had_bars:
+        datasets.disable_progress_bars()
+    try:
+        with quiet_logs():
+            yield
+    finally:
         if had_bars:
             datasets.enable_progress_bars()
 
