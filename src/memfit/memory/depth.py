@@ -102,8 +102,9 @@ def _grow(marks: list[Mark], found: Difference, repeats: int) -> list[Mark]:
     """Each inserted stretch `repeats` times, with the layers numbered on."""
     marks = list(marks)
     for place, more in found.grown.items():
-        nbytes, *owner = marks[place].kind
-        marks[place] = marks[place]._replace(kind=(nbytes + (repeats - 1) * more, *owner))
+        nbytes, component, module = marks[place].kind
+        kind = (nbytes + (repeats - 1) * more, component, module)
+        marks[place] = marks[place]._replace(kind=kind)
     out: list[Mark] = []
     at = above = 0
     rises = False  # the last insertion went up through the layers: what follows lies above
@@ -153,7 +154,7 @@ def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
         lengths = [n for n in range(extra + 1) if b[j + n] == a[i] or _grew(a[i], b[j + n])]
         if not lengths:
             return None
-        best = max(lengths, key=lambda n: (_alike(a, b, i + 1, j + n + 1), -n))  # noqa: B023
+        best = max(lengths, key=lambda n: (_alike(a, b, i + 1, j + n + 1), -n))
         if best:
             found.inserts.append((j, best))
         j += best

@@ -8,7 +8,7 @@ them (is anything padded? where does each text end?) gets its true answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from memfit.memory.operators import CudaKernels, supplied_operator
 from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
 
 _ADD = torch.ops.aten.add.Tensor
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _ARANGE = {
     torch.ops.aten.arange.default,
     torch.ops.aten.arange.start,
@@ -36,7 +37,7 @@ _ARANGE = {
 _LARGEST_REAL_ELEMENTS = 2**26
 
 
-class FakeTracker(Tracker):
+class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
     """A tracker over fake tensors, which speaks the dialect of one kind of device."""
 
     def __init__(self, kernels: CudaKernels | None = None) -> None:
@@ -53,13 +54,24 @@ class FakeTracker(Tracker):
         if self._kernels is not None and func is _ADD and self._accumulates(args):
             return args[0].add_(args[1])
         out = self._run(func, args, kwargs)
-        if self._kernels is not None:
-            out = self._kernels.result(func, out)
+        if func is _LAYER_NORM:
+            out = self._with_fp32_statistics(args, out)
+        elif func._schema.is_mutable and _is_real(args):
+            return args[0]  # an integer tensor changed in place: no memory is new
         self.record(out)
         if self._kernels is not None:
             for nbytes in self._kernels.temporaries(func, args, out):
                 self.transient(nbytes)
         return out
+
+    def _with_fp32_statistics(self, args: tuple[Any, ...], out: Any) -> Any:
+        """Layer norm's mean and deviation of half inputs: fp32 on CUDA, or beside fp32 weights."""
+        weight = args[2]
+        if out[1].dtype is torch.float32 or (
+            self._kernels is None and (weight is None or weight.dtype is not torch.float32)
+        ):
+            return out
+        return (out[0], out[1].float(), out[2].float())
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         supplied = supplied_operator(func)
@@ -135,6 +147,11 @@ def _is_integer_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return isinstance(size, (list, tuple)) and math.prod(size) <= _LARGEST_REAL_ELEMENTS
 
 
+def _is_real(args: tuple[Any, ...]) -> bool:
+    first = args[0] if args else None
+    return isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor)
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -157,6 +174,3 @@ def _covers_its_elements(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-Supply = Callable[..., Any]

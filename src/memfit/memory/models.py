@@ -17,6 +17,7 @@ def model_config(spec: StepSpec) -> Any:
     """A transformers configuration of our own, with the head the step asks for."""
     from transformers import AutoConfig
 
+    config: Any
     if isinstance(spec.config, Mapping):
         values = dict(spec.config)
         kind = values.pop("model_type", None)
@@ -50,7 +51,8 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
     try:
         # Filling weights costs time and, on fake tensors, asks for values (ModernBERT).
         with torch.device("meta"), no_init_weights():
-            model: Any = AutoModelForSequenceClassification.from_config(config, **options)
+            auto: Any = AutoModelForSequenceClassification
+            model = auto.from_config(config, **options)
     except (ValueError, ImportError) as error:
         raise ModelError(f"cannot build a classifier of {config.model_type}: {error}") from None
     if spec.lora is not None:

@@ -60,7 +60,8 @@ class CudaKernels:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Run operators on fake tensors as CUDA composes them; undone on leaving."""
-        library = torch.library.Library("aten", "IMPL")
+        make: Any = torch.library.Library
+        library = make("aten", "IMPL")
         with warnings.catch_warnings():
             # torch warns of any override; these are taken back below.
             warnings.simplefilter("ignore")
@@ -81,13 +82,6 @@ class CudaKernels:
             op = _aten.scaled_dot_product_attention.default
             return op._op_dk(_COMPOSITE, query, *args, **kwargs)
         return attend(self.capability, query, *args, **kwargs)
-
-    def result(self, func: Any, out: Any) -> Any:
-        """What the CUDA kernel returns, where its type differs from the CPU's."""
-        if func is _aten.native_layer_norm.default and out[1].dtype != torch.float32:
-            # The statistics of a half-precision input are kept in fp32.
-            return (out[0], out[1].float(), out[2].float())
-        return out
 
     def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> Iterator[int]:
         """Bytes of the buffers a CUDA kernel takes and gives back within the operator."""

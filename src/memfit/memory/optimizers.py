@@ -25,7 +25,8 @@ def make_optimizer(spec: StepSpec, model: torch.nn.Module, *, cuda: bool) -> tor
     if spec.optim == "adafactor":
         from transformers.optimization import Adafactor
 
-        return Adafactor(groups, lr=5e-5, scale_parameter=False, relative_step=False)
+        make: Callable[..., torch.optim.Optimizer] = Adafactor
+        return make(groups, lr=5e-5, scale_parameter=False, relative_step=False)
     if spec.optim == "sgd":
         return torch.optim.SGD(groups, lr=5e-5, foreach=cuda)
     if spec.optim in _LAYOUTS:

@@ -134,7 +134,9 @@ def moment_peak(events: Sequence[Event], start: int, *, rounding: bool) -> Memor
 
 def live_bytes(events: Sequence[Event], at: int, *, rounding: bool = True) -> dict[Component, int]:
     """What is alive right after event `at`, by component."""
-    live = dict.fromkeys((c for c in Component if c is not Component.CONTEXT), 0)
+    live: dict[Component, int] = dict.fromkeys(
+        (c for c in Component if c is not Component.CONTEXT), 0
+    )
     for event in events[: at + 1]:
         size = round_request(event.nbytes) if rounding else event.nbytes
         live[event.component] += size if event.birth else -size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,13 @@ import torch
 from memfit.memory.components import Component
 from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
 from memfit.memory.fake import fake_trace
-from memfit.memory.models import build_on_meta, empty_like, materialize, model_config
+from memfit.memory.models import (
+    build_on_meta,
+    empty_like,
+    materialize,
+    model_config,
+    small_random,
+)
 from memfit.memory.operators import CudaKernels
 from memfit.memory.segments import Segments, cut
 from memfit.memory.spec import StepSpec
@@ -37,7 +43,7 @@ def predict_segments(spec: StepSpec, *, capability: tuple[int, int] | None) -> P
     """Trace the step; `capability` of the CUDA device, or None for a CPU."""
     config = model_config(spec)
     model = build_on_meta(spec, config)
-    parameters = [p for p in model.parameters()]
+    parameters = list(model.parameters())
     counts = (
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
@@ -68,7 +74,7 @@ def _from_shallow(
         cut_config = with_layers(config, count)
         model = build_on_meta(spec, cut_config)
         traces.append(trace_segments(spec, cut_config, model, capability))
-    segments = deepen(*traces, depths.repeats)
+    segments = deepen(traces[0], traces[1], depths.repeats)
     if segments is None:
         return None
     # Layers that look alike and are not would show here.
@@ -83,14 +89,35 @@ def trace_segments(
     """Run the step's parts once each on fake tensors."""
     kernels = None if capability is None else CudaKernels(capability, autocast=spec.autocast)
     with _no_collection(), fake_trace(kernels) as tracker:
-        recorder = Recorder(tracker)
-        with recorder.part("build"), tracker.accounting(Component.WEIGHTS):
-            materialize(model, empty_like)
-        tracker.watch(model)
-        stepper = Stepper(spec, config, model, tracker, cuda=capability is not None)
-        run_parts(stepper, recorder)
+        return _trace(spec, config, model, tracker, empty_like, cuda=capability is not None)
+
+
+def run_segments(spec: StepSpec) -> Segments:
+    """The same parts run for real on this machine's CPU: what the trace must be equal to."""
+    config = model_config(spec)
+    model = build_on_meta(spec, config)
+    with _no_collection(), Tracker() as tracker:
+        return _trace(spec, config, model, tracker, small_random, cuda=False)
+
+
+def _trace(
+    spec: StepSpec,
+    config: Any,
+    model: Any,
+    tracker: Tracker,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    cuda: bool,
+) -> Segments:
+    recorder = Recorder(tracker)
+    with recorder.part("build"), tracker.accounting(Component.WEIGHTS):
+        materialize(model, make)
+    tracker.watch(model)
+    try:
+        run_parts(Stepper(spec, config, model, tracker, cuda=cuda), recorder)
+    finally:
         tracker.unwatch()
-        return cut(recorder.events(), oldest_first=("update_first", "clear", "update"))
+    return cut(recorder.events(), oldest_first=("update_first", "clear", "update"))
 
 
 def run_parts(stepper: Stepper, recorder: Recorder) -> None:
@@ -106,7 +133,7 @@ def run_parts(stepper: Stepper, recorder: Recorder) -> None:
         stepper.drop_gradients()
     # A later update finds its state; the gradients it needs are put there unrecorded.
     for parameter in stepper.parameters:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)
     with recorder.part("update"):
         stepper.update()
     stepper.drop_gradients()

@@ -96,7 +96,8 @@ def _sorted_deaths(marks: list[Mark]) -> list[Mark]:
     """Deaths at one moment in a fixed order: autocast empties its cache in that of a hash."""
     out: list[Mark] = []
     for birth, group in itertools.groupby(marks, key=lambda mark: mark.birth):
-        out += group if birth else sorted(group, key=lambda mark: mark.kind)
+        together = list(group)
+        out += together if birth else sorted(together, key=lambda mark: mark.kind)
     return out
 
 

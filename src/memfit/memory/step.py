@@ -39,7 +39,7 @@ class Stepper:
         batch = make_batch(spec, self.config, spec.rows, spec.length)
         loss = self._loss(batch)
         del batch
-        (loss / spec.gradient_accumulation_steps).backward()
+        torch.autograd.backward(loss / spec.gradient_accumulation_steps)
         self.tracker.tag(
             (p.grad for p in self.parameters if p.grad is not None), Component.GRADIENTS
         )

@@ -22,14 +22,14 @@ from memfit.memory.events import Event
 
 _DEVICE = torch.ops.prim.device.default
 _BACKWARD_NODE: Callable[[], Any] = torch._C._current_autograd_node
-_SEQUENCE: Callable[[], int] = torch.autograd._get_sequence_nr
+_SEQUENCE: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every storage's birth and death, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.component = Component.ACTIVATIONS
         self.live_bytes = 0
         self.peak_bytes = 0
