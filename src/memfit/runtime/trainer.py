@@ -82,7 +82,8 @@ class BudgetTrainer(transformers.Trainer):
         super().__init__(model, effective_arguments(self.user_args), *positional, **named)
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False
-        self.compute_loss = without_num_items(self.compute_loss)  # type: ignore[method-assign]
+        if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
+            self.compute_loss = tolerant  # type: ignore[method-assign]
         if class_weights is not None:
             self._use_class_weights(class_weights)
         self.budget = parse_budget(budget) if isinstance(budget, str) else budget
