@@ -27,10 +27,10 @@ def args(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
     return TrainingArguments(folder, per_device_train_batch_size=16, use_cpu=True)
 
 
-@pytest.mark.parametrize("budget", [100, 109, 110, 131, 250, 10_000])
+@pytest.mark.parametrize("budget", [95, 100, 109, 110, 131, 250, 10_000])
 def test_the_line_search_finds_what_counting_up_finds(budget: int) -> None:
     def bytes_of(rows: int) -> int:
-        return 90 + 10 * rows + rows * rows // 7
+        return max(95, 60 + 10 * rows)  # the update's peak, then the activations'
 
     most = 40
     counted = max(rows for rows in range(1, most + 1) if bytes_of(rows) <= budget)

@@ -61,23 +61,32 @@ def predict_micro_batch(
 def largest_that_fits(
     bytes_of: Callable[[int], int], budget_bytes: int, *, known: tuple[int, int], most: int
 ) -> int:
-    """The largest count within the budget, between a known one that fits and `most`.
+    """A count within the budget that one more row, by the last two points, would exceed.
 
-    Memory grows by a nearly constant amount a row, so a line through two points guesses well;
-    every guess is checked, since a trace costs a second and a wrong guess a run.
+    Memory is flat while the optimizer's update is the peak and then grows by the same amount a
+    row, so a line through two points high up hits the budget at once; every count returned was
+    checked, since a trace costs a second and a wrong guess a run.
     """
-    fits, fits_bytes = known
+    fits = known[0]
     too_many = most + 1
-    guess = 2
+    points = [known]
+    guess = most
     while too_many - fits > 1:
         guess = max(fits + 1, min(guess, too_many - 1))
         guess_bytes = bytes_of(guess)
-        row_bytes = max((guess_bytes - fits_bytes) / (guess - fits), 1)
+        points.append((guess, guess_bytes))
         if guess_bytes <= budget_bytes:
-            fits, fits_bytes = guess, guess_bytes
+            fits = guess
         else:
             too_many = guess
-        guess = fits + int((budget_bytes - fits_bytes) / row_bytes)
+        if len(points) == 2:
+            guess = (fits + too_many) // 2
+            continue
+        (x0, y0), (x1, y1) = points[-2:]
+        row_bytes = (y1 - y0) / (x1 - x0)
+        guess = int(x1 + (budget_bytes - y1) / row_bytes) if row_bytes > 0 else too_many - 1
+        if guess <= fits and points[-1][0] == fits:
+            break
     return fits
 
 
