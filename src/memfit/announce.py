@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from memfit.memory.components import MemoryPeak
     from memfit.runtime.trainer import BudgetTrainer
 
 
@@ -99,6 +100,24 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
     if not limits:
         return f"{whole}, all on the device at once"
     return f"{whole}, at most {' and '.join(limits)} on the device at once"
+
+
+def predicted_peak(trainer: BudgetTrainer) -> MemoryPeak | None:
+    """The highest moment of a step as it will be run; None where the trace cannot run the model."""
+    from memfit.errors import TraceError
+    from memfit.planner import predict_micro_batch
+    from memfit.runtime.lengths import longest_row
+
+    micro, rows = trainer.micro_batching, int(trainer.args.per_device_train_batch_size)
+    longest_tokens = longest_row(trainer.train_dataset, trainer.model)
+    if micro.max_tokens is not None:
+        rows = min(rows, max(micro.max_tokens // longest_tokens, 1))
+    if micro.max_rows is not None:
+        rows = min(rows, micro.max_rows)
+    try:
+        return predict_micro_batch(trainer.model, trainer.args, rows=rows, length=longest_tokens)
+    except TraceError:
+        return None
 
 
 def device_name(device: torch.device) -> str:

@@ -9,16 +9,20 @@ Nothing here imports torch before it is called.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memfit.config import DataConfig, RunConfig
+from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
+from memfit.models import check_model_folder
 
 if TYPE_CHECKING:
     from memfit.evaluation import Evaluation
     from memfit.inference import Classifier
+    from memfit.memory.cards import DeviceProfile
+    from memfit.memory.estimate import MemoryEstimate
     from memfit.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
@@ -42,7 +46,8 @@ def finetune(
     names. What is given here wins over the TOML file `config`; None means not given.
     `resume` continues the run that `output_dir` holds.
     """
-    from memfit.workflow import resumed_config, train_classifier
+    from memfit.stored import resumed_config
+    from memfit.workflow import train_classifier
 
     given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
     if resume:
@@ -78,3 +83,29 @@ def evaluate(
     if "text_pair" in table.column_names:
         texts = list(zip(texts, table["text_pair"], strict=True))
     return classifier.evaluate(texts, table["label"])
+
+
+def estimate(
+    model: PathLike,
+    *,
+    batch_size: int = 32,
+    max_length: int = 128,
+    gpu: str | DeviceProfile | None = None,
+    **options: Any,
+) -> MemoryEstimate:
+    """Every byte of the stock Trainer's step with these flags, without running it.
+
+    `model` is a hub id or a folder, which may hold only a config.json. `options` are fields of
+    ModelConfig (dtype, freeze, lora, attn_implementation) and TrainingArguments (optim, bf16,
+    gradient_checkpointing, ...), and num_labels, task and padding. `gpu` is a card by name or
+    `cpu`; without it this machine's card, or an H200 where there is none.
+    """
+    from memfit import estimating
+    from memfit.memory.estimate import estimate_memory
+
+    names = {item.name for item in dataclasses.fields(ModelConfig)}
+    asked = {key: options.pop(key) for key in names & options.keys()}
+    config = ModelConfig.build(**{**asked, "model": model, "from_scratch": True})
+    check_model_folder(config)
+    steps = {"batch_size": batch_size, "max_length": max_length, **options}
+    return estimate_memory(estimating.step_spec(config, steps), estimating.device_for(gpu))

@@ -59,11 +59,7 @@ class DataConfig:
     @classmethod
     def build(cls, **options: Any) -> DataConfig:
         """From options as the command line gives them; None was not given."""
-        known = own_fields("data")
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"unknown option {key!r}.{nearest(key, known)}")
-        return _construct(cls, {key: item for key, item in options.items() if item is not None})
+        return _construct(cls, options)
 
     def __post_init__(self) -> None:
         _check_choice("task", self.task, TASKS)
@@ -91,6 +87,11 @@ class ModelConfig:
         f"The weights' type: {', '.join(DTYPES)} (float32 if not given).", default=None
     )
     trust_remote_code: bool = option("Run code that comes with the model.", default=False)
+
+    @classmethod
+    def build(cls, **options: Any) -> ModelConfig:
+        """From options as the command line gives them; None was not given."""
+        return _construct(cls, options)
 
     def __post_init__(self) -> None:
         if self.freeze is not None and not (
@@ -244,7 +245,12 @@ def _suggest(name: str) -> str:
     return nearest(name.replace("-", "_"), [*own, *_ALIASES, *sorted(training_names())])
 
 
-def _construct(kind: type[_Part], values: Mapping[str, Any]) -> _Part:
+def _construct(kind: type[_Part], options: Mapping[str, Any]) -> _Part:
+    values = {key: value for key, value in options.items() if value is not None}
+    known = [item.name for item in fields(kind)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown option {key!r}.{nearest(key, known)}")
     for item in fields(kind):
         required = item.default is dataclasses.MISSING
         if required and item.default_factory is dataclasses.MISSING and item.name not in values:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit import announce
 from memfit.config import RunConfig
-from memfit.errors import OutputError
+from memfit.errors import OutputError, TraceError
 from memfit.evaluation import (
     Evaluation,
     best_metric,
@@ -28,7 +27,6 @@ from memfit.report import terminal
 from memfit.results import (
     MemorySummary,
     OutputClaim,
-    RunFolder,
     RunSummary,
     claim_output_folder,
     config_digest,
@@ -37,13 +35,12 @@ from memfit.results import (
     write_summary,
 )
 from memfit.settings import training_arguments
+from memfit.stored import with_absolute_paths
+from memfit.units import Budget, format_both, parse_budget
 
 if TYPE_CHECKING:
     from memfit.data.values import TextData, TokenizedData
     from memfit.runtime.trainer import BudgetTrainer
-
-# What may differ when a run is resumed: it changes how the run is done, not what comes out.
-RESUME_MAY_CHANGE = ("budget:", "output_dir:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,51 +69,6 @@ class _Clock:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-
-def resumed_config(
-    output_dir: str, config: str | os.PathLike[str] | None, options: dict[str, Any]
-) -> RunConfig:
-    """The stored configuration; what is given beside it may not say anything else."""
-    stored_file = RunFolder(Path(output_dir)).config
-    if not stored_file.is_file():
-        raise OutputError(
-            f"there is no run to resume in {output_dir}; leave --resume out to start one"
-        )
-    stored = RunConfig.from_toml(stored_file)
-    given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
-    changed = [
-        difference
-        for difference in given.differences(stored)
-        if not difference.startswith(RESUME_MAY_CHANGE)
-    ]
-    if changed:
-        raise OutputError(
-            f"--resume continues the run in {output_dir} as it was begun, but now "
-            f"{'; '.join(changed)}; leave that out, or start anew in another --output-dir"
-        )
-    return given
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Local paths in full, so that run.toml reruns from anywhere."""
-
-    data, model = config.data, config.model
-    checked = _absolute(data.validation_file) if data.validation_file else None
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
-        model=dataclasses.replace(model, model=_absolute(model.model)),
-        output_dir=str(Path(config.output_dir).expanduser().absolute())
-        if config.output_dir
-        else None,
-    )
-
-
-def _absolute(path: str) -> str:
-    """A hub id stays as it is."""
-    local = Path(path).expanduser()
-    return str(local.absolute()) if local.exists() else path
 
 
 def train_classifier(
@@ -175,6 +127,7 @@ class _Run:
 
         from memfit.data import tokenize
         from memfit.interrupt import StopAfterStep
+        from memfit.probe import MeasureOneStep
         from memfit.runtime.progress import MemfitProgress
         from memfit.runtime.trainer import BudgetTrainer
 
@@ -186,20 +139,41 @@ class _Run:
         with self.clock.measure("load"):
             model, tokenizer = load_for_training(self.config.model, labels, max_length)
             tokens = tokenize(text, tokenizer, max_length)
-        self.stop = StopAfterStep(self.say)
-        bars = [] if self.quiet else [MemfitProgress(console=announce.plain_console())]
-        trainer = BudgetTrainer(
+        self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
+        self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
+        bar = MemfitProgress(budget_bytes=self.budget_bytes, console=announce.plain_console())
+        make = functools.partial(
+            BudgetTrainer,
             model,
             arguments,
             train_dataset=tokens.train,
             eval_dataset=tokens.validation,
             processing_class=tokenizer,
             compute_metrics=compute_metrics_for(labels.task, labels.names),
-            callbacks=[*bars, self.stop, *self.callbacks],
+            callbacks=[*([] if self.quiet else [bar]), self.stop, self.probe, *self.callbacks],
         )
+        trainer = self._fit(make)
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
         return trainer, tokens
+
+    def _fit(self, make: Callable[..., BudgetTrainer]) -> BudgetTrainer:
+        """Inside the budget; a resumed run goes on with the micro-batches it began with."""
+        from memfit.runtime.batching import MicroBatching
+        from memfit.runtime.checkpoint import last_complete, recorded_micro_batching
+
+        last = last_complete(self.claim.folder.checkpoints_dir) if self.resume else None
+        if last is not None and (recorded := recorded_micro_batching(last)):
+            begun_with = RunConfig.from_toml(self.claim.folder.config).budget
+            if begun_with == self.config.budget:
+                return make(budget=self.config.budget, micro_batching=recorded)
+        try:
+            return make(budget=self.config.budget)
+        except TraceError as error:
+            if parse_budget(self.config.budget) != Budget():
+                raise  # a promise that cannot be checked is not made
+            self.say(f"note     memory cannot be predicted: {error}")
+            return make(micro_batching=MicroBatching())
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
@@ -209,6 +183,11 @@ class _Run:
         self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")
         self.say(f"budget   {announce.budget_sentence(self.config.budget, trainer.args.device)}")
         self.say(f"batch    {announce.batch_sentence(trainer)}")
+        self.predicted = announce.predicted_peak(trainer)
+        if self.predicted is not None:
+            share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
+            needs = format_both(self.predicted.device_bytes)
+            self.say(f"memory   {needs} at the peak by prediction, {share} of the budget")
 
     def _train(self, trainer: BudgetTrainer) -> None:
         from memfit.runtime.checkpoint import last_complete
@@ -233,6 +212,8 @@ class _Run:
                 f"with: memfit train --resume --output-dir {self.claim.path}"
             )
             raise
+        finally:
+            self.probe.close()
 
     def _evaluate(
         self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData
@@ -287,7 +268,9 @@ class _Run:
             lengths=plain(tokens.lengths),
             seconds=self.clock.seconds,
             memory=MemorySummary(
-                budget_bytes=announce.budget_bytes(self.config.budget, trainer.args.device)
+                budget_bytes=self.budget_bytes,
+                predicted=self.predicted,
+                measured=self.probe.peak(trainer.args.device),
             ),
             device=announce.device_name(trainer.args.device),
             best_checkpoint=Path(best).name if best else None,

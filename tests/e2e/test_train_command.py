@@ -250,6 +250,39 @@ def test_resuming_with_another_configuration_is_refused_with_what_differs(traine
         memfit.finetune(output_dir=trained, resume=True, learning_rate=0.1, max_length=32)
 
 
+def test_a_small_budget_is_kept_with_smaller_micro_batches(
+    reviews: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(reviews), "--model", str(tiny_model_dir), "--max-length", "64",
+             "--batch-size", "32", "--max-steps", "4", "--output-dir"]  # fmt: skip
+    assert run([*words, str(tmp_path / "small"), "--budget", "1MB"]) == 0
+    said = capsys.readouterr().err
+    assert "32 rows a step, at most" in said
+    assert "by prediction" in said
+    memory = summary_of(tmp_path / "small")["memory"]
+    assert memory["budget_bytes"] == 10**6
+    assert memory["predicted"]["device_bytes"] <= 10**6
+    assert memory["measured"]["device_bytes"] <= memory["predicted"]["device_bytes"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert memory["measured"]["components"][part] == memory["predicted"]["components"][part]
+    assert run([*words, str(tmp_path / "large"), "--budget", "1GB", "--quiet"]) == 0
+    assert summary_of(tmp_path / "large")["memory"]["predicted"]["device_bytes"] > 10**6
+
+
+def test_a_budget_nothing_fits_is_exit_code_3_and_leaves_nothing(
+    reviews: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        ["train", str(reviews), "--model", str(tiny_model_dir), "--max-length", "64",
+         "--output-dir", str(tmp_path / "out"), "--budget", "100KB"]
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert code == 3
+    assert len(said.splitlines()) == 1
+    assert "are missing" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("task", "labels", "metrics"),
     [

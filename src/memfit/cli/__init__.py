@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from memfit._version import __version__
-from memfit.cli import console, evaluate, predict, report, train
+from memfit.cli import console, estimate, evaluate, predict, report, train
 from memfit.errors import MemfitError
 
 INTERRUPTED = 130
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train, evaluate, predict, report):
+for module in (train, evaluate, predict, estimate, report):
     module.add_to(app)
 
 

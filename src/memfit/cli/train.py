@@ -55,4 +55,7 @@ def train(
     out.print(terminal.metrics_table(result.evaluation))
     out.print()
     told = dataclasses.replace(result.summary, metrics={})  # the table has said them
-    out.print(terminal.training_result(told, result.output_dir))
+    out.print(terminal.training_result(told))
+    # Paths are printed whole, however long: people copy them.
+    console.show(f"model      {result.output_dir}")
+    console.show(f"report     {result.output_dir / 'report.html'}")

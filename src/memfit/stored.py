@@ -1,0 +1,59 @@
+"""The configuration a run keeps in its folder, and what may change when it is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from memfit.config import RunConfig
+from memfit.errors import OutputError
+from memfit.results import RunFolder
+
+# It changes how the run is done, not what comes out.
+RESUME_MAY_CHANGE = ("budget:", "output_dir:")
+
+
+def resumed_config(
+    output_dir: str, config: str | os.PathLike[str] | None, options: dict[str, Any]
+) -> RunConfig:
+    """The stored configuration; what is given beside it may not say anything else."""
+    stored_file = RunFolder(Path(output_dir)).config
+    if not stored_file.is_file():
+        raise OutputError(
+            f"there is no run to resume in {output_dir}; leave --resume out to start one"
+        )
+    stored = RunConfig.from_toml(stored_file)
+    given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
+    changed = [
+        difference
+        for difference in given.differences(stored)
+        if not difference.startswith(RESUME_MAY_CHANGE)
+    ]
+    if changed:
+        raise OutputError(
+            f"--resume continues the run in {output_dir} as it was begun, but now "
+            f"{'; '.join(changed)}; leave that out, or start anew in another --output-dir"
+        )
+    return given
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Local paths in full, so that run.toml reruns from anywhere."""
+    data, model = config.data, config.model
+    checked = _absolute(data.validation_file) if data.validation_file else None
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
+        model=dataclasses.replace(model, model=_absolute(model.model)),
+        output_dir=str(Path(config.output_dir).expanduser().absolute())
+        if config.output_dir
+        else None,
+    )
+
+
+def _absolute(path: str) -> str:
+    """A hub id stays as it is."""
+    local = Path(path).expanduser()
+    return str(local.absolute()) if local.exists() else path

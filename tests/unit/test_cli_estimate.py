@@ -1,0 +1,192 @@
+"""`memfit estimate`: the flags reach the step, and the numbers come out under their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memfit
+from memfit.cli import run
+from memfit.config import ModelConfig
+from memfit.errors import ConfigError
+from memfit.estimating import device_for, step_spec
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
+# Tables and their norm, two layers of attention, MLP and two norms, pooler, head.
+_EMBEDDINGS = (1000 + 128 + 2) * 64 + 2 * 64
+_LAYER = 4 * (64 * 64 + 64) + (64 * 128 + 128) + (128 * 64 + 64) + 2 * 2 * 64
+PARAMETERS = _EMBEDDINGS + 2 * _LAYER + (64 * 64 + 64) + (64 * 2 + 2)
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "config.json").write_text(json.dumps(BERT))
+    return folder
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    code = run(["estimate", *map(str, words), "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def spec_of(folder: Path, **options: Any) -> Any:
+    kept = {key: options.pop(key) for key in ("dtype", "freeze", "lora") if key in options}
+    return step_spec(ModelConfig(model=str(folder), from_scratch=True, **kept), options)
+
+
+def test_the_json_has_the_numbers_under_their_names(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, "--model", config_only, "--batch-size", 8, "--gpu", "T4")
+    assert found["parameters"] == found["trainable_parameters"] == PARAMETERS
+    parts = found["components"]
+    assert list(parts) == [
+        "weights", "gradients", "optimizer", "activations", "workspace", "context"
+    ]  # fmt: skip
+    assert 4 * PARAMETERS <= parts["weights"] < 4 * PARAMETERS + 40 * 512
+    tensors = sum(size for name, size in parts.items() if name != "context")
+    assert found["peak_allocated_bytes"] == tensors
+    assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
+    assert found["device_peak_bytes"] == found["peak_reserved_bytes"] + parts["context"]
+    assert list(found["phases"]) == ["training", "evaluation", "saving", "resuming"]
+    assert found["phases"]["training"]["device_peak_bytes"] == found["device_peak_bytes"]
+    assert found["component_maxima"]["gradients"] == 4 * PARAMETERS
+    assert found["classic_rules"]["optimizer"] == 8 * PARAMETERS
+    assert found["device"]["name"] == "T4 16GB"
+    assert found["fits"] is True
+
+
+def test_a_short_name_and_the_full_one_are_the_same_batch(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = answer(capsys, "--model", config_only, "--batch-size", 4, "--gpu", "T4")
+    full = answer(capsys, "--model", config_only, "--per_device_train_batch_size", 4, "--gpu", "T4")
+    larger = answer(capsys, "--model", config_only, "--batch-size", 16, "--gpu", "T4")
+    assert short == full
+    assert larger["components"]["activations"] > 3 * short["components"]["activations"]
+
+
+def test_the_python_call_gives_the_same_numbers(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--batch-size", 4, "--max-length", 32, "--optim", "sgd", "--gpu", "RTX 3060 12GB")
+    found = answer(capsys, "--model", config_only, *words)
+    called = memfit.estimate(
+        config_only, batch_size=4, max_length=32, optim="sgd", gpu="RTX 3060 12GB"
+    )
+    assert called.peak.device_bytes == found["device_peak_bytes"]
+    assert called.parameters == found["parameters"]
+
+
+def test_for_a_person_it_draws_the_bar_the_rules_and_the_phases(
+    config_only: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "timeline.html"
+    words = ["--model", str(config_only), "--freeze", "encoder", "--gpu", "T4"]
+    assert run(["estimate", *words, "--timeline", str(page)]) == 0
+    shown = capsys.readouterr()
+    assert f"{PARAMETERS:,} parameters, 130 of them learn" in shown.out
+    assert "fits on T4 16GB" in shown.out
+    assert "Peak of a step" in shown.out
+    for words_shown in ("4 B a parameter", "8 B a parameter (AdamW)", "the rest"):
+        assert words_shown in shown.out
+    for phase in ("training", "evaluation", "saving", "resuming"):
+        assert phase in shown.out
+    assert str(page) in shown.err
+    assert page.read_text(encoding="utf-8").startswith("<!")
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({}, "fp32"),
+        ({"bf16": True}, "bf16"),
+        ({"fp16": True}, "fp16"),
+        ({"dtype": "bfloat16"}, "pure_bf16"),
+        ({"dtype": "float16"}, "pure_fp16"),
+        ({"dtype": "float32", "bf16": True}, "bf16"),
+        ({"bf16": False}, "fp32"),
+    ],
+)
+def test_precision_is_read_from_the_flags(
+    config_only: Path, options: dict[str, Any], precision: str
+) -> None:
+    assert spec_of(config_only, **options).precision == precision
+
+
+def test_every_flag_reaches_the_step(config_only: Path) -> None:
+    spec = spec_of(
+        config_only, batch_size=3, max_length=40, optim="adamw_8bit", eval_batch_size=7,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, max_grad_norm=0.5,
+        freeze="1", num_labels=5, task="multi_label", padding=False, learning_rate=1e-5,
+    )  # fmt: skip
+    assert (spec.rows, spec.length, spec.eval_rows) == (3, 40, 7)
+    assert (spec.optim, spec.gradient_accumulation_steps) == ("adamw_bnb_8bit", 2)
+    assert (spec.gradient_checkpointing, spec.max_grad_norm) == (True, 0.5)
+    assert (spec.freeze, spec.num_labels, spec.padded) == ("1", 5, False)
+    assert spec.problem_type == "multi_label_classification"
+    assert spec_of(config_only, task="regression").num_labels == 1
+    assert spec_of(config_only, adafactor=True).optim == "adafactor"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bf16": True, "fp16": True}, "exclude each other"),
+        ({"bf16": True, "dtype": "bfloat16"}, "choose one"),
+        ({"torch_compile": True}, "torch_compile changes the memory"),
+        ({"lerning_rate": 1.0}, "Did you mean 'learning_rate'"),
+        ({"optim": "adamw_tortch"}, "Did you mean 'adamw_torch'"),
+        ({"max_length": 129}, "max_length 129 is beyond the 128 positions"),
+        ({"task": "auto"}, "one of single_label, multi_label, regression"),
+        ({"batch_size": 0}, "at least 1"),
+    ],
+)
+def test_a_flag_that_cannot_be_priced_is_refused(
+    config_only: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(config_only, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no model given"),
+        (["--model", "CONFIG", "--gpu", "RTX 9999"], "no card 'RTX 9999' is known"),
+        (["--model", "CONFIG", "--timeline", "no/folder/t.html"], "cannot write the timeline"),
+        (["--model", "./nowhere"], "there is no model folder ./nowhere"),
+        (["--model", "CONFIG", "--bath-size", "3"], "Did you mean --batch-size?"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    config_only: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    code = run(["estimate", *(str(config_only) if word == "CONFIG" else word for word in words)])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert sentence in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_cpu_is_no_card() -> None:
+    assert device_for("cpu") is None
+    card = device_for("T4")
+    assert card is not None
+    assert card.name == "T4 16GB"
+    assert device_for(card) is card

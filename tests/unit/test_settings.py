@@ -1,0 +1,64 @@
+"""memfit's defaults: few, documented, and giving way to what the user sets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit import settings
+from memfit.errors import ConfigError
+from memfit.settings import DEFAULTS, training_arguments, with_defaults
+
+
+def test_without_anything_given_it_evaluates_saves_and_keeps_the_best_each_epoch(
+    tmp_path: Path,
+) -> None:
+    arguments = training_arguments({}, tmp_path, "f1")
+    assert arguments.per_device_train_batch_size == 32
+    assert arguments.learning_rate == 2e-5
+    assert arguments.eval_strategy == arguments.save_strategy == "epoch"
+    assert arguments.save_total_limit == 3
+    assert arguments.load_best_model_at_end
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("f1", True)
+    assert arguments.num_train_epochs == 3  # TrainingArguments' own
+
+
+def test_the_best_regression_has_the_smallest_error(tmp_path: Path) -> None:
+    arguments = training_arguments({}, tmp_path, "mse")
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("mse", False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 50},
+         {"save_strategy": "steps", "save_steps": 50, "load_best_model_at_end": True}),
+        ({"eval_strategy": "no"}, {"save_strategy": "epoch", "load_best_model_at_end": False}),
+        ({"save_strategy": "no"}, {"eval_strategy": "epoch", "load_best_model_at_end": False}),
+        ({"save_strategy": "best"}, {"load_best_model_at_end": True,
+                                     "metric_for_best_model": "f1"}),
+        ({"metric_for_best_model": "accuracy"}, {"metric_for_best_model": "accuracy"}),
+        ({"load_best_model_at_end": False}, {"save_strategy": "epoch"}),
+    ],
+)  # fmt: skip
+def test_fields_that_belong_together_follow_the_one_that_was_set(
+    given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = with_defaults(given, "f1")
+    assert {key: fields[key] for key in expected} == expected
+    training_arguments(given, tmp_path, "f1")  # and transformers takes them
+
+
+def test_what_transformers_refuses_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"TrainingArguments refuses.*sometimes"):
+        training_arguments({"eval_strategy": "sometimes"}, tmp_path, "f1")
+
+
+def test_the_table_at_the_top_tells_every_default() -> None:
+    rows = dict(re.findall(r"^\| (\w+) \| (.+?) \|", settings.__doc__ or "", re.M))
+    for name, value in DEFAULTS.items():
+        shown = {0.02: "2 % of the steps", 2e-5: "2e-5"}.get(value, str(value))
+        assert rows[name] == shown
