@@ -32,7 +32,8 @@ _SEQUENCE_INPUTS = frozenset(
 class MicroBatching:
     """What may be on the device at once; without a limit, the whole effective batch.
 
-    Tokens count padding: rows x the longest row. A single row is never refused.
+    Tokens count padding (rows x the longest row), unless rows are packed and have none.
+    A single row is never refused.
     """
 
     max_rows: int | None = None
@@ -77,15 +78,20 @@ def trimming_for(model: nn.Module) -> Trim:
 
 
 def split(
-    batch: Mapping[str, Any], micro_batching: MicroBatching, trim: Trim = Trim.RIGHT
+    batch: Mapping[str, Any],
+    micro_batching: MicroBatching,
+    trim: Trim = Trim.RIGHT,
+    *,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """The effective batch as micro-batches, the longest rows first.
 
     A batch that fits whole keeps its order and only loses columns that are all padding.
+    Where micro-batches are `packed`, short rows do not count as long as the longest one.
     """
     count = row_count(batch)
     spans = _spans(batch, trim)
-    groups = _group([stop - start for start, stop in spans], micro_batching)
+    groups = _group([stop - start for start, stop in spans], micro_batching, packed=packed)
     if len(groups) <= 1:
         groups = [list(range(count))]
     return [_micro_batch(batch, count, group, spans) for group in groups]
@@ -99,18 +105,19 @@ def row_count(batch: Mapping[str, Any]) -> int:
     return 0
 
 
-def _group(lengths: Sequence[int], limits: MicroBatching) -> list[list[int]]:
+def _group(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> list[list[int]]:
     """Rows in groups within the limits, longest first: the first row of a group is its width."""
     groups: list[list[int]] = []
-    width = 0
+    width = tokens = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         size = len(groups[-1]) + 1 if groups else 0
+        tokens = tokens + lengths[row] if packed else size * width
         full = (limits.max_rows is not None and size > limits.max_rows) or (
-            limits.max_tokens is not None and size * width > limits.max_tokens
+            limits.max_tokens is not None and tokens > limits.max_tokens
         )
         if not groups or full:
             groups.append([])
-            width = lengths[row]
+            width = tokens = lengths[row]
         groups[-1].append(row)
     return groups
 

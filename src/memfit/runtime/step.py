@@ -7,9 +7,10 @@ This is the one place that decides how an effective batch is run; strategies hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ class StepExecutor:
 
     `weigh` says what a micro-batch's mean loss is a mean of (runtime/loss.py); `loss` gets the
     prepared inputs and that weight; `mean_over_ranks` averages the weight of whole batches over
-    data-parallel ranks, so that ranks with fewer rows count less.
+    data-parallel ranks, so that ranks with fewer rows count less. Each of `around` is entered
+    around the loss and the backward of every micro-batch.
     """
 
     micro_batching: MicroBatching
@@ -39,6 +41,8 @@ class StepExecutor:
     backward: Callable[[torch.Tensor], None]
     no_sync: Callable[[nn.Module], AbstractContextManager[None]] = _no_context
     mean_over_ranks: Callable[[float], float] = float
+    around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
+    packed: bool = False
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
@@ -54,7 +58,10 @@ class StepExecutor:
         for index, (part, weight) in enumerate(parts):
             # Ranks exchange gradients once, with the last micro-batch.
             is_last = index == len(parts) - 1
-            with nullcontext() if is_last else self.no_sync(model):
+            with ExitStack() as contexts:
+                contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
+                for context in self.around:
+                    contexts.enter_context(context())
                 loss = self.loss(model, self.prepare(part.inputs), weight) * (weight / total)
                 self.backward(loss)
             losses.append(loss.detach())
@@ -62,4 +69,4 @@ class StepExecutor:
 
     def split(self, batch: Batch) -> list[MicroBatch]:
         """How this batch will be run."""
-        return split(batch, self.micro_batching, self.trim)
+        return split(batch, self.micro_batching, self.trim, packed=self.packed)

@@ -35,6 +35,7 @@ from memfit.runtime.lengths import longest_row
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.step import StepExecutor
+from memfit.strategies import Setup, Strategy, apply_all
 from memfit.units import Budget, parse_budget
 
 _ARGUMENTS_FILE = "training_args.bin"
@@ -61,6 +62,7 @@ class BudgetTrainer(transformers.Trainer):
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
     accumulation rows, so 1 x 32 and 32 are the same training; what is on the device at once is
     `micro_batching`, or what `budget` allows. `class_weights` are exact however batches are cut.
+    `strategies` are the memory techniques to use (memfit.strategies).
     """
 
     model: PreTrainedModel
@@ -73,13 +75,16 @@ class BudgetTrainer(transformers.Trainer):
         budget: str | Budget | None = None,
         micro_batching: MicroBatching | None = None,
         class_weights: Sequence[float] | torch.Tensor | None = None,
+        strategies: Sequence[Strategy] = (),
         **named: Any,
     ) -> None:
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
         if "tokenizer" in named:
             named["processing_class"] = named.pop("tokenizer")
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
-        super().__init__(model, effective_arguments(self.user_args), *positional, **named)
+        effective = effective_arguments(self.user_args)
+        self.setup = _set_up(model, effective, strategies)
+        super().__init__(self.setup.model, effective, *positional, **named)
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
@@ -118,7 +123,7 @@ class BudgetTrainer(transformers.Trainer):
 
     def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
         """How an effective batch is run; override to run it another way."""
-        return StepExecutor(
+        executor = StepExecutor(
             micro_batching=micro_batching,
             trim=trimming_for(self.model),
             weigh=self.loss_weight,
@@ -127,7 +132,12 @@ class BudgetTrainer(transformers.Trainer):
             backward=lambda loss: self.accelerator.backward(loss),
             no_sync=lambda model: self.accelerator.no_sync(model),
             mean_over_ranks=self._mean_over_ranks,
+            around=tuple(self.setup.around_micro_batch),
+            packed=self.setup.packing is not None,
         )
+        for wrap in self.setup.wrap_executor:
+            executor = wrap(executor)
+        return executor
 
     # ---- the Trainer's own methods ----
 
@@ -166,6 +176,20 @@ class BudgetTrainer(transformers.Trainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return self.executor.run(model, inputs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the Trainer's, or the optimizer a strategy brings."""
+        if self.optimizer is None and self.setup.make_optimizer is not None:
+            self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """As the Trainer's; packed first, where that strategy is used."""
+        if self.setup.packing is not None and "input_ids" in inputs:
+            inputs = self.setup.packing.pack(inputs).inputs()
+        prepared: Batch = super()._prepare_inputs(inputs)
+        return prepared
 
     def prediction_step(
         self,
@@ -249,6 +273,18 @@ class BudgetTrainer(transformers.Trainer):
         # 1, unless accumulation was set on trainer.args after the trainer was made.
         return loss / getattr(self, "current_gradient_accumulation_steps", 1)
 
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """What learns, with weight decay and without, as the Trainer groups it."""
+        decayed = set(self.get_decay_parameter_names(self.model))
+        learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        return [
+            {
+                "params": [p for n, p in learning if n in decayed],
+                "weight_decay": self.args.weight_decay,
+            },
+            {"params": [p for n, p in learning if n not in decayed], "weight_decay": 0.0},
+        ]
+
     def _mean_over_ranks(self, total: float) -> float:
         if self.accelerator.num_processes == 1:
             return total
@@ -285,6 +321,16 @@ class BudgetTrainer(transformers.Trainer):
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _set_up(
+    model: Any, args: transformers.TrainingArguments, strategies: Sequence[Strategy]
+) -> Setup:
+    if strategies and model is None:
+        raise ConfigError("strategies change a model: give the model itself, not model_init")
+    setup = Setup(model=model, args=args, device=args.device)
+    apply_all(strategies, setup)
+    return setup
 
 
 def _kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:
