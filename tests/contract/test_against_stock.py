@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 
 from memfit import BudgetTrainer
 from memfit.runtime.batching import MicroBatching
+from memfit.strategies import Packing
 
 EFFECTIVE = 32
 # 25 steps an epoch, the last one of 13 rows: an epoch must end right too.
@@ -164,6 +165,20 @@ def test_micro_batches_train_as_the_whole_batch(stock, rows, tmp_path, micro_row
     # The reported loss is the mean over the effective batch: the stock Trainer's own at 32.
     assert watch.losses == pytest.approx(stock_watch.losses, abs=1e-4)
     assert watch.losses[-1] < watch.losses[0] - 0.05  # and there is something to agree on
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 200}], ids=["whole", "200 tokens"])
+def test_packed_micro_batches_train_as_the_padded_batch(stock, rows, tmp_path, limits):
+    optimizer, rate, stock_watch, stock_weights = stock
+    watch, weights = run(
+        BudgetTrainer, arguments(tmp_path, optim=optimizer, learning_rate=rate), model_of(), rows,
+        micro_batching=MicroBatching(**limits), strategies=[Packing()],
+    )  # fmt: skip
+
+    assert distance(watch.gradients, stock_watch.gradients) < 1e-6
+    if optimizer == "sgd":
+        assert distance(weights, stock_weights) < 1e-5
+    assert watch.losses == pytest.approx(stock_watch.losses, abs=1e-4)
 
 
 def test_callbacks_and_the_schedule_cannot_tell(stock, rows, tmp_path):
