@@ -23,13 +23,18 @@ _THREADS_PER_MULTIPROCESSOR = {
 _MOST_THREADS = 2048
 
 
+def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
+    """The threads a multiprocessor holds at once."""
+    return _THREADS_PER_MULTIPROCESSOR.get(capability, _MOST_THREADS)
+
+
 def predicted_context_bytes(capability: tuple[int, int], multiprocessors: int) -> int:
     """The context of a training process on a card nobody has measured.
 
     base + kernels + multiprocessors x threads x stack + cuBLAS, with an H200's stack.
     """
-    threads = _THREADS_PER_MULTIPROCESSOR.get(capability, _MOST_THREADS)
-    stacks_bytes = round(multiprocessors * threads * _PER_THREAD_BYTES)
+    threads = multiprocessors * threads_per_multiprocessor(capability)
+    stacks_bytes = round(threads * _PER_THREAD_BYTES)
     cublas_bytes = _HANDLES * 2 * handle_workspace_bytes(capability, environment={})
     return _BASE_BYTES + _KERNELS_BYTES + stacks_bytes + cublas_bytes
 
