@@ -10,7 +10,6 @@ Runs already in the file are left out, so that a long list can be measured in pa
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
 import fnmatch
 import gc
@@ -21,14 +20,13 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
-from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from _history import history
 from _machine import stamp
 from _memory_cases import CASES, Case
 from _stock_run import arguments, build_model, make_rows, make_trainer
@@ -194,6 +192,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, Any]:
             torch.cuda.memory._record_memory_history(None)
         found |= counters(watch) | {"micro_batches": list(seen)}
         if case.phases:
+            model = None  # the trainer's alone, so that it can let go of it
             found["phases"] = phases(case, trainer, watch, folder)
     del trainer, model
     gc.collect()
@@ -240,9 +239,7 @@ def phases(case: Case, trainer: Any, watch: StepWatch, folder: str) -> dict[str,
     found["evaluate_peak_bytes"] = peak("allocated_bytes")
     config, rows = trainer.model.config, trainer.train_dataset
     model = type(trainer.model)._from_config(config).to("cpu")
-    del trainer.model, trainer.model_wrapped, trainer.optimizer
-    trainer.callback_handler.model = trainer.callback_handler.optimizer = None
-    trainer.accelerator.free_memory()
+    forget(trainer)
     clean()
     found["resume_start_bytes"] = torch.cuda.memory_allocated()
     again = StepWatch()
@@ -256,38 +253,12 @@ def phases(case: Case, trainer: Any, watch: StepWatch, folder: str) -> dict[str,
     return found
 
 
-def history() -> dict[str, Any]:
-    """Every allocation and free since the last `clean`, in order, packed.
-
-    Two numbers an event: (bytes, 0) for an allocation, (-1, its number) for a free, where
-    allocations are numbered from 0. `segments` pairs the event before which the allocator asked
-    the driver for memory with the bytes it got (negative: gave back).
-    """
-    events, segments = array("q"), []
-    live: dict[int, int] = {}
-    born = unknown_frees = 0
-    streams = set()
-    for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
-        action, address, size = entry["action"], entry["addr"], entry["size"]
-        if action == "alloc":
-            live[address] = born
-            born += 1
-            events.extend((size, 0))
-            streams.add(entry["stream"])
-        elif action == "free_completed":
-            if address in live:
-                events.extend((-1, live.pop(address)))
-            else:
-                unknown_frees += 1
-        elif action in ("segment_alloc", "segment_map"):
-            segments.append((len(events) // 2, size))
-        elif action in ("segment_free", "segment_unmap"):
-            segments.append((len(events) // 2, -size))
-    packed = base64.b64encode(zlib.compress(events.tobytes(), 9)).decode()
-    return {
-        "events": packed, "segments": segments, "count": len(events) // 2,
-        "streams": len(streams), "unknown_frees": unknown_frees,
-    }  # fmt: skip
+def forget(trainer: Any) -> None:
+    """Lets go of all a Trainer holds on the device; the schedule holds the optimizer too."""
+    trainer.accelerator.free_memory()
+    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
+    handler = trainer.callback_handler
+    handler.model = handler.optimizer = handler.lr_scheduler = None
 
 
 def chosen(patterns: list[str]) -> list[Case]:
@@ -350,6 +321,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try the script")
+    parser.add_argument("--history", action="store_true", help="record every allocation of all")
     parser.add_argument("--list", action="store_true", help="print the ids and stop")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -370,6 +342,8 @@ def main() -> None:
         if time.perf_counter() - began > args.seconds:
             print(f"stopped after {args.seconds:.0f} s; the same command goes on", flush=True)
             break
+        if args.history:
+            case = dataclasses.replace(case, history=True)
         record = attempt(case, tiny=args.smoke)
         result["runs"].append(record)
         write(args.out, result)
