@@ -1,0 +1,336 @@
+"""Recomputed layers: the same gradients bit by bit, less memory, on models of many families."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit.errors import ConfigError
+from memfit.memory.components import Component
+from memfit.memory.trace import Tracker
+from memfit.packing import packed
+from memfit.strategies import checkpointing
+from memfit.strategies.base import Fidelity, Setup
+from memfit.strategies.checkpointing import Checkpointing
+
+# transformers' DeBERTa still uses torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+
+DEPTH = 4
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "num_labels": 3,
+    "hidden_size": 32,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+DROPOUT = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+DISTILBERT = {"dim": 32, "n_layers": DEPTH, "n_heads": 2, "hidden_dim": 64, "dropout": 0.2}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+SPECIAL = {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {**SHAPE, **DROPOUT}),
+    "roberta": ("Roberta", {**SHAPE, **DROPOUT, "pad_token_id": 1}),
+    "electra": ("Electra", {**SHAPE, **DROPOUT, "embedding_size": 16}),
+    "ernie": ("Ernie", {**SHAPE, **DROPOUT}),
+    "albert": ("Albert", {**SHAPE, **DROPOUT, "embedding_size": 16}),
+    "distilbert": ("DistilBert", {"vocab_size": 101, "num_labels": 3, **DISTILBERT}),
+    "modernbert": ("ModernBert", {**SHAPE, **SPECIAL, "mlp_dropout": 0.2, "local_attention": 8}),
+    "mpnet": ("MPNet", {**SHAPE, **DROPOUT, "pad_token_id": 1}),
+    "deberta-v2": ("DebertaV2", {**SHAPE, **DROPOUT, **DEBERTA}),
+    "qwen3": ("Qwen3", {**SHAPE, "num_key_value_heads": 1, "head_dim": 16}),
+}
+WITHOUT_HALVES = ("mpnet", "deberta-v2")
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str) -> Any:
+    prefix, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    return getattr(transformers, f"{prefix}ForSequenceClassification")(config).train()
+
+
+def batch_for(model: Any, rows: int = 3, tokens: int = 16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    mask[0, tokens - 5 :] = 0
+    ids = torch.randint(5, 101, (rows, tokens), generator=generator)
+    return {
+        "input_ids": torch.where(mask.bool(), ids, model.config.pad_token_id),
+        "attention_mask": mask,
+        "labels": torch.arange(rows) % 3,
+    }
+
+
+def setup_for(model: nn.Module, **training: Any) -> Setup:
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[], **training)
+    return Setup(model=model, args=args, device=torch.device("cpu"))
+
+
+def recompute(model: nn.Module, **settings: Any) -> Setup:
+    setup = setup_for(model)
+    Checkpointing(**settings).apply(setup)
+    return setup
+
+
+def undo(setup: Setup) -> None:
+    while setup.undo:
+        setup.undo.pop()()
+
+
+def step(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Logits and all gradients as one vector, with the same random numbers every time."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    output = model(**inputs)
+    output.loss.backward()
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return output.logits.detach(), torch.cat(found)
+
+
+def peak_bytes(model: Any, rows: int = 8, tokens: int = 32) -> int:
+    """What one step needs at most, beside the weights; its inputs count."""
+    model.zero_grad()
+    inputs = batch_for(model, rows, tokens)
+    tracker = Tracker()
+    tracker.adopt(iter(model.parameters()), Component.WEIGHTS)
+    weights = tracker.live_bytes
+    with tracker:
+        model(**inputs).loss.backward()
+    return tracker.peak_bytes - weights
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every call that is checkpointed."""
+    found: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "checkpoint", counted)
+    return found
+
+
+@every_model
+@pytest.mark.parametrize("layers", [None, 2])
+def test_gradients_are_the_plain_steps_bit_by_bit_with_dropout(
+    name: str, layers: int | None, calls: list[int]
+) -> None:
+    model = build(name)
+    inputs = batch_for(model)
+    logits, gradient = step(model, inputs)
+    recompute(model, layers=layers)
+    ours, our_gradient = step(model, inputs)
+    assert len(calls) == (layers or DEPTH)
+    assert torch.equal(ours, logits)
+    assert torch.equal(our_gradient, gradient)
+    assert float(gradient.norm()) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_HALVES])
+def test_the_mlp_half_gives_the_same_gradients(name: str, calls: list[int]) -> None:
+    model = build(name)
+    inputs = batch_for(model)
+    logits, gradient = step(model, inputs)
+    recompute(model, layers=3, part="mlp")
+    ours, our_gradient = step(model, inputs)
+    assert len(calls) == 3
+    assert torch.equal(ours, logits)
+    assert torch.equal(our_gradient, gradient)
+
+
+@pytest.mark.parametrize("name", WITHOUT_HALVES)
+def test_a_layer_without_a_separate_mlp_half_says_so(name: str) -> None:
+    setup = setup_for(build(name))
+    assert "no MLP half" in Checkpointing(part="mlp").unavailable(setup)
+    with pytest.raises(ConfigError, match="take part='layer'"):
+        Checkpointing(part="mlp").apply(setup)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "modernbert", "deberta-v2"])
+def test_each_layer_recomputed_takes_less_memory(name: str) -> None:
+    model = build(name)
+    peaks = [peak_bytes(model)]
+    for layers in range(1, DEPTH + 1):
+        setup = recompute(model, layers=layers)
+        peaks.append(peak_bytes(model))
+        undo(setup)
+    assert all(more > less for more, less in itertools.pairwise(peaks[:DEPTH]))
+    # With all but one recomputed, the working layer of backward is as large as the one kept.
+    assert peaks[DEPTH] <= peaks[DEPTH - 1]
+    # One layer's work and four inputs instead of four layers.
+    assert peaks[DEPTH] < 0.6 * peaks[0]
+    assert peak_bytes(model) == peaks[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "distilbert", "modernbert", "qwen3"])
+def test_the_mlp_half_lies_between_nothing_and_the_whole_layer(name: str) -> None:
+    model = build(name)
+    plain = peak_bytes(model)
+    setup = recompute(model, part="mlp")
+    half = peak_bytes(model)
+    undo(setup)
+    recompute(model)
+    assert peak_bytes(model) < 0.9 * half < 0.9 * 0.95 * plain
+
+
+def test_the_first_layers_are_a_better_choice_than_the_last() -> None:
+    """What the module's comment says, measured: the same k from the top needs a layer more."""
+    model = build("bert")
+    setup = recompute(model, layers=2)
+    first = peak_bytes(model)
+    undo(setup)
+    # Stock checkpointing, switched on for two layers by hand, is the other choice.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.bert.encoder.layer[:2]:
+        layer.gradient_checkpointing = False
+    assert first < 0.95 * peak_bytes(model)
+
+
+def test_it_costs_what_stock_checkpointing_costs_and_no_more() -> None:
+    model = build("bert")
+    setup = recompute(model)
+    ours = peak_bytes(model)
+    undo(setup)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert ours == pytest.approx(peak_bytes(model), rel=0.01)
+
+
+def test_undo_gives_the_model_back_as_it_was() -> None:
+    model = build("bert")
+    kinds = [type(module) for module in model.modules()]
+    hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+    setup = recompute(model, part="mlp")
+    Checkpointing().apply(setup)
+    assert [type(module) for module in model.modules()] != kinds
+    assert [type(module).__name__ for module in model.modules()] == [k.__name__ for k in kinds]
+    undo(setup)
+    assert [type(module) for module in model.modules()] == kinds
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+
+
+def test_evaluation_and_forward_passes_without_gradients_recompute_nothing(
+    calls: list[int],
+) -> None:
+    model = build("albert")
+    recompute(model)
+    inputs = batch_for(model)
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()
+    model(**inputs).loss.backward()
+    assert not calls
+    model.train()
+    model(**inputs)
+    assert len(calls) == DEPTH
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "modernbert"])
+def test_packed_batches_recompute_with_their_boundaries(name: str) -> None:
+    model = build(name)
+    with packed(model) as packer:
+        inputs = packer.pack(batch_for(model, rows=5)).inputs()
+        logits, gradient = step(model, inputs)
+        for part in ("mlp", "layer"):
+            setup = recompute(model, part=part)
+            ours, our_gradient = step(model, inputs)
+            assert torch.equal(ours, logits)
+            assert torch.equal(our_gradient, gradient)
+            undo(setup)
+
+
+def test_two_packed_forward_passes_before_their_backward_do_not_mix() -> None:
+    model = build("bert")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with packed(model) as packer:
+        batches = [packer.pack(batch_for(model, rows=rows)).inputs() for rows in (2, 5)]
+        expected = sum(step(model, inputs)[1] for inputs in batches)
+        recompute(model)
+        model.zero_grad()
+        losses = [model(**inputs).loss for inputs in batches]
+        torch.stack(losses).sum().backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_gradients_flow_through_layers_above_frozen_ones(calls: list[int]) -> None:
+    model = build("bert")
+    for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
+        part.requires_grad_(False)
+    inputs = batch_for(model)
+    _, gradient = step(model, inputs)
+    recompute(model, layers=2)
+    _, ours = step(model, inputs)
+    assert torch.equal(ours, gradient)
+    # The frozen layer keeps nothing; the two lowest that learn are recomputed.
+    assert len(calls) == 2
+    assert model.bert.encoder.layer[1].attention.self.query.weight.grad is not None
+
+
+def test_lora_adapters_get_their_gradients() -> None:
+    from memfit.parts import add_lora
+
+    model = add_lora(build("bert"), 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    inputs = batch_for(model)
+    _, gradient = step(model, inputs)
+    recompute(model)
+    _, ours = step(model, inputs)
+    assert torch.equal(ours, gradient)
+
+
+def test_a_copied_model_recomputes_its_own_layers() -> None:
+    model = build("bert")
+    recompute(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    inputs = batch_for(twin)
+    assert torch.equal(step(twin, inputs)[1], step(build("bert"), inputs)[1])
+
+
+def test_checkpointing_of_the_user_is_left_alone() -> None:
+    strategy = Checkpointing()
+    model = build("bert")
+    assert strategy.fidelity is Fidelity.EXACT
+    assert strategy.unavailable(setup_for(model)) == ""
+    assert "already" in strategy.unavailable(setup_for(model, gradient_checkpointing=True))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ConfigError, match="already"):
+        strategy.apply(setup_for(model))
+
+
+def test_a_model_without_layers_or_with_fewer_raises() -> None:
+    with pytest.raises(ConfigError, match="no transformers model"):
+        Checkpointing().apply(setup_for(nn.Sequential(nn.Linear(2, 2))))
+    headless = build("bert")
+    headless.bert.encoder = nn.Identity()
+    with pytest.raises(ConfigError, match="no list of layers"):
+        Checkpointing().apply(setup_for(headless))
+    with pytest.raises(ConfigError, match="has 4 layers, not 5"):
+        Checkpointing(layers=5).apply(setup_for(build("albert")))
+
+
+@pytest.mark.parametrize("settings", [{"layers": 0}, {"part": "attention"}])
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Checkpointing(**settings)
