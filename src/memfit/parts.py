@@ -117,7 +117,12 @@ def lora_targets(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def add_lora(
-    model: PreTrainedModel, rank: int, *, fresh: Iterable[str] = (), on_meta: bool = False
+    model: PreTrainedModel,
+    rank: int,
+    *,
+    dropout: float = 0.05,
+    fresh: Iterable[str] = (),
+    on_meta: bool = False,
 ) -> Any:
     """The model with LoRA adapters of this rank; what was never pre-trained learns in full.
 
@@ -135,7 +140,7 @@ def add_lora(
         task_type=TaskType.SEQ_CLS,
         r=rank,
         lora_alpha=2 * rank,
-        lora_dropout=0.05,
+        lora_dropout=dropout,
         target_modules=list(lora_targets(model)),
         modules_to_save=sorted(whole),
     )

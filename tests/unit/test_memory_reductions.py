@@ -10,14 +10,22 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from memfit.memory.reductions import row_sum_buffer_bytes
+from memfit.memory.reductions import Multiprocessors, reduction_buffer_bytes
 
 HISTORY = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_h200.history.json"
 
 
+H200 = Multiprocessors.of((9, 0), 132)
+
+
+def buffer(tensor: torch.Tensor, dims: list[int], device: Multiprocessors = H200) -> int:
+    return reduction_buffer_bytes(tensor.shape, tensor.stride(), dims, device)
+
+
 def on_h200(rows: int, columns: int) -> int:
-    return row_sum_buffer_bytes(rows, columns, multiprocessors=132, threads_per_multiprocessor=2048)
+    return buffer(torch.empty(rows, columns, device="meta"), [0])
 
 
 def requests(name: str) -> Counter[int]:
@@ -53,11 +61,24 @@ def test_few_rows_need_no_buffer(rows: int) -> None:
 
 
 def test_a_small_card_cuts_the_sum_into_fewer_parts() -> None:
-    laptop = row_sum_buffer_bytes(4096, 768, multiprocessors=16, threads_per_multiprocessor=1536)
+    laptop = Multiprocessors.of((8, 6), 16)
     # 192 blocks over a grid of 6: 32 parts instead of 64.
-    assert laptop == on_h200(4096, 768) // 2
+    rows = torch.empty(4096, 768, device="meta")
+    assert buffer(rows, [0], laptop) == buffer(rows, [0], H200) // 2
 
 
 def test_a_head_of_two_columns_is_summed_in_narrow_blocks() -> None:
     # One vector of two: 1 x 256 threads; 16 values a thread are too few for a buffer.
     assert on_h200(4096, 2) == 0
+
+
+def test_a_3d_gradient_is_summed_as_its_rows_and_short_dimensions_are_summed_for_nothing() -> None:
+    grad = torch.empty(32, 128, 768, device="meta")
+    assert buffer(grad, [0, 1]) == on_h200(4096, 768)
+    assert buffer(grad.view(4096, 768), [-2]) == on_h200(4096, 768)
+    assert buffer(grad.view(4096, 768), [-1]) == 0
+
+
+def test_the_mean_over_an_embeddings_rows_takes_more_than_the_embedding_does() -> None:
+    # Adafactor's, of 21128 rows: 331 parts.
+    assert on_h200(21128, 768) == 4 * 768 * 128 * 331 > 21128 * 768 * 4

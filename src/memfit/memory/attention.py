@@ -129,13 +129,12 @@ def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
     """Bytes the backward kernels take beside their results."""
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:
         batch, heads, length, width = args[1].shape
-        if args[1].dtype in _HALF:
-            # The query gradient is summed up in fp32, in tiles of 64 by 64.
-            tiles = -(-length // 64) * -(-width // 64)
-            yield batch * heads * (tiles * (64 * 64 * 4 + 16) + length * 4)
-        else:
+        if args[1].dtype not in _HALF:
             # grad * out is made in full, then summed over the head.
             yield batch * heads * length * width * 4
+        # The query gradient is summed up in fp32, in tiles of 64 by 64.
+        tiles = -(-length // 64) * -(-width // 64)
+        yield batch * heads * (tiles * (64 * 64 * 4 + 16) + length * 4)
     elif func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, length, width = args[1].shape
         rounded = -(-length // 128) * 128

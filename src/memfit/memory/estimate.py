@@ -48,11 +48,15 @@ def estimate_memory(
     spec: StepSpec, device: DeviceProfile | None, *, expandable_segments: bool = False
 ) -> MemoryEstimate:
     """Trace the step and let the device's allocator run it; None is the CPU."""
-    capability = None if device is None else device.capability
-    prediction = predict_segments(spec, capability=capability)
+    prediction = predict_segments(spec, device)
     segments = with_loaded_state(prediction.segments)
-    if capability is not None:
-        segments = with_workspaces(segments, capability)
+    if device is not None:
+        segments = with_workspaces(
+            segments,
+            device.capability,
+            recompute=spec.gradient_checkpointing,
+            biases=prediction.biases,
+        )
     orders = phase_orders(spec, cuda=device is not None)
     run = play_run(segments, orders[TRAINING])
     peak = training_peak(run, device, expandable_segments=expandable_segments)

@@ -56,7 +56,7 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
     except (ValueError, ImportError) as error:
         raise ModelError(f"cannot build a classifier of {config.model_type}: {error}") from None
     if spec.lora is not None:
-        model = add_lora(model, spec.lora, on_meta=True)
+        model = add_lora(model, spec.lora, dropout=spec.lora_dropout, on_meta=True)
     elif spec.freeze is not None:
         freeze(model, spec.freeze)
     if spec.gradient_checkpointing:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.memory.attention import attend, attention_temporaries
 from memfit.memory.autocast import install_cuda_autocast
+from memfit.memory.reductions import Multiprocessors, reduction_buffer_bytes
 
 _aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -53,8 +54,11 @@ def _canonical(name: str) -> str:
 class CudaKernels:
     """What a CUDA device of one compute capability does with memory."""
 
-    def __init__(self, capability: tuple[int, int], *, autocast: bool = False) -> None:
+    def __init__(
+        self, capability: tuple[int, int], multiprocessors: int, *, autocast: bool = False
+    ) -> None:
         self.capability = capability
+        self._multiprocessors = Multiprocessors.of(capability, multiprocessors)
         self._autocast = autocast
 
     @contextmanager
@@ -88,7 +92,19 @@ class CudaKernels:
         formula = _TEMPORARIES.get(func)
         if formula is not None:
             yield from formula(args, out)
-        yield from attention_temporaries(func, args)
+        elif func in _REDUCTIONS:
+            yield self._reduction(func, args)
+        else:
+            yield from attention_temporaries(func, args)
+
+    def _reduction(self, func: Any, args: tuple[Any, ...]) -> int:
+        tensor = args[0]
+        place = _REDUCTIONS[func]
+        dims = args[place] if place is not None and len(args) > place else None
+        if dims is None or dims == []:
+            dims = range(tensor.dim())
+        dims = [dims] if isinstance(dims, int) else dims
+        return reduction_buffer_bytes(tensor.shape, tensor.stride(), dims, self._multiprocessors)
 
 
 def _dropout(x: Any, p: float, train: bool) -> Any:
@@ -148,6 +164,17 @@ def _layer_norm_backward(args: tuple[Any, ...], out: Any) -> Iterator[int]:
     if out[1] is not None and rows > 64:
         yield 2 * min(rows // 64 + 1, 64) * width * 4
 
+
+# Operators that add up, and which argument names the dimensions.
+_REDUCTIONS: dict[Any, int | None] = {
+    _aten.sum.default: None,
+    _aten.sum.dim_IntList: 1,
+    _aten.mean.default: None,
+    _aten.mean.dim: 1,
+    _aten.linalg_vector_norm.default: 2,
+    _aten.amax.default: 1,
+    _aten.logsumexp.default: 1,
+}
 
 _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], Any], Iterator[int]]] = {
     _aten.embedding_dense_backward.default: _embedding_backward,

@@ -17,7 +17,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.events import Event
 from memfit.memory.segments import Mark, Segments, play, survivors
 from memfit.memory.spec import StepSpec
-from memfit.memory.workspace import handle_workspace_bytes
+from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
 
 TRAINING, EVALUATION, SAVING, RESUMING = "training", "evaluation", "saving", "resuming"
 
@@ -48,11 +48,15 @@ def play_run(segments: Segments, order: Sequence[str]) -> Run:
     return Run(play(segments, order), tuple(starts))
 
 
-def with_workspaces(segments: Segments, capability: tuple[int, int]) -> Segments:
-    """The libraries take a workspace at the first product forward and one more backward."""
-    kind = (handle_workspace_bytes(capability), Component.WORKSPACE, "")
-    workspace = Mark(True, kind, "")
-    return Segments({**segments.parts, "forward_workspace": [workspace], "workspace": [workspace]})
+def with_workspaces(
+    segments: Segments, capability: tuple[int, int], *, recompute: bool, biases: bool
+) -> Segments:
+    """What the libraries take at the first product of each thread, forward and backward."""
+    product, linear = handle_workspace_bytes(capability), lt_workspace_bytes()
+    taken = [product, product]
+    taken += [linear] * (biases + (biases and recompute))
+    marks = [Mark(True, (size, Component.WORKSPACE, ""), "") for size in taken if size]
+    return Segments({**segments.parts, "workspace": marks})
 
 
 def with_loaded_state(segments: Segments) -> Segments:
@@ -66,7 +70,7 @@ def phase_orders(spec: StepSpec, *, cuda: bool) -> dict[str, list[str]]:
     build, *steps = training_order(spec)
     first = steps[: steps.index("clear") + 1]
     later = ["update" if name == "update_first" else name for name in first]
-    workspaces = ["forward_workspace", "workspace"] if cuda else []
+    workspaces = ["workspace"] if cuda else []
     return {
         TRAINING: [build, *workspaces, *steps],
         EVALUATION: [build, *workspaces, *first, "evaluate"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
 from memfit.memory.fake import fake_trace
@@ -35,27 +36,35 @@ class Prediction:
     segments: Segments
     parameters: int
     trainable_parameters: int
+    biases: bool
+    """Whether a linear layer has one: such layers run through another library."""
     traced_layers: tuple[int, ...]
     """The depths that were traced: one, the full depth, or the two it was reached from."""
 
 
-def predict_segments(spec: StepSpec, *, capability: tuple[int, int] | None) -> Prediction:
-    """Trace the step; `capability` of the CUDA device, or None for a CPU."""
+def predict_segments(spec: StepSpec, device: DeviceProfile | None) -> Prediction:
+    """Trace the step on a CUDA device, or on a CPU (None)."""
     config = model_config(spec)
     model = build_on_meta(spec, config)
     parameters = list(model.parameters())
     counts = (
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
+        any(_is_linear_with_bias(module) for module in model.modules()),
     )
     layers = layers_of(getattr(model, "base_model", model) if spec.lora else model)
     depths = plan_depths(layers) if _can_cut(config, layers) else None
     if depths is not None:
-        segments = _from_shallow(spec, config, model, depths, capability)
+        segments = _from_shallow(spec, config, model, depths, device)
         if segments is not None:
             return Prediction(segments, *counts, (depths.shallow, depths.deeper))
-    traced = trace_segments(spec, config, model, capability)
+    traced = trace_segments(spec, config, model, device)
     return Prediction(traced, *counts, (len(layers),))
+
+
+def _is_linear_with_bias(module: torch.nn.Module) -> bool:
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return weight is not None and weight.dim() == 2 and bias is not None
 
 
 def _can_cut(config: Any, layers: list[Any]) -> bool:
@@ -67,13 +76,13 @@ def _from_shallow(
     config: Any,
     full: torch.nn.Module,
     depths: Depths,
-    capability: tuple[int, int] | None,
+    device: DeviceProfile | None,
 ) -> Segments | None:
     traces = []
     for count in (depths.shallow, depths.deeper):
         cut_config = with_layers(config, count)
         model = build_on_meta(spec, cut_config)
-        traces.append(trace_segments(spec, cut_config, model, capability))
+        traces.append(trace_segments(spec, cut_config, model, device))
     segments = deepen(traces[0], traces[1], depths.repeats)
     if segments is None:
         return None
@@ -84,12 +93,14 @@ def _from_shallow(
 
 
 def trace_segments(
-    spec: StepSpec, config: Any, model: Any, capability: tuple[int, int] | None
+    spec: StepSpec, config: Any, model: Any, device: DeviceProfile | None
 ) -> Segments:
     """Run the step's parts once each on fake tensors."""
-    kernels = None if capability is None else CudaKernels(capability, autocast=spec.autocast)
+    kernels = None
+    if device is not None:
+        kernels = CudaKernels(device.capability, device.multiprocessors, autocast=spec.autocast)
     with _no_collection(), fake_trace(kernels) as tracker:
-        return _trace(spec, config, model, tracker, empty_like, cuda=capability is not None)
+        return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
 
 
 def run_segments(spec: StepSpec) -> Segments:

@@ -48,6 +48,7 @@ class StepSpec:
     """`encoder` (the whole base model), `embeddings`, or N: the embeddings and N layers."""
     lora: int | None = None
     """The rank of LoRA adapters on the attention's query and value projections."""
+    lora_dropout: float = 0.05
     attn_implementation: str | None = None
     padded: bool | None = None
     """Whether the attention mask hides anything. None: yes, unless the batch is one row."""
