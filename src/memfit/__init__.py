@@ -13,8 +13,10 @@ _EXPORTS: dict[str, str] = {
     "BudgetTrainer": "memfit.runtime.trainer",
     "Classifier": "memfit.inference",
     "MemfitError": "memfit.errors",
+    "RunConfig": "memfit.config",
     "TrainingArguments": "memfit.arguments",
     "estimate": "memfit.api",
+    "evaluate": "memfit.api",
     "finetune": "memfit.api",
     "load": "memfit.api",
 }

@@ -163,15 +163,18 @@ def test_predict_labels_a_file_row_by_row(
     source.write_text("review\n" + "\n".join(f'"{text}"' for text in texts), encoding="utf-8")
     target = tmp_path / f"out.{suffix}"
     assert run(["predict", str(trained), "--file", str(source), "--output", str(target)]) == 0
-    assert "wrote 4 rows" in capsys.readouterr().err
+    assert capsys.readouterr().out == f"wrote 4 rows to {target}\n"
     lines = target.read_text(encoding="utf-8").splitlines()
     if suffix == "jsonl":
-        rows = [(row["text"], row["label"]) for row in map(json.loads, lines)]
+        rows = [(row["review"], row["label"]) for row in map(json.loads, lines)]
     else:
         mark = "," if suffix == "csv" else "\t"
-        assert lines[0].split(mark) == ["text", "label", "score"]
+        assert lines[0].split(mark) == ["review", "label", "score"]
         rows = [tuple(line.split(mark)[:2]) for line in lines[1:]]
     assert rows == list(zip(texts, ["負評", "正評", "負評", "正評"], strict=True))
+    assert run(["predict", str(trained), "--file", str(source)]) == 0
+    shown = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in shown] == ["負評", "正評", "負評", "正評"]
 
 
 def test_evaluate_gives_the_metrics_of_the_run(

@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; every error becomes one sentence on stderr."""
     try:
         code = app(list(arguments), prog_name="memfit", standalone_mode=False)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         console.say("memfit: interrupted")
         return INTERRUPTED
     except MemfitError as error:

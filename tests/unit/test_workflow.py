@@ -1,0 +1,124 @@
+"""What a run does around the training: says its budget, stops on Ctrl-C, resumes what it began."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerControl
+
+from memfit import announce, planner
+from memfit.api import finetune
+from memfit.config import RunConfig
+from memfit.errors import OutputError, TraceError
+from memfit.interrupt import StopAfterStep
+from memfit.memory.components import Component
+from memfit.probe import MeasureOneStep
+from memfit.stored import resumed_config, with_absolute_paths
+
+CPU = torch.device("cpu")
+
+
+def test_the_budget_is_said_in_both_units_and_cut_to_the_machine() -> None:
+    total_bytes, free_bytes = announce.device_memory(CPU)
+    assert 0 < free_bytes <= total_bytes
+    assert announce.budget_sentence("1GiB", CPU) == "1.07 GB (1.00 GiB)"
+    assert announce.budget_bytes("50%", CPU) == total_bytes // 2
+    assert announce.budget_sentence("50%", CPU).endswith(", 50%")
+    assert announce.budget_bytes("999TB", CPU) == total_bytes
+    assert "less than the 999TB asked for" in announce.budget_sentence("999TB", CPU)
+
+
+def test_the_first_ctrl_c_saves_and_the_second_stops_at_once() -> None:
+    said: list[str] = []
+    stop, control, nothing = StopAfterStep(said.append), TrainerControl(), None
+    stop.on_step_end(nothing, nothing, control)  # type: ignore[arg-type]
+    stop.on_save()
+    assert not control.should_save
+    stop.ask()
+    assert "press Ctrl-C again" in said[0]
+    stop.on_step_end(nothing, nothing, control)  # type: ignore[arg-type]
+    assert control.should_save
+    with pytest.raises(KeyboardInterrupt):
+        stop.on_save()
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask()
+
+
+def test_only_the_second_step_is_measured() -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    probe = MeasureOneStep()
+    arguments: Any = dataclasses.make_dataclass("Arguments", [("torch_compile", bool)])(False)
+    state: Any = None
+    for step in range(3):
+        assert (probe.peak(CPU) is not None) == (step == 2)
+        probe.on_step_begin(arguments, state, state, model=model, optimizer=optimizer)
+        model(torch.ones(16, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        probe.on_step_end()
+    peak = probe.peak(CPU)
+    assert peak is not None
+    weights_bytes = (8 * 4 + 4) * 4
+    assert peak.components[Component.WEIGHTS] == weights_bytes
+    assert peak.components[Component.OPTIMIZER] == weights_bytes  # the momentum
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = RunConfig.build(data="a.csv", model="bert", output_dir=folder, budget="2GB", epochs=2)
+    (folder / "run.toml").write_text(config.to_toml())
+    return folder
+
+
+def test_a_resumed_run_may_get_another_budget_and_nothing_else(run_folder: Path) -> None:
+    same = resumed_config(str(run_folder), None, {})
+    assert same == RunConfig.from_toml(run_folder / "run.toml")
+    assert resumed_config(str(run_folder), None, {"budget": "3GB"}).budget == "3GB"
+    assert resumed_config(str(run_folder), None, {"data": "a.csv", "epochs": 2}) == same
+    with pytest.raises(OutputError, match=r"data\.path: b\.csv, not a\.csv"):
+        resumed_config(str(run_folder), None, {"data": "b.csv"})
+    with pytest.raises(OutputError, match="there is no run to resume"):
+        resumed_config(str(run_folder / "deeper"), None, {})
+    with pytest.raises(OutputError, match="name the run to resume"):
+        finetune(resume=True)
+
+
+def test_paths_are_stored_in_full_and_hub_ids_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").touch()
+    config = with_absolute_paths(RunConfig.build(data="a.csv", model="hfl/rbt3", output_dir="out"))
+    assert config.data.path == str(tmp_path / "a.csv")
+    assert config.model.model == "hfl/rbt3"
+    assert config.output_dir == str(tmp_path / "out")
+
+
+@pytest.fixture
+def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise TraceError("the shape of aten.nonzero depends on values")
+
+    monkeypatch.setattr(planner, "choose_micro_batching", refuse)
+
+
+@pytest.mark.usefixtures("untraceable")
+def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    options: dict[str, Any] = {"model": tiny_model_dir, "max_length": 16, "max_steps": 1}
+    result = finetune(table, output_dir=tmp_path / "auto", **options)
+    assert "memory cannot be predicted: the shape of aten.nonzero" in capsys.readouterr().err
+    assert result.summary.training["steps"] == 1
+    with pytest.raises(TraceError):
+        finetune(table, output_dir=tmp_path / "promised", budget="1GB", **options)
+    assert not (tmp_path / "promised").exists()
