@@ -297,15 +297,17 @@ def test_lora_adapters_get_their_gradients() -> None:
     assert torch.equal(ours, gradient)
 
 
-def test_a_copied_model_recomputes_its_own_layers() -> None:
+def test_a_copied_model_recomputes_its_own_layers(calls: list[int]) -> None:
     model = build("bert")
-    recompute(model)
+    recompute(model, layers=3)
+    step(model, batch_for(model))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     inputs = batch_for(twin)
     assert torch.equal(step(twin, inputs)[1], step(build("bert"), inputs)[1])
+    assert len(calls) == 2 * 3
 
 
 def test_checkpointing_of_the_user_is_left_alone() -> None:

@@ -101,6 +101,10 @@ class Turns:
         """A forward pass begins; a forward pre-hook of the base model calls this."""
         self._taken = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Turns:
+        # A copied model's layers ask the same object as its copied hook restarts.
+        return self
+
     def take(self) -> bool:
         """Whether the call that is made now is among the first."""
         self._taken += 1
