@@ -42,6 +42,9 @@ class Fidelity(IntEnum):
 
 
 OptimizerFactory = Callable[["list[dict[str, Any]]", "TrainingArguments"], "torch.optim.Optimizer"]
+Collator = Callable[[list[Any]], dict[str, Any]]
+ReplaceData = Callable[[Any, Collator], tuple[Any, Collator]]
+"""A dataset and its collator in, the dataset and the collator to load from out."""
 
 
 @dataclass
@@ -59,8 +62,20 @@ class Setup:
     """Entered around the loss and the backward of every micro-batch."""
     wrap_executor: list[Callable[[StepExecutor], StepExecutor]] = field(default_factory=list)
     """Each gets the executor made so far and returns the one to use."""
+    replace_data: list[ReplaceData] = field(default_factory=list)
+    """Asked in turn for every dataset that is loaded from: training, evaluation and test."""
+    train_dataset: Any = None
+    """The rows to learn from; None where only memory is asked for."""
+    user_set: frozenset[str] | None = None
+    """The training arguments the user gave by name; None where that is not known."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives the model back as it was, last change first."""
+
+    def data_for(self, dataset: Any, collator: Collator) -> tuple[Any, Collator]:
+        """What to load instead of this dataset; itself where no strategy replaces it."""
+        for replace in self.replace_data:
+            dataset, collator = replace(dataset, collator)
+        return dataset, collator
 
 
 class Strategy(ABC):
