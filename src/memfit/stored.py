@@ -47,7 +47,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
         model=dataclasses.replace(model, model=_absolute(model.model)),
-        output_dir=str(Path(config.output_dir).expanduser().absolute())
+        output_dir=os.path.abspath(Path(config.output_dir).expanduser())
         if config.output_dir
         else None,
     )
@@ -56,4 +56,4 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def _absolute(path: str) -> str:
     """A hub id stays as it is."""
     local = Path(path).expanduser()
-    return str(local.absolute()) if local.exists() else path
+    return os.path.abspath(local) if local.exists() else path

@@ -141,7 +141,11 @@ class _Run:
             tokens = tokenize(text, tokenizer, max_length)
         self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
-        bar = MemfitProgress(budget_bytes=self.budget_bytes, console=announce.plain_console())
+        # On a CPU the bar shows the whole process, the budget counts tensors: no match.
+        on_gpu = arguments.device.type == "cuda"
+        bar = MemfitProgress(
+            budget_bytes=self.budget_bytes if on_gpu else None, console=announce.plain_console()
+        )
         make = functools.partial(
             BudgetTrainer,
             model,
