@@ -120,6 +120,7 @@ def add_lora(
     model: PreTrainedModel,
     rank: int,
     *,
+    alpha: int | None = None,
     dropout: float = 0.05,
     fresh: Iterable[str] = (),
     on_meta: bool = False,
@@ -139,7 +140,7 @@ def add_lora(
     settings = LoraConfig(
         task_type=TaskType.SEQ_CLS,
         r=rank,
-        lora_alpha=2 * rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=dropout,
         target_modules=list(lora_targets(model)),
         modules_to_save=sorted(whole),
