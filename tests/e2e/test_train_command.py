@@ -308,6 +308,29 @@ def test_the_other_tasks_go_the_same_way(
     assert len(memfit.load(result.output_dir).predict(["服務人員"])) == 1
 
 
+def test_pairs_of_texts_go_through_every_command(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = tmp_path / "pairs.csv", tmp_path / "run"
+    rows = [f'{index % 2},"{PRAISE[0]}","{(BLAME, PRAISE)[index % 2][0]}"' for index in range(40)]
+    data.write_text("\n".join(["label,one,other", *rows]) + "\n", encoding="utf-8")
+    columns = ["--text-column", "one", "--text-pair-column", "other"]
+    words = ["--model", str(tiny_model_dir), "--output-dir", str(output), "--max-length", "32"]
+    assert run(["train", str(data), *words, *columns, "--max-steps", "2", "--quiet"]) == 0
+    assert run(["evaluate", str(output), str(data), *columns, "--json"]) == 0
+    capsys.readouterr()
+    assert run(["predict", str(output), "--file", str(data), *columns, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert len(answers) == 40
+    assert (answers[0]["text"], answers[0]["text_pair"]) == (PRAISE[0], BLAME[0])
+    (tmp_path / "first.csv").write_text(f'one,other\n"{PRAISE[0]}","{BLAME[0]}"\n', "utf-8")
+    target = tmp_path / "answers.jsonl"
+    words = ["--file", str(tmp_path / "first.csv"), "--output", str(target), "--json"]
+    assert run(["predict", str(output), *words, *columns]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+    assert json.loads(target.read_text("utf-8"))["label"] == answers[0]["label"]
+
+
 def test_lora_is_merged_into_the_saved_model(
     reviews: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
