@@ -109,7 +109,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forget(self, tensors: Iterator[torch.Tensor]) -> None:
         """Take storages out of the account: they lie on the host in the real run."""
         for tensor in tensors:
-            found = self._live.pop(tensor.untyped_storage()._cdata, None)
+            # It stays known, of no size: else the next operator that writes to it counts it anew.
+            found = self._live.get(tensor.untyped_storage()._cdata)
             if found is not None:
                 block = found[0]
                 self.live_bytes -= self._blocks[block][0]

@@ -117,9 +117,10 @@ def _recomputed(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in kwargs.items() if name not in names}
 
+    count = len(args)  # and not the arguments: this closure lives until backward
+
     def again(*values: Any) -> Any:
-        tensors = dict(zip(names, values[len(args) :], strict=True))
-        return call(*values[: len(args)], **tensors, **rest)
+        return call(*values[:count], **dict(zip(names, values[count:], strict=True)), **rest)
 
     # The random state is stashed and put back, so that dropout drops the same in both passes.
     return checkpoint(

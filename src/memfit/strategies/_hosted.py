@@ -1,0 +1,165 @@
+"""The way between device and host memory: copies beside the computation, and where they land.
+
+All copies of a link run on one side stream, in the order they are asked for. Nothing waits on
+the CPU and no tensor is `record_stream`ed: memory that a copy reads or writes is held until the
+computing stream itself has waited for that copy, so the allocator may reuse it at once and the
+peak is the same in every run. The waits are also what a CUDA graph captures as its edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 512
+_CHUNK_BYTES = 1 << 26
+
+
+class Link(Protocol):
+    """How bytes travel; a `mark` is a point in the order of the copies."""
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for so many elements; the link's own until `give`."""
+
+    def give(self) -> None:
+        """One tensor that was taken is not needed any more."""
+
+    def follow(self) -> None:
+        """Copies from here on come after everything that is queued for computing now."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy; both tensors must live until somebody waited for it."""
+
+    def mark(self) -> Any:
+        """The point after all copies queued so far."""
+
+    def wait(self, mark: Any) -> None:
+        """What is computed from here on comes after that point."""
+
+    def finish(self, mark: Any) -> None:
+        """The CPU waits until the copies before that point are done."""
+
+
+class PlainLink:
+    """Copies at once, within one memory: a CPU's, or that of a trace over fake tensors.
+
+    `on_host` is told of every tensor that would lie in host memory on a real device.
+    """
+
+    def __init__(self, on_host: Callable[[Tensor], None] | None = None) -> None:
+        self._on_host = on_host
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        taken = torch.empty(count, dtype=dtype)
+        if self._on_host is not None:
+            self._on_host(taken)
+        return taken
+
+    def give(self) -> None:
+        pass
+
+    def follow(self) -> None:
+        pass
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, mark: Any) -> None:
+        pass
+
+    def finish(self, mark: Any) -> None:
+        pass
+
+
+class CudaLink:
+    """Copies to and from pinned memory on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arena = Arena(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory held for good, whether in use or not."""
+        return self._arena.reserved_bytes
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._arena.take(count * dtype.itemsize).view(dtype)
+
+    def give(self) -> None:
+        # Only copies of this link touch the arena, one after another: memory given back while
+        # a copy out of it is still queued is written by a later copy only.
+        self._arena.give()
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def finish(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+def link_to(device: torch.device) -> Link:
+    """The link between a device and the host."""
+    return CudaLink(device) if device.type == "cuda" else PlainLink()
+
+
+class Arena:
+    """Host memory handed out end to end and taken back all at once.
+
+    A step takes memory layer after layer and gives it back in reverse, so when nothing is
+    out any more the whole arena is free again and the next step asks the system for nothing.
+    Chunks are powers of two, since torch's pinned memory is rounded up to these anyway.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._allocate = allocate
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[Tensor] = []
+        self._chunk = 0
+        self._used = 0
+        self._out = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """All memory ever asked of the system."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def take(self, nbytes: int) -> Tensor:
+        """So many bytes, uninitialised."""
+        start = self._place(nbytes)
+        self._out += 1
+        self._used = start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._chunks[self._chunk][start : start + nbytes]
+
+    def give(self) -> None:
+        """One piece is back; after the last one all memory is free again."""
+        self._out -= 1
+        if self._out == 0:
+            self._chunk = self._used = 0
+
+    def _place(self, nbytes: int) -> int:
+        """Where in the current chunk the next piece begins; moves on to one that has the room."""
+        while self._chunk < len(self._chunks):
+            if self._used + nbytes <= self._chunks[self._chunk].numel():
+                return self._used
+            self._chunk, self._used = self._chunk + 1, 0
+        # A piece larger than a chunk gets one of its own.
+        self._chunks.append(self._allocate(max(self._chunk_bytes, 1 << (nbytes - 1).bit_length())))
+        return 0
