@@ -198,6 +198,18 @@ def test_dummy_tokens_and_rows_change_neither_loss_nor_gradient(family: str) -> 
 
 
 @every_family
+def test_dummy_rows_after_a_bucket_that_is_exactly_full(family: str) -> None:
+    """They begin where the tokens end, and must point at a token that exists."""
+    model = build(family).train()
+    batch = padded_batch(model)
+    expected = step(model, batch)
+    with packed(model) as packer:
+        flat = packer.pack(batch, pad_to_tokens=sum(LENGTHS), pad_to_rows=10, max_seqlen=32)
+        logits, loss, gradients = step(model, flat.inputs())
+    assert_same_step(expected, (logits[:7], loss, gradients))
+
+
+@every_family
 def test_bfloat16_agrees_within_its_own_rounding(family: str) -> None:
     """Both are compared with fp32: packing may add no error to what bf16 itself costs."""
     exact = build(family).train()

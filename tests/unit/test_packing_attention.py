@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.packing.attention import (
-    choose_kernel,
-    count_packed_calls,
-    packed_attention,
-    per_text,
-    repadded,
-)
+from memfit.packing.attention import choose_kernel, count_packed_calls, packed_attention
+from memfit.packing.kernels import group_by_length, grouped, repadded
 
 LENGTHS = (4, 0, 9, 1, 6)
 CU_SEQLENS = torch.tensor([0, 4, 4, 13, 14, 20], dtype=torch.int32)
@@ -40,12 +36,12 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scaling: float, reach: int | None
 
 def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     dropout, reach = settings.get("dropout", 0.0), settings.get("reach")
-    if kernel == "per_text":
-        return per_text(q, k, v, LENGTHS, dropout, 0.3, reach)
+    if kernel == "grouped":
+        return grouped(q, k, v, LENGTHS, dropout, 0.3, reach)
     return repadded(q, k, v, CU_SEQLENS, 9, dropout, 0.3, reach)
 
 
-kernels = pytest.mark.parametrize("kernel", ["per_text", "repadded"])
+kernels = pytest.mark.parametrize("kernel", ["grouped", "repadded"])
 
 
 @kernels
@@ -73,8 +69,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean(kernel: str) -> None:
     cu = torch.tensor([0, length], dtype=torch.int32)
 
     def weights(dropout: float) -> Tensor:
-        if kernel == "per_text":
-            return per_text(q, k, v, (length,), dropout, 0.05, None)
+        if kernel == "grouped":
+            return grouped(q, k, v, (length,), dropout, 0.05, None)
         return repadded(q, k, v, cu, length, dropout, 0.05, None)
 
     kept, exact = weights(p), weights(0.0)
@@ -149,3 +145,20 @@ def test_an_unknown_stock_attention_is_an_error() -> None:
 
 def test_other_devices_get_the_kernel_that_needs_nothing() -> None:
     assert choose_kernel(torch.empty(4, 2, 8, device="meta"), None) is repadded
+
+
+def test_texts_are_grouped_by_length_with_little_padding() -> None:
+    groups, first_cell = group_by_length((100, 0, 30, 95, 128, 31))
+    assert groups == ((4,), (0, 3), (5, 2))  # 100 is not within a fifth of 128; 95 is of 100
+    assert first_cell == (128, 0, 128 + 200 + 31, 228, 0, 328)
+
+
+def test_groups_made_under_a_fake_mode_do_not_reach_the_real_step() -> None:
+    q, k, v = qkv()
+    group_by_length.cache_clear()
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(x) for x in (q, k, v)]
+    with mode:
+        grouped(*fake, LENGTHS, 0.0, 0.3, 2)
+    expected = reference(q, k, v, 0.3, 2)
+    assert torch.allclose(grouped(q, k, v, LENGTHS, 0.0, 0.3, 2), expected, atol=1e-6)

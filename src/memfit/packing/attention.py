@@ -1,15 +1,4 @@
-"""Attention over packed texts: one function behind transformers' attention interface.
-
-Kernels, best first:
-    flash        CUDA, capability >= 8.0, half precision, sliding windows too
-    efficient    CUDA, any card and precision, no sliding window
-    repadded     any device: texts are padded again for the attention alone
-    per text     CPU: one call a text, since a text's scores then fit the cache
-
-The two CUDA kernels are called below `scaled_dot_product_attention` and `varlen_attn`: the
-first takes no packed texts, the second no dropout. Both have their gradient in torch, but the
-efficient kernel's forgets its window (and its window is a causal one), hence `repadded`.
-"""
+"""Attention over packed texts: one function behind transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -22,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from memfit.packing.kernels import efficient, flash, grouped, repadded
 
 IMPLEMENTATION = "memfit_packed"
 STOCK_ATTRIBUTE = "_memfit_stock_attention"
@@ -81,7 +71,7 @@ def packed_attention(
         reach = None
     if q.device.type == "cpu":
         lengths = packed_lengths or tuple(cu_seq_lens_q.diff().tolist())
-        output = per_text(q, k, v, lengths, dropout, scaling, reach)
+        output = grouped(q, k, v, lengths, dropout, scaling, reach)
     else:
         kernel = choose_kernel(q, reach)
         output = kernel(q, k, v, cu_seq_lens_q, longest, dropout, scaling, reach)
@@ -111,134 +101,6 @@ def choose_kernel(query: Tensor, reach: int | None) -> Kernel:
     if reach is None and aligned and switched_on:
         return efficient
     return repadded
-
-
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
-    scaling: float | None,
-    reach: int | None,
-) -> Tensor:
-    """Variable-length flash attention, with the dropout `varlen_attn` lacks."""
-    window = -1 if reach is None else reach
-    output: Tensor = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        dropout,
-        False,
-        False,
-        scale=scaling,
-        window_size_left=window,
-        window_size_right=window,
-    )[0]
-    return output
-
-
-def efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
-    scaling: float | None,
-    reach: int | None,
-) -> Tensor:
-    """The memory-efficient kernel: any precision, cards from capability 5.0 on."""
-    if reach is not None:
-        raise ValueError("the memory-efficient kernel has no two-sided window")
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    output: Tensor = torch.ops.aten._efficient_attention_forward(
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
-        None,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        dropout,
-        0,
-        needs_gradient,
-        scale=scaling,
-    )[0]
-    return output.squeeze(0)
-
-
-def repadded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
-    scaling: float | None,
-    reach: int | None,
-) -> Tensor:
-    """[segments, longest] for the attention alone; shapes depend on no tensor's content."""
-    total, segments = q.shape[0], cu_seqlens.shape[0] - 1
-    token = torch.arange(total, device=q.device, dtype=cu_seqlens.dtype)
-    segment = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    cell = segment * longest + (token - cu_seqlens[segment])
-    column = torch.arange(longest, device=q.device)
-    # An empty segment keeps one (zero) key: a softmax over nothing would be NaN.
-    inside = column < cu_seqlens.diff().clamp(min=1).unsqueeze(1)
-    mask = inside[:, None, None, :]
-    if reach is not None:
-        mask = mask & ((column[:, None] - column).abs() <= reach)
-
-    def spread(x: Tensor) -> Tensor:
-        cells = x.new_zeros(segments * longest, *x.shape[1:]).index_copy(0, cell, x)
-        return cells.view(segments, longest, *x.shape[1:]).transpose(1, 2)
-
-    output = F.scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
-    return output.transpose(1, 2).reshape(segments * longest, *v.shape[1:]).index_select(0, cell)
-
-
-def per_text(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[int, ...],
-    dropout: float,
-    scaling: float | None,
-    reach: int | None,
-) -> Tensor:
-    """One call a text: no padding at all, and scores of one text stay in the cache."""
-    outputs = []
-    # Split once and not sliced text by text: a slice's gradient is as long as the whole batch.
-    queries, keys, values = (
-        torch.split(x.transpose(0, 1), list(lengths), dim=1) for x in (q, k, v)
-    )
-    for query, key, value in zip(queries, keys, values, strict=True):
-        length = query.shape[1]
-        if length == 0:
-            continue
-        mask = None
-        if reach is not None and reach < length - 1:
-            column = torch.arange(length)
-            mask = (column[:, None] - column).abs() <= reach
-        output = F.scaled_dot_product_attention(
-            query.unsqueeze(0),
-            key.unsqueeze(0),
-            value.unsqueeze(0),
-            attn_mask=mask,
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        outputs.append(output.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
