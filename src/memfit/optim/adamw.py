@@ -1,0 +1,297 @@
+"""AdamW in five bytes a parameter, or four: a `torch.optim.Optimizer` for bf16 and fp16 models.
+
+    master_bits   weight + correction + m + v      bytes a parameter
+    24            2 + 1 + 1 + 1                    5.03   updates far below a bf16 step add up
+    16            2 + 0 + 1 + 1                    4.03   the weight is rounded stochastically
+
+The 0.03 are the moments' scales. Small parameters keep fp32 state (small.py). Where
+gradients come from and when the update runs is the sink's business (sinks.py); without
+one, `.step()` reads `.grad` like any optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memfit.optim import checkpoint
+from memfit.optim.backends import pick_kernels
+from memfit.optim.clock import StepClock
+from memfit.optim.convert import Remainders
+from memfit.optim.layout import (
+    BLOCK,
+    SMALL_NUMEL,
+    CodedGradient,
+    LowBitState,
+    StepScalars,
+    blocks_of,
+    flat,
+)
+from memfit.optim.small import SmallParameters
+
+if TYPE_CHECKING:
+    from memfit.optim.sinks import GradientSink
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LowBitAdamW(Optimizer):
+    """AdamW with split master weights and 8-bit moments.
+
+    Everything that changes from step to step (learning rate, step count, clipping, noise)
+    is read from the device, so a captured CUDA graph of the step replays right as long as
+    `prepare_step()` is called before each replay.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 2e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        master_bits: int = 24,
+        moment_bits: int = 8,
+        block: int = BLOCK,
+        small_numel: int = SMALL_NUMEL,
+        seed: int = 0,
+        remainders: Remainders | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if master_bits not in (16, 24):
+            raise ValueError(f"master_bits must be 24 or 16, not {master_bits}")
+        if moment_bits != 8:
+            raise ValueError(f"moment_bits must be 8, not {moment_bits}")
+        if block < 16 or block > 1024 or block & (block - 1):
+            raise ValueError(f"block must be a power of two from 16 to 1024, not {block}")
+        if remainders is not None and remainders.small_numel != small_numel:
+            raise ValueError("to_lowbit and LowBitAdamW were given different small_numel")
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}?")
+        self.master_bits, self.block, self.small_numel = master_bits, block, small_numel
+        self.backend = backend
+        self.seed = seed
+        self._remainders = remainders
+        self._clock: StepClock | None = None
+        self._rows: list[dict[str, int]] = []
+        self._row_of: dict[Tensor, int] = {}
+        self._stream_of: dict[Tensor, int] = {}
+        self._small: list[SmallParameters] = []
+        self._small_set: set[Tensor] = set()
+        self._complete = False
+        self.stepping = False
+        self.sink: GradientSink | None = None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    # -------------------------------------------------------------------- building state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the new parameters' state is made before their first step."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dtype not in _DTYPES:
+                raise ValueError(f"cannot train a parameter of dtype {p.dtype}")
+            self._stream_of[p] = len(self._stream_of)
+        self._complete = False
+
+    def init_state(self) -> None:
+        """Make the state of every trained parameter that has none yet, on its device."""
+        if self._complete:
+            return
+        for index, group in enumerate(self.param_groups):
+            fresh = [p for p in group["params"] if p.requires_grad and p not in self._row_of]
+            if fresh:
+                self.init_group(index, fresh)
+        self._complete = True
+
+    def init_group(self, index: int, params: list[Tensor], born: int | None = None) -> None:
+        clock = self.clock
+        if born is None:  # a latecomer's moments are as young as it is
+            born = int(clock.counters[0]) - self.stepping if self._rows else 0
+        row = clock.add_row(born)
+        self._rows.append({"group": index, "born": born})
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for p in params:
+            self._row_of[p] = row
+            if p.numel() <= self.small_numel:
+                small.setdefault(p.dtype, []).append(p)
+            else:
+                self._init_large(p)
+        for members in small.values():
+            self._init_small(members, row)
+
+    def _init_large(self, p: Tensor) -> None:
+        blocks = blocks_of(p.numel(), self.block)
+        state: dict[str, Tensor] = {}
+        if self.master_bits == 24 and p.dtype != torch.float32:
+            kept = None if self._remainders is None else self._remainders.pop_correction(p)
+            state["correction"] = flat(torch.zeros_like(p, dtype=torch.int8))
+            if kept is not None:
+                state["correction"].copy_(kept.view(-1))
+        state["moment1"] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
+        state["scale1"] = torch.zeros(blocks, device=p.device)
+        state["moment2"] = torch.zeros(p.numel(), dtype=torch.uint8, device=p.device)
+        state["scale2"] = torch.zeros(blocks, device=p.device)
+        self.state[p].update(state)
+
+    def forget_state(self) -> None:
+        """Back to before the first step: state and clock are made anew when needed."""
+        self.state.clear()
+        self._clock, self._complete = None, False
+        for kept in (self._rows, self._row_of, self._small, self._small_set):
+            kept.clear()
+
+    def born_of(self, p: Tensor) -> int | None:
+        """After which step a parameter's state was made, if it was."""
+        return self._rows[self._row_of[p]]["born"] if p in self._row_of else None
+
+    def _init_small(self, params: list[Tensor], row: int) -> None:
+        arena = SmallParameters(params, row)
+        for index, p in enumerate(params):
+            self.state[p].update(arena.state_of(index))
+            kept = None if self._remainders is None else self._remainders.pop_small(p)
+            if kept is not None:
+                self.state[p]["remainder"].copy_(kept.view(p.shape))
+        self._small.append(arena)
+        self._small_set.update(params)
+
+    @property
+    def clock(self) -> StepClock:
+        """The step's numbers, made on the parameters' device when first needed."""
+        if self._clock is None:
+            devices = {p.device for g in self.param_groups for p in g["params"]}
+            if len(devices) > 1:
+                raise ValueError(f"parameters lie on several devices: {sorted(map(str, devices))}")
+            device = devices.pop()
+            self._clock = StepClock(device, self.seed)
+            self.grad_scale = torch.ones((), device=device)
+            self.gate = torch.ones((), dtype=torch.bool, device=device)
+        return self._clock
+
+    # ------------------------------------------------------------------------- stepping
+
+    def prepare_step(self, *, first: bool = True, last: bool = True) -> None:
+        """Bring what the host decides (learning rates, decay) to the device.
+
+        A sink's `prepare` calls it, before each replay of a captured graph; while one is
+        captured it does nothing. `first` and `last` say which micro-batch of the step follows.
+        """
+        if self.clock.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self.init_state()
+        rows = [self.param_groups[row["group"]] for row in self._rows]
+        self.clock.write(rows, first=first, last=last)
+
+    def begin_step(self) -> None:
+        """Count the step (or one micro-batch of it) on the device, before its first update."""
+        self.clock.advance()
+        self.stepping = True
+
+    def ensure_state(self, p: Tensor) -> None:
+        """Make the state of a parameter that was frozen when the others' was made."""
+        if p not in self._row_of:
+            self._complete = False
+            self.prepare_step()
+            if self.stepping:
+                self.clock.derive()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Finish the step; what that means is the sink's business."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.sink is None:
+            from memfit.optim.kept import KeptGradients
+
+            KeptGradients(self)
+        assert self.sink is not None
+        self.sink.finish()
+        self.stepping = False
+        return loss
+
+    def scalars(self, *, part: bool = False) -> StepScalars:
+        """What the kernels read from the device, for a whole step or one micro-batch of it."""
+        clock = self.clock
+        hyper = clock.part if part else clock.whole
+        return StepScalars(hyper, clock.key, self.grad_scale, self.gate)
+
+    @property
+    def small(self) -> list[SmallParameters]:
+        """The small parameters, flat."""
+        return self._small
+
+    @property
+    def large(self) -> list[Tensor]:
+        """The parameters with 8-bit state, in order."""
+        return [p for p in self._row_of if p not in self._small_set]
+
+    def is_small(self, p: Tensor) -> bool:
+        """Whether this parameter keeps fp32 state."""
+        return p in self._small_set
+
+    def stream_of(self, p: Tensor) -> int:
+        """The number of a parameter's noise."""
+        return self._stream_of[p]
+
+    def lowbit_state(self, p: Tensor) -> LowBitState:
+        """A large parameter and its state, flat."""
+        state = self.state[p]
+        return LowBitState(
+            weight=flat(p),
+            correction=state.get("correction"),
+            moment1=state["moment1"],
+            scale1=state["scale1"],
+            moment2=state["moment2"],
+            scale2=state["scale2"],
+            stream=self._stream_of[p],
+            row=self._row_of[p],
+            block=self.block,
+        )
+
+    @torch.no_grad()
+    def update(
+        self, p: Tensor, grad: Tensor | CodedGradient, start: int = 0, *, part: bool = False
+    ) -> None:
+        """Step one large parameter (elements `start` onwards) with this gradient."""
+        kernels = pick_kernels(self.backend, p)
+        kernels.update(self.lowbit_state(p), grad, self.scalars(part=part), start)
+
+    @torch.no_grad()
+    def update_many(
+        self, work: list[tuple[Tensor, Tensor | CodedGradient]], *, part: bool = False
+    ) -> None:
+        """Step several large parameters in few launches."""
+        if work:
+            kernels = pick_kernels(self.backend, work[0][0])
+            states = [(self.lowbit_state(p), grad) for p, grad in work]
+            kernels.update_many(states, self.scalars(part=part))
+
+    # ------------------------------------------------------------ saving and exporting
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with the clock and the loss scale under "memfit"."""
+        return {**super().state_dict(), "memfit": checkpoint.own_state(self)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Bit for bit: torch's own would cast every state to the parameter's dtype."""
+        checkpoint.load(self, state_dict, super().load_state_dict)
+
+    def fp32_state_dict(
+        self, model: torch.nn.Module, device: str | torch.device = "cpu"
+    ) -> dict[str, Tensor]:
+        """The model's state dict with fp32 masters in place of bf16 or fp16 weights."""
+        return checkpoint.fp32_state_dict(self, model, torch.device(device))
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that exists now; the weights are not counted."""
+        arenas = 5 * 4 * sum(arena.grad.numel() for arena in self._small)
+        large: list[Tensor] = [t for p in self.large for t in self.state[p].values()]
+        return arenas + sum(t.numel() * t.element_size() for t in large)

@@ -1,0 +1,71 @@
+"""Which kernels run where: Triton on a card that has it, plain torch everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memfit.optim.layout import CodedGradient, Kernels, LowBitState, StepScalars
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported (Windows has none by default)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _module(name: str) -> Kernels:
+    return cast(Kernels, importlib.import_module(f"memfit.optim.kernels_{name}"))
+
+
+def pick_kernels(backend: str, tensor: Tensor) -> Kernels:
+    """The kernels for a parameter: `auto` takes Triton on CUDA and torch elsewhere."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown optimizer backend {backend!r}; one of {', '.join(BACKENDS)}")
+    if isinstance(tensor, FakeTensor):
+        return _TRACED
+    if backend == "auto":
+        backend = "triton" if tensor.is_cuda and has_triton() else "torch"
+    return _module(backend)
+
+
+class _TracedKernels:
+    """A memory trace's view of the kernels: they work in place, so nothing is born or dies."""
+
+    # ruff: noqa: ARG002
+
+    def update(
+        self, state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
+    ) -> None:
+        """Nothing to see."""
+
+    def update_many(
+        self, work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
+    ) -> None:
+        """Nothing to see."""
+
+    def accumulate(
+        self,
+        kept: CodedGradient,
+        grad: Tensor,
+        *,
+        keep: Tensor,
+        key: Tensor,
+        stream: int,
+        block: int,
+        norm: Tensor,
+    ) -> None:
+        """One partial norm a tile, as the Triton kernel keeps them."""
+        torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=norm)
+
+
+_TRACED = _TracedKernels()

@@ -1,0 +1,192 @@
+"""How the low-bit optimizer stores its numbers, written in plain torch.
+
+    weight    bf16 or fp16 in the model + int8 correction   24-bit master, exact round trip
+    moment m  int8 c, one fp32 scale s a block              m = s * c|c| / 127^2
+    moment v  uint8 c, one fp32 scale s a block             sqrt(v) = s * c^2 / 255^2
+    noise     32 bits an element from a counter-based hash
+
+Why squares: the update divides by sqrt(v), so it is the relative error of small
+values that counts, and within one block they lie far below the largest. On 200 steps
+of a pre-trained encoder's gradients the sum of all updates is off by 3 to 5 %; with
+codes linear in sqrt(v) it is off by up to 65 % and single updates grow 300-fold;
+rounding those up halves every update (tests/unit/test_optim_formats.py has a small
+copy). A square root is also correctly rounded everywhere, so all backends agree.
+
+v is rounded stochastically, unbiased in v: its average moves by a thousandth a step,
+far below one code, and would stand still under rounding to nearest. m forgets in ten
+steps and is rounded to nearest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIGNED_LEVELS, UNSIGNED_LEVELS = 127, 255
+NOISE_BITS = 16
+
+# murmur3's finalizer: every input bit reaches every output bit.
+HASH_FACTOR_A, HASH_FACTOR_B = 0x85EBCA6B, 0xC2B2AE35
+STREAM_STRIDE = 0x9E3779B9
+
+
+def _as_int32(value: int) -> int:
+    """The 32-bit pattern as torch's signed int32 spells it."""
+    value &= 0xFFFFFFFF
+    return value - 2**32 if value >= 2**31 else value
+
+
+def hash_int32(x: Tensor) -> Tensor:
+    """murmur3's 32-bit finalizer on int32 tensors; products wrap."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _as_int32(HASH_FACTOR_A)
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * _as_int32(HASH_FACTOR_B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def stream_key(step_key: Tensor, stream: int) -> Tensor:
+    """The key of one parameter's noise in this step."""
+    return hash_int32(step_key + _as_int32(stream * STREAM_STRIDE))
+
+
+def noise(key: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Two independent 16-bit integers (as int32) for elements `start` onwards.
+
+    The element's number enters as its low 32 bits, so a tensor may have more than 2^31.
+    """
+    index = torch.arange(count, dtype=torch.int32, device=key.device)
+    index += _as_int32(start)
+    bits = hash_int32(index.bitwise_xor_(key))
+    return bits & 0xFFFF, (bits >> 16) & 0xFFFF
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 for an all-zero block."""
+    return torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
+    """s * c|c| / 127^2 for codes [blocks, block] and scale [blocks, 1]."""
+    x = codes.float()
+    return x.mul_(x.abs()).mul_(scale / SIGNED_LEVELS**2)
+
+
+def encode_signed(x: Tensor, random16: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 codes and fp32 scales; to nearest, or stochastically and unbiased in x."""
+    magnitude = x.abs()
+    scale = magnitude.amax(dim=1, keepdim=True)
+    level = magnitude.mul_(inverse(scale)).sqrt_().mul_(SIGNED_LEVELS).clamp_(max=SIGNED_LEVELS)
+    if random16 is None:
+        code = level.add_(0.5).floor_()
+    else:
+        low = level.floor()
+        share = level.square_().sub_(low * low).div_(low * 2 + 1)
+        code = low.add_(_drawn(share, random16)).clamp_(max=SIGNED_LEVELS)
+    return code.copysign_(x).to(torch.int8), scale
+
+
+def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
+    """sqrt(v) = s * c^2 / 255^2."""
+    return codes.float().square_().mul_(scale / UNSIGNED_LEVELS**2)
+
+
+def encode_root(root: Tensor, random16: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes and scales of sqrt(v), rounded stochastically and unbiased in v."""
+    scale = root.amax(dim=1, keepdim=True)
+    level = (root * inverse(scale)).sqrt_().mul_(UNSIGNED_LEVELS).clamp_(max=UNSIGNED_LEVELS)
+    low = level.floor()
+    low4, high4 = low.square().square_(), (low + 1).square_().square_()
+    share = level.square_().square_().sub_(low4).div_(high4.sub_(low4))
+    code = low.add_(_drawn(share, random16)).clamp_(max=UNSIGNED_LEVELS)
+    return code.to(torch.uint8), scale
+
+
+def _drawn(share: Tensor, random16: Tensor) -> Tensor:
+    """1 with probability `share`, else 0."""
+    return (random16 < share.mul_(2**NOISE_BITS)).float()
+
+
+# ------------------------------------------------------------------ split master weights
+
+
+def join_master(weight: Tensor, correction: Tensor | None) -> Tensor:
+    """The fp32 master of a bf16, fp16 or fp32 weight: always a new tensor."""
+    if correction is None:
+        return weight.to(torch.float32, copy=True)
+    if weight.dtype == torch.bfloat16:
+        bits = (weight.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
+        return bits.view(torch.float32)
+    bits = weight.view(torch.int16)
+    unit = _fp16_ulp(bits).mul_(torch.where(bits < 0, -1 / 256, 1 / 256))
+    return weight.float().addcmul_(unit, correction.float())
+
+
+def split_master(
+    master: Tensor, dtype: torch.dtype, *, correct: bool, random16: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and int8 correction; to nearest, or stochastically with 16 random bits.
+
+    The 24-bit master is rounded first; the weight is its nearest bf16 or fp16 value, the
+    correction what is missing in 256ths of the weight's last place. Without
+    a correction the weight itself is rounded.
+    """
+    if dtype == torch.float32:
+        return master, None
+    if dtype == torch.bfloat16:
+        return _split_bf16(master, correct, random16)
+    return _split_fp16(master, correct, random16)
+
+
+def _split_bf16(
+    master: Tensor, correct: bool, random16: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    bits = master.view(torch.int32)
+    if not correct:
+        if random16 is None:
+            return master.bfloat16(), None
+        return ((bits + random16) >> 16).to(torch.int16).view(torch.bfloat16), None
+    bits = (bits + (0x80 if random16 is None else random16 & 0xFF)) & ~0xFF
+    # Half a place rounds away from zero: then the rest fits -128 to 127.
+    upper = (bits + 0x8000) >> 16
+    correction = ((bits - (upper << 16)) >> 8).to(torch.int8)
+    return upper.to(torch.int16).view(torch.bfloat16), correction
+
+
+def _split_fp16(
+    master: Tensor, correct: bool, random16: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    magnitude = master.abs()
+    if correct:
+        bits = magnitude.half().view(torch.int16)
+    else:
+        if random16 is None:
+            return master.half(), None
+        bits = magnitude.half().view(torch.int16)
+        # Towards zero, so that the place's width is that of the interval rounded in.
+        bits = bits - (bits.view(torch.float16).float() > magnitude).to(torch.int16)
+    ulp = _fp16_ulp(bits)
+    rest = magnitude.sub_(bits.view(torch.float16).float()).div_(ulp)
+    if not correct:
+        assert random16 is not None
+        bits = bits + (random16 < rest.mul_(2**NOISE_BITS)).to(torch.int16)
+        return _signed_fp16(bits, master), None
+    lift: Tensor | float = 0.5 if random16 is None else (random16 & 0xFF).float().mul_(1 / 256)
+    units = rest.mul_(256).add_(lift).floor_()
+    # Half a place up is written as half a place below the next weight, if that has the
+    # same width; where it has not, nearest rounding leaves no exact half here.
+    carry = (units > 127) & ((bits & 0x3FF) != 0x3FF)
+    bits = bits + carry.to(torch.int16)
+    units = units.sub_(256 * carry).clamp_(max=127)
+    return _signed_fp16(bits, master), units.to(torch.int8)
+
+
+def _fp16_ulp(bits: Tensor) -> Tensor:
+    """The width of the last place of an fp16 number, from its bits."""
+    exponent = ((bits.to(torch.int32) >> 10) & 31).clamp_(min=1)
+    return ((exponent + (127 - 25)) << 23).view(torch.float32)
+
+
+def _signed_fp16(bits: Tensor, like: Tensor) -> Tensor:
+    """The fp16 number of these magnitude bits with the sign of `like`."""
+    return torch.where(like < 0, bits | -0x8000, bits).view(torch.float16)

@@ -1,0 +1,255 @@
+"""Where gradients go: the one interface between backward and the low-bit optimizer.
+
+    sink       bytes a parameter      global norm   micro-batches      fidelity
+    kept       2                      yes           any                rounding
+    kept8      1.02                   yes           any                rounding
+    host       0 (2 on the host)      yes           any                rounding
+    two_pass   0 (a second backward)  yes           one                rounding
+    release    0                      predicted     into the moments   optimizer; rounding if one
+                                                                       micro-batch is not clipped
+
+Every sink runs the same loop, and none ever waits for the host:
+
+    sink.begin(micro_batches)
+    for phase in sink.phases:
+        for index in range(micro_batches):
+            sink.arm(index, phase)
+            loss.backward()
+            sink.end_backward()
+    sink.finish()               # or optimizer.step(); sink.norm is the global norm
+
+A plain loop (backward, step) works too: what is not called is inferred. For a captured
+graph: `begin`, `arm`, `end_backward` and `finish` put only device work into it; before each
+replay call `sink.prepare(index)`, which is the host's part. A step whose micro-batches are
+replays but whose end is not says `begin(n, replayed=True)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from memfit.optim.adamw import LowBitAdamW
+from memfit.optim.layout import flat
+from memfit.optim.norm import GlobalNorm
+from memfit.optim.scaling import LossScale
+
+
+class GradientSink(ABC):
+    """Takes each parameter's gradient as backward produces it, and ends the step.
+
+    Attaching one replaces the optimizer's former sink; `.step()` then ends the step.
+    """
+
+    name: ClassVar[str]
+    phases: ClassVar[tuple[str, ...]] = ("apply",)
+    device_bytes_per_parameter: ClassVar[float] = 0.0
+    micro_batches: ClassVar[bool] = True
+    hooked: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        optimizer: LowBitAdamW,
+        *,
+        max_grad_norm: float = 0.0,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():  # noqa: SIM102
+            if torch.distributed.get_world_size() > 1:
+                raise RuntimeError(
+                    "gradients would be used before they are reduced over the processes; "
+                    "train in one process or with another optimizer"
+                )
+        if optimizer.sink is not None:
+            optimizer.sink.remove()
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = loss_scale
+        self.phase = "apply"
+        self._norm = GlobalNorm(optimizer)
+        self._begun, self._armed = False, False
+        self._count = 1
+        self._taken: set[Tensor] = set()
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        optimizer.sink = self
+        if self.hooked:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    self._watch(p)
+
+    @classmethod
+    def fidelity(cls, *, max_grad_norm: float, micro_batches: int) -> str:  # noqa: ARG003
+        """What training through this sink does to the result, in DESIGN's words."""
+        return "rounding"
+
+    @property
+    def norm(self) -> Tensor:
+        """The last step's global gradient norm before clipping, a device scalar."""
+        return self._norm.total
+
+    @property
+    def measures(self) -> bool:
+        """Whether `norm` will be this step's."""
+        return True
+
+    # ---------------------------------------------------------------------- the loop
+
+    def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
+        """Start a step. `replayed` says that graphs will run the hooks, not Python."""
+        if micro_batches > 1 and not self.micro_batches:
+            raise ValueError(
+                f"gradient sink {self.name!r} takes one micro-batch a step, not {micro_batches}; "
+                "use kept8, host or kept"
+            )
+        self._count = micro_batches
+        self._begun, self._armed = True, replayed
+        self._taken.clear()
+        self.prepare(0)
+        self._norm.begin()
+        if replayed:
+            for arena in self.optimizer.small:
+                arena.expect_all()
+
+    def prepare(self, index: int) -> None:
+        """The host's part before micro-batch `index`: once before each replay of a graph."""
+        if not self.capturing:
+            self.optimizer.prepare_step(first=index == 0, last=index == self._count - 1)
+
+    def arm(self, index: int, phase: str = "apply") -> None:
+        """Before the backward of micro-batch `index`: count, and draw fresh noise."""
+        if not self._begun:
+            self.begin()
+        self.phase = phase
+        self._armed = True
+        self._taken.clear()
+        self.prepare(index)
+        self.optimizer.begin_step()
+
+    def end_backward(self) -> None:
+        """After a backward: gather the small gradients, and large ones that have no hook yet."""
+        if self.hooked:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None and p not in self._taken:
+                        self._watch(p)
+                        self._receive(p)
+        for arena in self.optimizer.small:
+            arena.gather()
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """End the step: norm, clipping, the updates still due, loss scale. Returns the norm."""
+        if not self._begun:
+            if not self._has_gradients():
+                return self.norm
+            self.begin()
+        if not self._armed:
+            self.arm(0)
+        self.end_backward()
+        self._norm.measure_small()
+        self._settle()
+        for arena in self.optimizer.small:
+            arena.update(self.optimizer.scalars())
+        if self.loss_scale is not None:
+            finite = self.optimizer.gate
+            self.optimizer.clock.rewind(~finite)
+            self.loss_scale.update(finite)
+        self._begun, self._armed = False, False
+        self._taken.clear()
+        self.optimizer.stepping = False
+        return self.norm
+
+    def remove(self) -> None:
+        """Take the hooks off; the optimizer goes back to reading `.grad`."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        if self.optimizer.sink is self:
+            self.optimizer.sink = None
+
+    # ------------------------------------------------------------- what a sink fills in
+
+    @abstractmethod
+    def take(self, p: Tensor, grad: Tensor) -> None:
+        """A large parameter's flat gradient is ready; `.grad` is freed right after."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Decide clipping and skipping, and make the updates of large parameters still due."""
+
+    def _next_micro_batch(self) -> None:
+        """A gradient came a second time: another micro-batch has begun without `arm`."""
+        self.end_backward()
+        self.arm(1, self.phase)
+
+    # -------------------------------------------------------------------- shared parts
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        device = self.optimizer.clock.device
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _watch(self, p: Tensor) -> None:
+        if p.requires_grad and p not in self._handles:
+            hook = p.register_post_accumulate_grad_hook(self._receive)  # type: ignore[no-untyped-call]
+            self._handles[p] = hook
+
+    @torch.no_grad()
+    def _receive(self, p: Tensor) -> None:
+        if not self._armed:
+            self.arm(0, self.phases[0])
+        self.optimizer.ensure_state(p)
+        if p in self._taken:
+            self._next_micro_batch()
+        self._taken.add(p)
+        if not self.optimizer.is_small(p) and p.grad is not None:
+            if p.grad.is_sparse:
+                raise ValueError("sparse gradients are not supported; use sparse=False embeddings")
+            grad = flat(p.grad, "gradient")
+            p.grad = None
+            self.take(p, grad)
+
+    def _decide(self) -> None:
+        """The global norm, then clipping times the inverse loss scale, and the gate."""
+        if self.measures:
+            self._norm.sum(self.loss_scale)
+        self._set_scale(self.norm)
+        if self.loss_scale is not None:
+            self.optimizer.gate.copy_(torch.isfinite(self.norm))
+
+    def _set_scale(self, norm: Tensor) -> None:
+        """What gradients are multiplied by if their norm is this; an unknown norm clips nothing."""
+        scale = self.optimizer.grad_scale
+        if self.max_grad_norm > 0:
+            clip = (self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0)
+            scale.copy_(torch.where(norm > 0, clip, 1.0))
+        else:
+            scale.fill_(1.0)
+        if self.loss_scale is not None:
+            scale.div_(self.loss_scale.value)
+
+    def _has_gradients(self) -> bool:
+        groups = self.optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs from this one."""
+        scale = self.loss_scale
+        return {
+            "norm": self.norm.cpu(),
+            "loss_scale": None if scale is None else scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved run stopped."""
+        self.norm.copy_(state["norm"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])

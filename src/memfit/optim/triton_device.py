@@ -1,0 +1,248 @@
+"""The arithmetic of formats.py in Triton: device functions and the three kernels.
+
+One pass over memory; every number that changes from step to step is read from the
+device, so that a captured graph replays with fresh ones.
+"""
+
+# ruff: noqa: N803
+# mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memfit.optim import formats
+
+_A = tl.constexpr(formats.HASH_FACTOR_A)
+_B = tl.constexpr(formats.HASH_FACTOR_B)
+
+
+@triton.jit
+def _hash(x):
+    x ^= x >> 16
+    x *= _A
+    x ^= x >> 13
+    x *= _B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _stream_key(key_ptr, stream):
+    return _hash(tl.load(key_ptr).to(tl.uint32, bitcast=True) + stream.to(tl.uint32))
+
+
+@triton.jit
+def _share_drawn(share, random16):
+    """1 with probability `share`."""
+    return tl.where(random16.to(tl.float32) < share * 65536.0, 1.0, 0.0)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
+def _fp16_ulp(bits):
+    exponent = tl.maximum((bits >> 10) & 31, 1)
+    return ((exponent + 102) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fp16_value(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_master(w_ptr, c_ptr, at, mask, CORRECT: tl.constexpr):
+    weight = tl.load(w_ptr + at, mask, other=0.0)
+    master = weight.to(tl.float32)
+    if CORRECT:
+        correction = tl.load(c_ptr + at, mask, other=0).to(tl.int32)
+        bits = weight.to(tl.int16, bitcast=True).to(tl.int32)
+        if w_ptr.dtype.element_ty == tl.bfloat16:
+            master = ((bits << 16) + (correction << 8)).to(tl.float32, bitcast=True)
+        else:
+            units = _fp16_ulp(bits) * correction.to(tl.float32) * (1.0 / 256.0)
+            master += tl.where(bits < 0, -units, units)
+    return master
+
+
+@triton.jit
+def _store_bf16(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexpr):
+    bits = master.to(tl.int32, bitcast=True)
+    if CORRECT:
+        bits = (bits + (random16 & 0xFF)) & -256
+        upper = (bits + 0x8000) >> 16
+        tl.store(c_ptr + at, ((bits - (upper << 16)) >> 8).to(tl.int8), mask)
+    else:
+        upper = (bits + random16) >> 16
+    tl.store(w_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
+
+
+@triton.jit
+def _store_fp16(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexpr):
+    size = tl.abs(master)
+    bits = size.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    if CORRECT:
+        rest = (size - _fp16_value(bits)) / _fp16_ulp(bits)
+        lift = (random16 & 0xFF).to(tl.float32) * (1.0 / 256.0)
+        units = tl.floor(rest * 256.0 + lift)
+        carry = (units > 127) & ((bits & 0x3FF) != 0x3FF)
+        bits = tl.where(carry, bits + 1, bits)
+        units = tl.minimum(tl.where(carry, units - 256, units), 127.0)
+        tl.store(c_ptr + at, units.to(tl.int8), mask)
+    else:
+        bits = tl.where(_fp16_value(bits) > size, bits - 1, bits)
+        rest = (size - _fp16_value(bits)) / _fp16_ulp(bits)
+        bits = tl.where(random16.to(tl.float32) < rest * 65536.0, bits + 1, bits)
+    bits = tl.where(master < 0, bits | -0x8000, bits)
+    tl.store(w_ptr + at, bits.to(tl.int16).to(tl.float16, bitcast=True), mask)
+
+
+@triton.jit
+def _store_master(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexpr):
+    if w_ptr.dtype.element_ty == tl.bfloat16:
+        _store_bf16(w_ptr, c_ptr, at, mask, master, random16, CORRECT)
+    elif w_ptr.dtype.element_ty == tl.float16:
+        _store_fp16(w_ptr, c_ptr, at, mask, master, random16, CORRECT)
+    else:
+        tl.store(w_ptr + at, master, mask)
+
+
+@triton.jit
+def _decode_signed(codes, scale):
+    x = codes.to(tl.float32)
+    return x * tl.abs(x) * (scale * (1.0 / 16129.0))[:, None]
+
+
+@triton.jit
+def _tile(
+    w_ptr, c_ptr, g_ptr, gs_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr,
+    first_block, end, tile, hyper_ptr, grad_scale, key,
+    CORRECT: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """AdamW on one tile of [blocks, BLOCK]; the gradient's memory begins at `first_block`."""
+    ROWS: tl.constexpr = TILE // BLOCK
+    inside = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    grad_at = tile * TILE + inside
+    at = first_block * BLOCK + grad_at
+    mask = at < end
+    grad_block = tile * ROWS + tl.arange(0, ROWS)
+    block = first_block + grad_block
+    live = block * BLOCK < end
+
+    grad = tl.load(g_ptr + grad_at, mask, other=0)
+    if CODED:
+        grad = _decode_signed(grad, tl.load(gs_ptr + grad_block, live, other=0.0))
+    grad = grad.to(tl.float32) * grad_scale
+    m = _decode_signed(tl.load(m_ptr + at, mask, other=0), tl.load(ms_ptr + block, live, other=0.0))
+    m = m * tl.load(hyper_ptr) + grad * tl.load(hyper_ptr + 1)
+    root = tl.load(v_ptr + at, mask, other=0).to(tl.float32)
+    root *= root * (tl.load(vs_ptr + block, live, other=0.0) * (1.0 / 65025.0))[:, None]
+    root = tl.sqrt(root * root * tl.load(hyper_ptr + 2) + grad * grad * tl.load(hyper_ptr + 3))
+
+    bits = _hash(at.to(tl.uint32) ^ key)
+    change = m * tl.load(hyper_ptr + 4) / (root * tl.load(hyper_ptr + 5) + tl.load(hyper_ptr + 6))
+    master = _load_master(w_ptr, c_ptr, at, mask, CORRECT)
+    master = master * tl.load(hyper_ptr + 7) - change
+    _store_master(w_ptr, c_ptr, at, mask, master, (bits & 0xFFFF).to(tl.int32), CORRECT)
+
+    size = tl.abs(m)
+    scale = tl.max(size, axis=1)
+    level = tl.minimum(tl.sqrt(size * _inverse(scale)[:, None]) * 127.0, 127.0)
+    level = tl.floor(level + 0.5)
+    tl.store(m_ptr + at, tl.where(m < 0, -level, level).to(tl.int8), mask)
+    tl.store(ms_ptr + block, scale, live)
+
+    scale = tl.max(root, axis=1)
+    level = tl.minimum(tl.sqrt(root * _inverse(scale)[:, None]) * 255.0, 255.0)
+    low = tl.floor(level)
+    low4 = low * low * low * low
+    high4 = (low + 1) * (low + 1) * (low + 1) * (low + 1)
+    share = (level * level * level * level - low4) / (high4 - low4)
+    code = tl.minimum(low + _share_drawn(share, bits >> 16), 255.0)
+    tl.store(v_ptr + at, code.to(tl.uint8), mask)
+    tl.store(vs_ptr + block, scale, live)
+
+
+# `end` is left to be specialized: known to divide by 16, the masked loads are vectors.
+@triton.jit(do_not_specialize=["first_block", "stream"])
+def update_one_kernel(
+    w_ptr, c_ptr, g_ptr, gs_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr,
+    hyper_ptr, scale_ptr, gate_ptr, key_ptr, first_block, end, stream,
+    CORRECT: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if tl.load(gate_ptr) != 0:
+        _tile(
+            w_ptr, c_ptr, g_ptr, gs_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr,
+            first_block.to(tl.int64), end, tl.program_id(0).to(tl.int64),
+            hyper_ptr, tl.load(scale_ptr), _stream_key(key_ptr, stream.to(tl.int64)),
+            CORRECT, CODED, BLOCK, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pointer(entry, TYPE: tl.constexpr):
+    """An address of the table; `_fits_table` has seen that it divides by 16."""
+    return tl.multiple_of(tl.load(entry).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def update_table_kernel(
+    table_ptr, which_ptr, hyper_ptr, scale_ptr, gate_ptr, key_ptr,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, CORRECT: tl.constexpr, CODED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(gate_ptr) != 0:
+        program = tl.program_id(0)
+        entry = table_ptr + tl.load(which_ptr + program) * COLUMNS
+        w_ptr = _pointer(entry, WEIGHT)
+        c_ptr = _pointer(entry + 1, tl.int8)
+        g_ptr = _pointer(entry + 2, GRAD)
+        gs_ptr = _pointer(entry + 3, tl.float32)
+        m_ptr = _pointer(entry + 4, tl.int8)
+        ms_ptr = _pointer(entry + 5, tl.float32)
+        v_ptr = _pointer(entry + 6, tl.uint8)
+        vs_ptr = _pointer(entry + 7, tl.float32)
+        end = tl.multiple_of(tl.load(entry + 8), 16)
+        row = hyper_ptr + tl.load(entry + 9) * 8
+        key = _stream_key(key_ptr, tl.load(entry + 10))
+        first = (program - tl.load(entry + 11)) * TILES
+        grad_scale = tl.load(scale_ptr)
+        zero = end - end
+        for tile in range(first, tl.minimum(first + TILES, tl.cdiv(end, TILE))):
+            _tile(
+                w_ptr, c_ptr, g_ptr, gs_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr,
+                zero, end, tile, row, grad_scale, key, CORRECT, CODED, BLOCK, TILE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stream"])
+def accumulate_kernel(
+    q_ptr, s_ptr, g_ptr, keep_ptr, key_ptr, norm_ptr, end, stream,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = TILE // BLOCK
+    base = tl.program_id(0).to(tl.int64) * TILE
+    at = base + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = at < end
+    block = base // BLOCK + tl.arange(0, ROWS)
+    live = block * BLOCK < end
+    keep = tl.load(keep_ptr)
+    # A scale that overflowed must not outlive its step: 0 * inf is not 0.
+    old = tl.where(keep != 0, tl.load(s_ptr + block, live, other=0.0), 0.0)
+    total = _decode_signed(tl.load(q_ptr + at, mask, other=0), old) * keep
+    total += tl.load(g_ptr + at, mask, other=0.0).to(tl.float32)
+    tl.store(norm_ptr + tl.program_id(0), tl.sqrt(tl.sum(tl.sum(total * total, axis=1), axis=0)))
+
+    size = tl.abs(total)
+    scale = tl.max(size, axis=1)
+    level = tl.minimum(tl.sqrt(size * _inverse(scale)[:, None]) * 127.0, 127.0)
+    low = tl.floor(level)
+    bits = _hash(at.to(tl.uint32) ^ _stream_key(key_ptr, stream.to(tl.int64)))
+    share = (level * level - low * low) / (low * 2 + 1)
+    code = tl.minimum(low + _share_drawn(share, bits & 0xFFFF), 127.0)
+    tl.store(q_ptr + at, tl.where(total < 0, -code, code).to(tl.int8), mask)
+    tl.store(s_ptr + block, scale, live)
