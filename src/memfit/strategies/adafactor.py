@@ -1,0 +1,58 @@
+"""Optimizers with a small state: Adafactor keeps sums over rows and columns, not two moments.
+
+AdamW keeps 8 bytes a parameter. Adafactor (https://arxiv.org/abs/1804.04235) keeps of a matrix
+[n, m] the n + m sums its second moments are made from, and no first moment: a few thousandths.
+It is another update rule, clipped by its own rule, so the fidelity is `optimizer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memfit.errors import ConfigError, nearest
+from memfit.strategies._arguments import change_arguments, is_users, plain_value
+from memfit.strategies.base import Fidelity, Setup, Strategy
+
+RULES = ("adafactor",)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallStateOptimizer(Strategy):
+    """transformers' Adafactor at the learning rate and schedule of the arguments.
+
+    The Trainer itself turns off the two settings that would overrule these
+    (`scale_parameter`, `relative_step`).
+    """
+
+    name = "small_state_optimizer"
+    reason = "the optimizer's state shrinks from 8 bytes a parameter to nearly nothing"
+    shrinks = ("optimizer",)
+
+    rule: Literal["adafactor"] = "adafactor"
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ConfigError(
+                f"there is no small-state optimizer {self.rule!r}.{nearest(self.rule, RULES)}"
+            )
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.OPTIMIZER
+
+    def unavailable(self, setup: Setup) -> str:
+        if plain_value(setup, "optim") == self.rule:
+            return f"optim={self.rule!r} is set already"
+        if is_users(setup, "optim"):
+            return f"you chose optim={plain_value(setup, 'optim')!r}"
+        if setup.args.optim_args:
+            return f"optim_args={setup.args.optim_args!r} is meant for another optimizer"
+        if setup.make_optimizer is not None:
+            return "another strategy brings its own optimizer"
+        return ""
+
+    def apply(self, setup: Setup) -> None:
+        if problem := self.unavailable(setup):
+            raise ConfigError(problem)
+        change_arguments(setup, optim=self.rule)

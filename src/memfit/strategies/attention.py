@@ -1,0 +1,75 @@
+"""Fused attention: no table of tokens x tokens is kept, forward or backward.
+
+For a model that was loaded with eager attention. A packed model brings its own kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from memfit.errors import ConfigError
+from memfit.packing.families import unwrap
+from memfit.strategies.base import Fidelity, Setup, Strategy
+
+# What the families call the dropout of attention weights.
+_DROPOUT_FIELDS = ("attention_probs_dropout_prob", "attention_dropout")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention(Strategy):
+    """The model's attention is computed by torch's `scaled_dot_product_attention`."""
+
+    name = "fused_attention"
+    reason = "attention weights, the square of the length for every head, are never stored"
+    shrinks = ("activations", "time")
+    conflicts = frozenset({"packing"})
+
+    implementation: Literal["sdpa"] = "sdpa"
+
+    def __post_init__(self) -> None:
+        if self.implementation != "sdpa":
+            raise ConfigError(f"fused attention is 'sdpa', not {self.implementation!r}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def unavailable(self, setup: Setup) -> str:
+        model = unwrap(setup.model)
+        name = type(model).__name__
+        if not isinstance(model, PreTrainedModel):
+            return f"{name} is no transformers model"
+        if setup.packing is not None:
+            return "a packed model has its own fused attention"
+        config: Any = model.config
+        now = config._attn_implementation
+        if now != "eager":
+            return f"its attention is fused already ({now})"
+        if not (model._supports_sdpa and model._can_set_attn_implementation()):
+            return f"{name} has only eager attention"
+        if config.output_attentions:
+            return "the config asks for attention weights, which only eager attention has"
+        if setup.device.type == "cpu" and _attention_dropout(config):
+            return (
+                "a CPU has no fused attention with dropout: it would keep as much as eager "
+                f"attention ({_attention_dropout(config)} is not 0)"
+            )
+        return ""
+
+    def apply(self, setup: Setup) -> None:
+        if problem := self.unavailable(setup):
+            raise ConfigError(problem)
+        model: Any = unwrap(setup.model)
+        before = model.config._attn_implementation
+        model.set_attn_implementation(self.implementation)
+        setup.undo.append(lambda: model.set_attn_implementation(before))
+        if model.config._attn_implementation != self.implementation:
+            raise ConfigError(f"{type(model).__name__} kept its {before} attention")
+
+
+def _attention_dropout(config: Any) -> str:
+    """The name of the setting that drops attention weights; empty where none are dropped."""
+    return next((name for name in _DROPOUT_FIELDS if getattr(config, name, 0.0)), "")

@@ -1,0 +1,91 @@
+"""Half precision: matrix products in bfloat16 or float16, weights and their updates in float32.
+
+This is autocast: what is kept for backward is half as large and the products run on tensor cores.
+The weights stay in float32. Weights of two bytes without a master copy stall (2e-5 is less than
+one bfloat16 step of most weights), so that is not offered; the low-bit optimizers keep the rest of
+their bits elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from memfit.errors import ConfigError
+from memfit.strategies._arguments import change_arguments
+from memfit.strategies.base import Fidelity, Setup, Strategy
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+_FIRST_WITH_BF16 = (8, 0)
+_TRIED_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class HalfPrecision(Strategy):
+    """The Trainer's own autocast, with loss scaling for float16; set before the Trainer is made."""
+
+    name = "half_precision"
+    reason = "activations of two bytes instead of four, and products on the faster units"
+    shrinks = ("activations", "time")
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _SHORT:
+            raise ConfigError(f"half precision is 'bfloat16' or 'float16', not {self.dtype!r}")
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.ROUNDING
+
+    def unavailable(self, setup: Setup) -> str:
+        return self._chosen_already(setup) or self._missing_on(setup.device)
+
+    def _chosen_already(self, setup: Setup) -> str:
+        for short in _SHORT.values():
+            if getattr(setup.args, short):
+                return f"{short}=True is set already"
+        types = {p.dtype for p in setup.model.parameters() if p.is_floating_point()}
+        if types - {torch.float32}:
+            found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
+            return f"the weights are {found}; autocast is for weights in float32"
+        return ""
+
+    def _missing_on(self, device: torch.device) -> str:
+        if device.type not in _TRIED_DEVICES:
+            return f"autocast has not been tried on {device.type} devices"
+        if self.dtype == "float16" and device.type == "cpu":
+            return "float16 has no effect on a CPU: the Trainer runs in float32; take bfloat16"
+        if self.dtype == "bfloat16" and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < _FIRST_WITH_BF16:
+                version = ".".join(map(str, capability))
+                return (
+                    f"a card of compute capability {version} has no bfloat16 (from 8.0 on); "
+                    "take float16"
+                )
+        return ""
+
+    def apply(self, setup: Setup) -> None:
+        if problem := self.unavailable(setup):
+            raise ConfigError(problem)
+        short = _SHORT[self.dtype]
+        # The Trainer makes its Accelerator from `mixed_precision`, which the arguments derived
+        # from bf16 and fp16 when they were made.
+        change_arguments(setup, **{short: True, "mixed_precision": short})
+        if setup.device.type == "cpu" and not has_fast_bf16():
+            warnings.warn(
+                "this CPU has no bfloat16 instructions: activations shrink, but steps take longer",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def has_fast_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX, ARM BF16)."""
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
