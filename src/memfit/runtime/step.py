@@ -24,6 +24,14 @@ def _no_context(model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG0
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a micro-batch's mean is a mean of, and what the whole batch's is."""
+
+    weight: float
+    total: float
+
+
+@dataclass(frozen=True)
 class StepExecutor:
     """Runs effective batches so that their gradient is the one of the whole batch at once.
 
@@ -46,6 +54,18 @@ class StepExecutor:
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
+        parts = self.weighted_parts(batch)
+        losses = []
+        for index, (part, share) in enumerate(parts):
+            # Ranks exchange gradients once, with the last micro-batch.
+            is_last = index == len(parts) - 1
+            with ExitStack() as contexts:
+                contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
+                losses.append(self.micro_step(model, part, share))
+        return torch.stack(losses).sum()
+
+    def weighted_parts(self, batch: Batch) -> list[tuple[MicroBatch, Share]]:
+        """The micro-batches that count, each with its share in the batch's mean."""
         parts = [(part, self.weigh(part.inputs)) for part in self.split(batch)]
         # A micro-batch of ignored labels only has no mean, and no share in the whole one.
         parts = [(part, weight) for part, weight in parts if weight > 0]
@@ -54,18 +74,17 @@ class StepExecutor:
             raise DataError(
                 "a training batch has no label that counts: all are -100 or of weight zero"
             )
-        losses = []
-        for index, (part, weight) in enumerate(parts):
-            # Ranks exchange gradients once, with the last micro-batch.
-            is_last = index == len(parts) - 1
-            with ExitStack() as contexts:
-                contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
-                for context in self.around:
-                    contexts.enter_context(context())
-                loss = self.loss(model, self.prepare(part.inputs), weight) * (weight / total)
-                self.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        return [(part, Share(weight, total)) for part, weight in parts]
+
+    def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its part of the mean loss, detached."""
+        with ExitStack() as contexts:
+            for context in self.around:
+                contexts.enter_context(context())
+            mean = self.loss(model, self.prepare(part.inputs), share.weight)
+            loss = mean * (share.weight / share.total)
+            self.backward(loss)
+        return loss.detach()
 
     def split(self, batch: Batch) -> list[MicroBatch]:
         """How this batch will be run."""

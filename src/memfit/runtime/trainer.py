@@ -83,7 +83,22 @@ class BudgetTrainer(transformers.Trainer):
             named["processing_class"] = named.pop("tokenizer")
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
         effective = effective_arguments(self.user_args)
-        self.setup = _set_up(model, effective, strategies)
+        self._learning_flops: int | None = None
+        own_loss = (
+            type(self).compute_loss is not transformers.Trainer.compute_loss
+            or class_weights is not None
+            or named.get("compute_loss_func") is not None
+        )
+        self.setup = Setup(
+            model=model,  # type: ignore[arg-type]
+            args=effective,
+            device=effective.device,
+            train_dataset=named.get("train_dataset"),
+            stock_loss=not own_loss and effective.label_smoothing_factor == 0,
+        )
+        if strategies and model is None:
+            raise ConfigError("strategies change a model: give the model itself, not model_init")
+        apply_all(strategies, self.setup)
         super().__init__(self.setup.model, effective, *positional, **named)
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False
@@ -183,6 +198,27 @@ class BudgetTrainer(transformers.Trainer):
             self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # A sink clips by the norm it measures itself, and knows when that is complete.
+        if self.setup.sink is not None:
+            return self.setup.sink.finish()
+        return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.setup.sink is not None and grad_norm is None:
+            return self.setup.sink.finish()
+        return super()._get_grad_norm(  # type: ignore[no-untyped-call]
+            model, grad_norm=grad_norm
+        )
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """As the Trainer's, which walks through all parameters at every step."""
+        if self._learning_flops is None:
+            one = {"input_ids": torch.zeros(1, 1, dtype=torch.long)}
+            self._learning_flops = int(super().floating_point_ops(one))
+        ids = inputs.get("input_ids")
+        return self._learning_flops * (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """As the Trainer's; packed first, where that strategy is used."""
@@ -321,16 +357,6 @@ class BudgetTrainer(transformers.Trainer):
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _set_up(
-    model: Any, args: transformers.TrainingArguments, strategies: Sequence[Strategy]
-) -> Setup:
-    if strategies and model is None:
-        raise ConfigError("strategies change a model: give the model itself, not model_init")
-    setup = Setup(model=model, args=args, device=args.device)
-    apply_all(strategies, setup)
-    return setup
 
 
 def _kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
+    from memfit.optim import GradientSink
     from memfit.packing import PackedModel
     from memfit.runtime.step import StepExecutor
 
@@ -56,6 +57,14 @@ class Setup:
     device: torch.device
     packing: PackedModel | None = None
     make_optimizer: OptimizerFactory | None = None
+    make_sink: Callable[..., GradientSink] | None = None
+    """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
+    sink: GradientSink | None = None
+    """What takes the gradients, once the optimizer is made."""
+    single_micro_batch: bool = False
+    """Whether the sink would lose the sum of several micro-batches."""
+    stock_loss: bool = True
+    """Whether the loss is the model's own, for the labels of the batch."""
     around_micro_batch: list[Callable[[], AbstractContextManager[Any]]] = field(
         default_factory=list
     )

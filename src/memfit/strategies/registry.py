@@ -6,10 +6,20 @@ from collections.abc import Iterable, Sequence
 
 from memfit.errors import ConfigError, nearest
 from memfit.strategies.base import Setup, Strategy
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.graphs import CudaGraphs
+from memfit.strategies.lowbit import LowBitAdamW
 from memfit.strategies.packing import Packing
+from memfit.strategies.release import GradientRelease
 
 # First what changes which weights there are, then how they are stored, then how a step runs.
-ORDER: tuple[type[Strategy], ...] = (Packing,)
+ORDER: tuple[type[Strategy], ...] = (
+    Packing,
+    Checkpointing,
+    LowBitAdamW,
+    GradientRelease,
+    CudaGraphs,
+)
 
 BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in ORDER}
 

@@ -1,0 +1,139 @@
+"""Steps whose gradients go into a sink of the low-bit optimizer as backward makes them.
+
+SinkExecutor      any model, any loss: the sink is told of every micro-batch
+GraphedExecutor   packed batches and the model's own loss: the whole step as a CUDA graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memfit.errors import MemfitError
+from memfit.packing import PackedBatch, PackedModel, weighted_loss
+from memfit.runtime.batching import Batch, MicroBatch
+from memfit.runtime.checkpoint import preserved_rng
+from memfit.runtime.graphs import GraphCache, TokenBuckets
+from memfit.runtime.step import Share, StepExecutor
+
+if TYPE_CHECKING:
+    from memfit.optim import GradientSink
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkExecutor(StepExecutor):
+    """A StepExecutor that tells the sink where in the step it is."""
+
+    sink: Callable[[], GradientSink]
+    """Gives the sink once the optimizer is made."""
+    single: bool = False
+    """Whether a step of several micro-batches would be another update rule nobody allowed."""
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Backward into the sink; the optimizer's step then ends what is begun here."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        sink = self.sink()
+        sink.begin(len(parts))
+        for phase in sink.phases:
+            losses = []
+            # A pass that only measures must see the dropout of the one that follows.
+            with preserved_rng() if phase != sink.phases[-1] else ExitStack():
+                for index, (part, share) in enumerate(parts):
+                    sink.arm(index, phase)
+                    losses.append(self.micro_step(model, part, share))
+                    sink.end_backward()
+        return torch.stack(losses).sum()
+
+    def _check(self, count: int) -> None:
+        if self.single and count > 1:
+            raise MemfitError(
+                f"a step of {count} micro-batches would lose its sum: gradients are released as "
+                "they come; keep them (gradients='kept8') or let whole batches fit"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphedExecutor(SinkExecutor):
+    """The same step from CUDA graphs: forward, backward, norm, clipping and update in one."""
+
+    packing: PackedModel
+    device: torch.device
+    problem_type: str | None = None
+    rows: int = 32
+    """All batches are filled up to so many rows."""
+    buckets: TokenBuckets = field(default_factory=TokenBuckets)
+    _caches: dict[str, GraphCache] = field(default_factory=dict)
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        sink = self.sink()
+        packed = [self._packed(part, share) for part, share in parts]
+        if len(parts) == 1:
+            whole = self._cache("whole", lambda inputs: self._whole_step(model, inputs))
+            sink.prepare(0)
+            return whole.run(packed[0])
+        micro = self._cache("micro", lambda inputs: self._micro(model, inputs, 0))
+        sink.begin(len(parts), replayed=True)
+        losses = []
+        for index, inputs in enumerate(packed):
+            sink.prepare(index)
+            losses.append(micro.run(inputs))
+        return torch.stack(losses).sum()
+
+    def drop(self) -> None:
+        """Give the graphs' memory back."""
+        for cache in self._caches.values():
+            cache.drop()
+
+    def _cache(self, name: str, body: Callable[[PackedBatch], torch.Tensor]) -> GraphCache:
+        if name not in self._caches:
+            self._caches[name] = GraphCache(body, self.device)
+        return self._caches[name]
+
+    def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
+        mask = part.inputs["attention_mask"]
+        tokens, longest = int(mask.sum()), int(mask.sum(dim=1).max())
+        packed = self.packing.pack(
+            part.inputs,
+            pad_to_tokens=self.buckets.fit(tokens),
+            pad_to_rows=max(self.rows, len(part.rows)),
+            max_seqlen=-(-longest // 64) * 64,
+        )
+        packed = replace(packed, row_weight=packed.row_weight / share.total)
+        return packed.pin_memory()
+
+    def _whole_step(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
+        sink = self.sink()
+        sink.begin(1)
+        for phase in sink.phases:
+            with preserved_rng() if phase != sink.phases[-1] else ExitStack():
+                loss = self._micro(model, inputs, 0, phase)
+        sink.finish()
+        return loss
+
+    def _micro(
+        self, model: nn.Module, inputs: PackedBatch, index: int, phase: str = "apply"
+    ) -> torch.Tensor:
+        sink = self.sink()
+        sink.arm(index, phase)
+        with ExitStack() as contexts:
+            for context in self.around:
+                contexts.enter_context(context())
+            outputs: Any = model(**inputs.inputs(labels=False))
+            assert inputs.labels is not None
+            loss = weighted_loss(
+                outputs.logits.float(), inputs.labels, inputs.row_weight, self.problem_type
+            )
+            scale = sink.loss_scale
+            total = loss if scale is None else scale.apply(loss)
+            total.backward()  # type: ignore[no-untyped-call]
+        sink.end_backward()
+        return loss.detach()

@@ -1,0 +1,60 @@
+"""The whole step as CUDA graphs: thousands of kernels replayed instead of launched from Python.
+
+A small card's kernels take long enough to hide Python; on a fast one the step waits for it, and
+replaying makes it several times as fast. It costs the padding up to a token bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.strategies._arguments import change_arguments
+from memfit.strategies.base import Fidelity, Setup, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class CudaGraphs(Strategy):
+    """Micro-steps captured once a token bucket, sharing one memory pool."""
+
+    name = "cuda_graphs"
+    reason = "the step is replayed by the GPU itself instead of launched piece by piece"
+    shrinks = ("time",)
+    conflicts = frozenset({"activation_offload", "optimizer_offload"})
+
+    bucket_tokens: int = 256
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def unavailable(self, setup: Setup) -> str:
+        if setup.device.type != "cuda":
+            return f"a {setup.device.type} has no CUDA graphs"
+        if setup.packing is None or setup.make_optimizer is None:
+            return "it captures packed batches and the low-bit optimizer; use both"
+        if not setup.stock_loss:
+            return "your own loss cannot be captured unseen"
+        if setup.args.torch_compile:
+            return "torch_compile is on"
+        return ""
+
+    def apply(self, setup: Setup) -> None:
+        # Reading the loss on the host after every step would make the GPU wait for Python.
+        change_arguments(setup, logging_nan_inf_filter=False)
+        setup.wrap_executor.append(lambda executor: self._graphed(executor, setup))
+
+    def _graphed(self, executor: Any, setup: Setup) -> Any:
+        from memfit.runtime.graphs import TokenBuckets
+        from memfit.runtime.sinking import GraphedExecutor
+
+        assert setup.packing is not None
+        config: Any = getattr(setup.model, "config", None)
+        return GraphedExecutor(
+            **vars(executor),
+            packing=setup.packing,
+            device=setup.device,
+            problem_type=getattr(config, "problem_type", None),
+            rows=setup.args.per_device_train_batch_size,
+            buckets=TokenBuckets(self.bucket_tokens),
+        )
