@@ -1,0 +1,217 @@
+"""Every figure of the README and the docs, from the committed results: pictures and tables.
+
+    python benchmarks/document.py            # draw the pictures, fill the marked blocks
+    python benchmarks/document.py --check    # only say whether they are up to date
+
+A block in a page lies between `<!-- figures: NAME -->` and `<!-- end of figures -->` and is
+written here, never by hand. Measures and predicts nothing itself: memory_gpu.py and
+memory_accuracy.py do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import _recipe_chart as chart
+import memory_accuracy as accuracy
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "README.zh.md", "docs/memory.md", "docs/from-the-tutorials.md")
+BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+LARGE = "bert-large/"
+RECIPE = (
+    "32x1/len128/mixed/adamw_torch_fused",
+    "1x32/len128/mixed/adamw_torch_fused",
+    "1x32/len128/mixed/adamw_torch_fused/gradient_checkpointing",
+    "1x32/len128/mixed/adafactor/gradient_checkpointing",
+    "1x32/len128/mixed/adafactor/gradient_checkpointing/freeze-encoder",
+    "1x32/len32/mixed/adafactor/gradient_checkpointing/freeze-encoder",
+)
+EXPERT = (
+    "32x1/len128/mixed/adamw_torch_fused/bf16",
+    "32x1/len128/mixed/adamw_torch_fused/bf16/gradient_checkpointing",
+    "32x1/len128/mixed/adafactor/bf16/gradient_checkpointing",
+)
+EXPERT_NAMES = (
+    "bf16 autocast, batch 32",
+    "bf16, batch 32, checkpointing",
+    "bf16, batch 32, checkpointing, Adafactor",
+)
+NAMES = {
+    "en": ("tensors (`max_memory_allocated`)", "reserved by PyTorch", "on the device (NVML)"),
+    "zh": ("张量（`max_memory_allocated`）", "PyTorch 预留", "整块显卡（NVML）"),
+}
+HEADS = {
+    "en": ("peak of a run", "median error", "worst error"),
+    "zh": ("一次训练的峰值", "误差中位数", "最大误差"),
+}
+
+
+@functools.cache
+def measured() -> dict[str, dict[str, Any]]:
+    """The measured runs by their id."""
+    runs = json.loads(accuracy.MEASURED.read_text())["runs"]
+    return {run["case"]["id"]: run for run in runs}
+
+
+@functools.cache
+def predicted() -> dict[str, dict[str, Any]]:
+    """The predicted runs by their id; each was measured too."""
+    records = json.loads(accuracy.PREDICTED.read_text())["runs"]
+    if {record["id"] for record in records} != measured().keys():
+        raise SystemExit("the predictions are not those of the measured runs: memory_accuracy.py")
+    return {record["id"]: record for record in records}
+
+
+def step_seconds(run: Mapping[str, Any]) -> float:
+    """A warm step's time: the first one loads kernels."""
+    return statistics.median(step["seconds"] for step in run["measured"]["steps"][1:])
+
+
+def recipe_rungs() -> list[chart.Rung]:
+    """The rungs of the recipe as the picture wants them."""
+    rungs = []
+    for name in RECIPE:
+        record = predicted()[LARGE + name]
+        sizes = record["predicted"]
+        unused = sizes["reserved_bytes"] - sizes["allocated_bytes"]
+        rungs.append(
+            chart.Rung(
+                parts={**record["components"], "unused": unused},
+                measured_bytes=record["measured"]["device_bytes"],
+                step_seconds=step_seconds(measured()[LARGE + name]),
+            )
+        )
+    return rungs
+
+
+def accuracy_table(language: str) -> str:
+    """How far off the predictions are, over all runs."""
+    found = accuracy.summary(list(predicted().values()))
+    return table(
+        HEADS[language],
+        [
+            (name, f"{found[size]['median']:.2%}", f"{found[size]['worst']:.2%}")
+            for name, size in zip(NAMES[language], accuracy.SIZES, strict=True)
+        ],
+    )
+
+
+def family_table() -> str:
+    """The same by model, with what each is worst at."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for name, record in predicted().items():
+        families.setdefault(name.split("/")[0], []).append(record)
+    rows = []
+    for name, records in families.items():
+        found = accuracy.summary(records)
+        worst = (f"{found[size]['worst']:.2%}" for size in accuracy.SIZES)
+        rows.append((name, str(len(records)), *worst))
+    return table(("model", "runs", "tensors", "reserved", "on the device"), rows)
+
+
+def recipe_table() -> str:
+    """What each rung of the recipe holds and takes, and what was predicted of it."""
+    names = [*chart.ENGLISH.rungs, *EXPERT_NAMES]
+    rows = []
+    for name, case in zip(names, (*RECIPE, *EXPERT), strict=True):
+        record, run = predicted()[LARGE + case], measured()[LARGE + case]
+        sizes = [gib(record["measured"][size]) for size in accuracy.SIZES]
+        off = f"{accuracy.error(record, 'device_bytes'):+.2%}"
+        learns = "all" if "freeze" not in case else "the head"
+        rows.append((name, *sizes, off, f"{step_seconds(run):.2f}", learns))
+    heads = ("", "tensors GiB", "reserved GiB", "device GiB", "predicted", "step s", "learns")
+    return table(heads, rows)
+
+
+def component_table() -> str:
+    """The parts of a step, read off the allocator's counters of measured runs."""
+    names = ("fp32, batch 32", *EXPERT_NAMES, "fp32, batch 1 × 32", "the whole recipe")
+    cases = (RECIPE[0], *EXPERT, RECIPE[1], RECIPE[-1])
+    rows = []
+    for name, case in zip(names, cases, strict=True):
+        found = measured()[LARGE + case]["measured"]
+        step = found["steps"][1]
+        optimizer = step["after_bytes"] - found["model_bytes"] - found["left_bytes"]
+        stays = step["after_bytes"]
+        gradients = step["with_gradients_bytes"] - stays
+        sizes = (found["model_bytes"], optimizer, found["left_bytes"], gradients)
+        rest = found["max_memory_allocated"] - stays
+        rows.append((name, *(mib(size) for size in (*sizes, rest, found["context_bytes"]))))
+    heads = ("MiB", "weights", "optimizer", "workspaces", "all gradients", "a step adds", "context")
+    return table(heads, rows)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    marks = ["---", *("---:" for _ in heads[1:])]
+    lines = [heads, marks, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def gib(count: int) -> str:
+    """For a table whose head names the unit."""
+    return f"{count / 2**30:.2f}"
+
+
+def mib(count: int) -> str:
+    """For a table whose head names the unit."""
+    return f"{count / 2**20:,.0f}"
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "accuracy": lambda: accuracy_table("en"),
+    "accuracy-zh": lambda: accuracy_table("zh"),
+    "families": family_table,
+    "recipe": recipe_table,
+    "components": component_table,
+}
+
+
+def documents() -> dict[Path, str]:
+    """Every page and picture as it should be."""
+    pages = {ROOT / name: filled((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
+    pictures = {"recipe.svg": chart.ENGLISH, "recipe.zh.svg": chart.CHINESE}
+    images = ROOT / "docs" / "images"
+    drawn = {images / name: chart.draw(words, recipe_rungs()) for name, words in pictures.items()}
+    return {**pages, **drawn}
+
+
+def filled(page: str) -> str:
+    """The page with its marked blocks written anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match['name']]()}{match[3]}", page)
+
+
+def outdated() -> list[Path]:
+    """What differs from what the results say."""
+    return [
+        path
+        for path, text in documents().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    stale = outdated()
+    if args.check and stale:
+        sys.exit("not up to date: " + ", ".join(str(path.relative_to(ROOT)) for path in stale))
+    for path, text in documents().items():
+        if path in stale:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
