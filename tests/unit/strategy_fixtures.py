@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(family: str = "bert", seed: int = 0, **changes: Any) -> Any:
+def build(family: str = "bert", seed: int = 0, noise: float = 0.05, **changes: Any) -> Any:
     """A tiny classifier of a family, its weights large enough for texts to differ."""
     prefix, settings = FAMILIES[family]
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def build(family: str = "bert", seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{prefix}ForSequenceClassification")(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
     return model
 
 
@@ -124,13 +124,13 @@ class SetupTrainer(BudgetTrainer):
     """BudgetTrainer on a set-up: its model, its arguments and what it loads instead."""
 
     def __init__(self, setup: Setup, **named: Any) -> None:
-        self.setup = setup
+        self.prepared = setup
         super().__init__(setup.model, setup.args, **named)
         self.remove_callback(transformers.PrinterCallback)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.data_collator
-        dataset, self.data_collator = self.setup.data_for(dataset, own)
+        dataset, self.data_collator = self.prepared.data_for(dataset, own)
         try:
             return super()._get_dataloader(dataset, *args, **kwargs)
         finally:
