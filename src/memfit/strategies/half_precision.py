@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -86,6 +86,5 @@ class HalfPrecision(Strategy):
 
 def has_fast_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX, ARM BF16)."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    mkldnn: Any = torch.backends.mkldnn
+    return bool(mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
