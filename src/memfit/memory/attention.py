@@ -108,8 +108,8 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     """A boolean mask becomes one of zeros and minus infinities, in every layer anew."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask.logical_not(), -math.inf, zero)
+    hidden = mask.logical_not()
+    return torch.empty(hidden.shape, dtype=dtype, device=mask.device)  # its values: 0 or -inf
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:

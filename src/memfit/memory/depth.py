@@ -15,7 +15,6 @@ from typing import Any
 
 from memfit.memory.components import Component
 from memfit.memory.segments import Kind, Mark, Segments, layer_index, moved
-from memfit.units import MIB
 
 _ATTRIBUTES = (bool, float, str, type(None))
 
@@ -166,7 +165,7 @@ def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
 def _grew(a: tuple[bool, Kind], b: tuple[bool, Kind]) -> bool:
     """The same block, larger; only the lists the clipping makes are."""
     same = a[0] == b[0] and a[1][1:] == b[1][1:]
-    return same and a[1][1] is Component.OPTIMIZER and a[1][0] < b[1][0] < 2 * MIB
+    return same and a[1][1] is Component.OPTIMIZER and a[1][0] < b[1][0]
 
 
 def _alike(a: list[Any], b: list[Any], i: int, j: int) -> int:

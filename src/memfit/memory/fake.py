@@ -1,12 +1,14 @@
 """Running a step on tensors that have a shape and no memory.
 
-Floating-point tensors are fake: they cost nothing, however large the model. The small
-integer tensors of a batch (ids, masks, positions) are real, so that what a model asks of
-them (is anything padded? where does each text end?) gets its true answer.
+What touches a weight is fake: it costs nothing, however large the model. What follows from
+the batch alone (ids, masks, positions) is real, so that what a model asks of it (is
+anything padded? where does each text end?) gets its true answer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memfit.errors import TraceError
+from memfit.memory.components import Component
 from memfit.memory.operators import CudaKernels, supplied_operator
 from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
 
@@ -33,8 +36,12 @@ _ARANGE = {
     torch.ops.aten.arange.start,
     torch.ops.aten.arange.start_step,
 }
-# Larger integer tensors are not worth their memory: they are fake like the rest.
+_RAND = torch.ops.aten.rand.default
+_SCALAR = torch.ops.aten.scalar_tensor.default
+_INDEX = torch.ops.aten.index.Tensor
+# Larger tensors are not worth their memory: they are fake like the rest.
 _LARGEST_REAL_ELEMENTS = 2**26
+_LARGEST_REAL_FLOAT_BYTES = 2**26
 
 
 class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
@@ -57,7 +64,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
         if func is _LAYER_NORM:
             out = self._with_fp32_statistics(args, out)
         elif func._schema.is_mutable and _is_real(args):
-            return args[0]  # an integer tensor changed in place: no memory is new
+            return args[0]  # changed in place: no memory is new
         self.record(out)
         if self._kernels is not None:
             for nbytes in self._kernels.temporaries(func, args, out):
@@ -77,11 +84,15 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
         supplied = supplied_operator(func)
         if supplied is not None:
             return supplied(*args, **kwargs)
-        if _is_integer_work(func, args, kwargs):
+        if self.component is Component.ACTIVATIONS and _is_known(func, args, kwargs):
             with unset_fake_temporarily():
-                out = func(*args, **kwargs)
-            if not _holds_floats(out):
+                # No layer is skipped: the number drawn is the largest.
+                out = torch.ones(()) if func is _RAND else func(*args, **kwargs)
+            if not _too_large(out):
                 return out
+        if func is _INDEX:
+            with unset_fake_temporarily():
+                args = (args[0], _as_positions(args[1]))
         try:
             return func(*args, **kwargs)
         except (
@@ -97,7 +108,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
         return (
             f"the memory trace cannot run {name}{where}: its result depends on values the trace"
             f" does not have. Supply one of the right shape with"
-            f' memfit.memory.register_operator("{name}", function).'
+            f' memfit.memory.operators.register_operator("{name}", function).'
         )
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
@@ -120,31 +131,57 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
 def fake_trace(kernels: CudaKernels | None = None) -> Iterator[FakeTracker]:
     """Fake tensors and a tracker over them; with `kernels`, as a CUDA device would run."""
     tracker = FakeTracker(kernels)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        if kernels is None:
-            with tracker:
-                yield tracker
-        else:
-            with kernels.installed(), tracker:
-                yield tracker
+    installed = contextlib.nullcontext() if kernels is None else kernels.installed()
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), installed, tracker:
+        yield tracker
 
 
-def _is_integer_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a shape that does not come out as an error; here it is raised as one."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator's values follow from the batch alone: no weight took part."""
     tensors = list(_tensors((args, tuple(kwargs.values()))))
     if tensors:
-        return all(
-            not isinstance(t, FakeTensor) and not t.is_floating_point() and t.device.type == "cpu"
-            for t in tensors
-        )
+        return all(not isinstance(t, FakeTensor) and t.device.type == "cpu" for t in tensors)
     dtype = kwargs.get("dtype")
     if func in _ARANGE:
         return all(isinstance(arg, int) for arg in args) and (
             dtype is None or not dtype.is_floating_point
         )
+    if func is _SCALAR or args[:1] == ([],):
+        return True  # one number: a mask's minimum, or a layer's chance to be skipped
     if dtype is None or dtype.is_floating_point or dtype.is_complex or not args:
         return False
     size = args[0]
     return isinstance(size, (list, tuple)) and math.prod(size) <= _LARGEST_REAL_ELEMENTS
+
+
+def _too_large(out: Any) -> bool:
+    """Floating-point values are kept only while they are few."""
+    return any(
+        t.is_floating_point() and t.untyped_storage().nbytes() > _LARGEST_REAL_FLOAT_BYTES
+        for t in _tensors(out)
+    )
+
+
+def _as_positions(indices: Any) -> list[Any]:
+    """A known mask used as an index, as the positions it marks: their number is known too."""
+    out: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            out += [index] if isinstance(index, FakeTensor) else index.nonzero().unbind(1)
+        else:
+            out.append(index)
+    return out
 
 
 def _is_real(args: tuple[Any, ...]) -> bool:
@@ -158,10 +195,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-
-
-def _holds_floats(out: Any) -> bool:
-    return any(t.is_floating_point() for t in _tensors(out))
 
 
 def _covers_its_elements(tensor: torch.Tensor) -> bool:

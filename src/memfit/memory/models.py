@@ -74,29 +74,38 @@ def enable_checkpointing(model: Any) -> None:
 
 def materialize(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Give every parameter and buffer its place on the device, in the order `to` does it."""
-    _materialize(model, make, {})
-
-
-def _materialize(
-    module: torch.nn.Module,
-    make: Callable[[torch.Tensor], torch.Tensor],
-    made: dict[int, torch.Tensor],
-) -> None:
-    for child in module.children():
-        _materialize(child, make, made)
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.is_meta:
-            if id(parameter) not in made:
-                fresh = torch.nn.Parameter(make(parameter), parameter.requires_grad)
-                made[id(parameter)] = fresh
-            module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = made.setdefault(id(buffer), make(buffer))
-    for name, value in list(vars(module).items()):
+    made: dict[int, Any] = {}
+    kept: list[Any] = []  # an id is only a name while its owner lives
+    for module in _children_first(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                kept.append(parameter)
+                if id(parameter) not in made:
+                    fresh = torch.nn.Parameter(make(parameter), parameter.requires_grad)
+                    made[id(parameter)] = fresh
+                module._parameters[name] = made[id(parameter)]
         # Rotary embeddings keep a second, plain reference to a buffer.
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            setattr(module, name, made.setdefault(id(value), make(value)))
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, torch.Tensor)}
+        for place, tensors in ((module._buffers, module._buffers), (vars(module), plain)):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None:
+                    kept.append(tensor)
+                    if id(tensor) not in made:
+                        made[id(tensor)] = make(tensor)
+                    place[name] = made[id(tensor)]
+
+
+def _children_first(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Every module once, after those inside it."""
+    seen: dict[int, torch.nn.Module] = {}
+
+    def visit(module: torch.nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        seen.setdefault(id(module), module)
+
+    visit(model)
+    return list(seen.values())
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,10 +124,11 @@ def make_batch(spec: StepSpec, config: Any, rows: int, length: int) -> dict[str,
     """Ids, mask and labels as the Trainer's collator hands them over."""
     text = config.get_text_config()
     pad, end = text.pad_token_id, getattr(text, "eos_token_id", None)
+    vocabulary = getattr(text, "vocab_size", None) or 8
     token = next(id_ for id_ in (5, 1, 2, 3) if id_ not in (pad, end))
-    ids = torch.full((rows, length), token % text.vocab_size, dtype=torch.long)
+    ids = torch.full((rows, length), token, dtype=torch.long)
     mask = torch.ones((rows, length), dtype=torch.long)
-    if isinstance(end, int) and 0 <= end < text.vocab_size and end != pad:
+    if isinstance(end, int) and 0 <= end < vocabulary and end != pad:
         ids[:, -1 - int(spec.has_padding and length > 1)] = end  # BART reads its last token
     if spec.has_padding and length > 1:
         ids[-1, -1], mask[-1, -1] = pad, 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit.errors import MemfitError, TraceError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
@@ -100,7 +101,20 @@ def trace_segments(
     if device is not None:
         kernels = CudaKernels(device.capability, device.multiprocessors, autocast=spec.autocast)
     with _no_collection(), fake_trace(kernels) as tracker:
-        return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
+        try:
+            return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
+        except MemfitError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            where = f" in {tracker.module}" if tracker.module else ""
+            raise TraceError(f"{type(model).__name__} cannot be traced{where}: {error}") from error
 
 
 def run_segments(spec: StepSpec) -> Segments:
