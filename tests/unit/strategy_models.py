@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from memfit.memory.components import Component
 from memfit.memory.trace import Tracker
+from memfit.strategies._hosted import PlainLink
 from memfit.strategies.base import Setup
 
 DEPTH = 4
@@ -39,6 +41,53 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2", {**SHAPE, **DROPOUT, **DEBERTA}),
     "qwen3": ("Qwen3", {**SHAPE, "num_key_value_heads": 1, "head_dim": 16}),
 }
+
+
+class LateLink(PlainLink):
+    """Copies as late as a device may: when somebody waits. What comes too early reads NaN.
+
+    Device memory is only referred to weakly, as by a stream: whoever lets it go before he
+    waited has lost it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = 0
+        self.waits = 0
+        self._host: dict[int, Tensor] = {}  # by the number of the storage
+        self._queue: list[tuple[Any, Any]] = []
+        self._done = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        self.out += 1
+        taken = super().take(count, dtype)
+        self._host[taken.untyped_storage()._cdata] = taken
+        return taken
+
+    def give(self) -> None:
+        self.out -= 1
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        if target.is_floating_point():
+            target.fill_(torch.nan)
+        self._queue.append((self._ref(target), self._ref(source)))
+
+    def _ref(self, tensor: Tensor) -> Any:
+        is_hosts = tensor.untyped_storage()._cdata in self._host
+        return (lambda: tensor) if is_hosts else weakref.ref(tensor)
+
+    def mark(self) -> int:
+        return len(self._queue)
+
+    def wait(self, mark: int) -> None:
+        self.waits += 1
+        for target, source in self._queue[self._done : mark]:
+            assert target() is not None, "memory was let go while a copy into it was queued"
+            assert source() is not None, "memory was let go while a copy out of it was queued"
+            target().copy_(source())
+        self._done = max(self._done, mark)
+
+    finish = wait
 
 
 def build(name: str, **changes: Any) -> Any:

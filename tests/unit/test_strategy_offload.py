@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from strategy_models import DEPTH, batch_for, build, peak_bytes, setup_for, step, undo
+from strategy_models import DEPTH, LateLink, batch_for, build, peak_bytes, setup_for, step, undo
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
@@ -25,52 +24,6 @@ from memfit.strategies.base import Fidelity, Setup
 from memfit.strategies.checkpointing import Checkpointing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-
-
-class LateLink(PlainLink):
-    """Copies as late as a device may: when somebody waits. What comes too early reads NaN.
-
-    Device memory is only referred to weakly, as by a stream: whoever lets it go before he
-    waited has lost it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = 0
-        self.waits = 0
-        self._host: dict[int, Tensor] = {}
-        self._queue: list[tuple[Any, Any]] = []
-        self._done = 0
-
-    def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        self.out += 1
-        taken = super().take(count, dtype)
-        self._host[id(taken)] = taken
-        return taken
-
-    def give(self) -> None:
-        self.out -= 1
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        if target.is_floating_point():
-            target.fill_(torch.nan)
-        self._queue.append((self._ref(target), self._ref(source)))
-
-    def _ref(self, tensor: Tensor) -> Any:
-        return (lambda: tensor) if id(tensor) in self._host else weakref.ref(tensor)
-
-    def mark(self) -> int:
-        return len(self._queue)
-
-    def wait(self, mark: int) -> None:
-        self.waits += 1
-        for target, source in self._queue[self._done : mark]:
-            assert target() is not None, "memory was let go while a copy into it was queued"
-            assert source() is not None, "memory was let go while a copy out of it was queued"
-            target().copy_(source())
-        self._done = max(self._done, mark)
-
-    finish = wait
 
 
 def offload(model: nn.Module, link: Link, **settings: Any) -> tuple[Setup, ActivationHost]:

@@ -9,6 +9,7 @@ peak is the same in every run. The waits are also what a CUDA graph captures as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -163,3 +164,71 @@ class Arena:
         # A piece larger than a chunk gets one of its own.
         self._chunks.append(self._allocate(max(self._chunk_bytes, 1 << (nbytes - 1).bit_length())))
         return 0
+
+
+class Staging:
+    """A few pinned slots through which tensors of any size travel, piece by piece, both ways.
+
+    The order is kept: a slot is used again when what travelled in it has arrived, and what
+    waits on the device for its turn is never more than the slots hold.
+    """
+
+    def __init__(self, link: Link, slot_bytes: int = 1 << 24, slots: int = 4) -> None:
+        self._link = link
+        self._slots = [_Slot(link.take(slot_bytes, torch.uint8)) for _ in range(slots)]
+        self._next = 0
+
+    def down(self, source: Tensor, deliver: Callable[[int, Tensor], None]) -> None:
+        """Send a flat device tensor; `deliver` gets each piece and where it begins, on the CPU."""
+        for start, piece in self._pieces(source):
+            slot = self._free_slot()
+            landed = slot.view(piece)
+            self._link.follow()
+            self._link.copy(landed, piece)
+            slot.travels(self._link.mark(), piece, partial(deliver, start, landed))
+
+    def up(self, source: Tensor, target: Tensor) -> None:
+        """Send a flat CPU tensor into a flat device tensor, in the precision of the latter."""
+        for start, piece in self._pieces(target):
+            slot = self._free_slot()
+            loaded = slot.view(piece).copy_(source[start : start + piece.numel()])
+            self._link.follow()
+            self._link.copy(piece, loaded)
+            slot.travels(self._link.mark(), piece, None)
+
+    def flush(self) -> None:
+        """The CPU waits until everything has arrived and was delivered."""
+        for _ in self._slots:
+            self._free_slot()
+
+    def _pieces(self, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        count = self._slots[0].buffer.numel() // tensor.itemsize
+        return [(i, tensor[i : i + count]) for i in range(0, tensor.numel(), count)]
+
+    def _free_slot(self) -> _Slot:
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        slot.arrive(self._link)
+        return slot
+
+
+class _Slot:
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._mark: Any = None
+        self._held: Tensor | None = None
+        self._deliver: Callable[[], None] | None = None
+
+    def view(self, like: Tensor) -> Tensor:
+        return self.buffer[: like.nbytes].view(like.dtype)
+
+    def travels(self, mark: Any, held: Tensor, deliver: Callable[[], None] | None) -> None:
+        self._mark, self._held, self._deliver = mark, held, deliver
+
+    def arrive(self, link: Link) -> None:
+        if self._held is None:
+            return
+        link.finish(self._mark)
+        if self._deliver is not None:
+            self._deliver()
+        self._mark = self._held = self._deliver = None
