@@ -96,10 +96,11 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
         for count, what in ((micro.max_rows, "rows"), (micro.max_tokens, "tokens"))
         if count is not None
     ]
+    packed = ", packed without padding" if trainer.setup.packing is not None else ""
     whole = f"{trainer.effective_rows:,} rows a step"
     if not limits:
-        return f"{whole}, all on the device at once"
-    return f"{whole}, at most {' and '.join(limits)} on the device at once"
+        return f"{whole}, all on the device at once{packed}"
+    return f"{whole}, at most {' and '.join(limits)} on the device at once{packed}"
 
 
 def predicted_peak(trainer: BudgetTrainer) -> MemoryPeak | None:

@@ -127,6 +127,7 @@ class _Run:
 
         from memfit.data import tokenize
         from memfit.interrupt import StopAfterStep
+        from memfit.planner import free_strategies
         from memfit.probe import MeasureOneStep
         from memfit.runtime.progress import MemfitProgress
         from memfit.runtime.trainer import BudgetTrainer
@@ -146,10 +147,12 @@ class _Run:
         bar = MemfitProgress(
             budget_bytes=self.budget_bytes if on_gpu else None, console=announce.plain_console()
         )
+        strategies, self.left_out = free_strategies(model, arguments)
         make = functools.partial(
             BudgetTrainer,
             model,
             arguments,
+            strategies=strategies,
             train_dataset=tokens.train,
             eval_dataset=tokens.validation,
             processing_class=tokenizer,
@@ -187,6 +190,8 @@ class _Run:
         self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")
         self.say(f"budget   {announce.budget_sentence(self.config.budget, trainer.args.device)}")
         self.say(f"batch    {announce.batch_sentence(trainer)}")
+        for name, reason in self.left_out.items():
+            self.say(f"note     no {name}: {reason}")
         self.predicted = announce.predicted_peak(trainer)
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))

@@ -98,7 +98,22 @@ class BudgetTrainer(transformers.Trainer):
         )
         if strategies and model is None:
             raise ConfigError("strategies change a model: give the model itself, not model_init")
-        apply_all(strategies, self.setup)
+        try:
+            apply_all(strategies, self.setup)
+            self._initialise(effective, positional, named, class_weights, budget, micro_batching)
+        except BaseException:
+            self.setup.restore()  # the user keeps the model that was given
+            raise
+
+    def _initialise(
+        self,
+        effective: transformers.TrainingArguments,
+        positional: tuple[Any, ...],
+        named: dict[str, Any],
+        class_weights: Sequence[float] | torch.Tensor | None,
+        budget: str | Budget | None,
+        micro_batching: MicroBatching | None,
+    ) -> None:
         super().__init__(self.setup.model, effective, *positional, **named)
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False

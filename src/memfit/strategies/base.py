@@ -80,6 +80,11 @@ class Setup:
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives the model back as it was, last change first."""
 
+    def restore(self) -> None:
+        """Give the model back as it was before any strategy."""
+        while self.undo:
+            self.undo.pop()()
+
     def data_for(self, dataset: Any, collator: Collator) -> tuple[Any, Collator]:
         """What to load instead of this dataset; itself where no strategy replaces it."""
         for replace in self.replace_data:
