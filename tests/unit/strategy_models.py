@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from memfit.memory.components import Component
 from memfit.memory.trace import Tracker
+from memfit.strategies._host_adamw import HostAdamW
 from memfit.strategies._hosted import PlainLink
 from memfit.strategies.base import Setup
 
 DEPTH = 4
+CLIP = 0.1
+"""Below every gradient norm these models have: clipping always does something."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "num_labels": 3,
@@ -143,3 +146,41 @@ def peak_bytes(model: Any, tracker: Tracker | None = None, rows: int = 8, tokens
     with tracker:
         model(**inputs).loss.backward()
     return tracker.peak_bytes - weights
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    micro_batches: int = 2,
+    schedule: bool = True,
+) -> list[float]:
+    """A loop with a schedule, clipping, accumulation and dropout; returns the norms."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n * schedule))
+    norms = []
+    for number in steps:
+        torch.manual_seed(number)
+        for part in range(micro_batches):
+            model(**batch_for(model, seed=10 * number + part)).loss.backward()
+        if isinstance(optimizer, HostAdamW):
+            assert all(p.grad is None for p in model.parameters())
+            norms.append(float(optimizer.finish()))
+        else:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+    return norms
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
