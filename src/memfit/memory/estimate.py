@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.memory.cards import DeviceProfile
-from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.components import MemoryPeak
 from memfit.memory.events import Event
 from memfit.memory.phases import (
     EVALUATION,
     RESUMING,
     SAVING,
     TRAINING,
-    live_bytes,
-    phase_orders,
-    phase_peak,
+    peaks,
     play_run,
-    training_peak,
+    run_orders,
     with_loaded_state,
     with_workspaces,
 )
@@ -57,30 +55,28 @@ def estimate_memory(
             recompute=spec.gradient_checkpointing,
             biases=prediction.biases,
         )
-    orders = phase_orders(spec, cuda=device is not None)
-    run = play_run(segments, orders[TRAINING])
-    peak = training_peak(run, device, expandable_segments=expandable_segments)
-    phases = {TRAINING: peak}
-    for name in (EVALUATION, SAVING):
-        other = play_run(segments, orders[name])
-        start = other.starts[-1][0] if name == EVALUATION else len(other.events)
-        phases[name] = phase_peak(other, start, device, peak.reserved_bytes)
-    resumed = play_run(segments, orders[RESUMING])
-    phases[RESUMING] = training_peak(resumed, device, expandable_segments=expandable_segments)
-    steady = live_bytes(run.events, len(run.events) - 1, rounding=device is not None)
+    first, second = run_orders(spec, cuda=device is not None)
+    run, resumed = play_run(segments, first), play_run(segments, second)
+    end, count = run.starts[-1][0], len(run.events)
+    training, saving, evaluation = peaks(
+        run, [(0, end), (end, end), (end, count)], device, expandable_segments=expandable_segments
+    )
+    (resuming,) = peaks(
+        resumed, [(0, len(resumed.events))], device, expandable_segments=expandable_segments
+    )
+    phases = {
+        TRAINING: training,
+        EVALUATION: evaluation,
+        SAVING: saving,
+        RESUMING: resuming,
+    }
     return MemoryEstimate(
         parameters=prediction.parameters,
         trainable_parameters=prediction.trainable_parameters,
-        peak=peak,
+        peak=training,
         phases=phases,
-        steady_bytes=sum(steady.values()),
-        events=run.events,
-        starts=run.starts,
+        steady_bytes=saving.allocated_bytes,
+        events=run.events[:end],
+        starts=run.starts[:-1],
         traced_layers=prediction.traced_layers,
     )
-
-
-def predicted_step_bytes(estimate: MemoryEstimate) -> int:
-    """What a step adds to what stays: gradients and activations at its highest moment."""
-    peak = estimate.peak.components
-    return peak[Component.GRADIENTS] + peak[Component.ACTIVATIONS]

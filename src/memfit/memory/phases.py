@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.memory.allocator import round_request, simulate
+from memfit.memory.allocator import Allocator, Block, round_request
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.events import Event
@@ -65,83 +65,89 @@ def with_loaded_state(segments: Segments) -> Segments:
     return Segments({**segments.parts, "load_state": kept})
 
 
-def phase_orders(spec: StepSpec, *, cuda: bool) -> dict[str, list[str]]:
-    """What each phase runs through, from the start of its process."""
+def run_orders(spec: StepSpec, *, cuda: bool) -> tuple[list[str], list[str]]:
+    """A run from its start, with an evaluation at its end, and one that resumes."""
     build, *steps = training_order(spec)
-    first = steps[: steps.index("clear") + 1]
-    later = ["update" if name == "update_first" else name for name in first]
     workspaces = ["workspace"] if cuda else []
-    return {
-        TRAINING: [build, *workspaces, *steps],
-        EVALUATION: [build, *workspaces, *first, "evaluate"],
-        SAVING: [build, *workspaces, *first],
-        RESUMING: [build, "load_state", *workspaces, *later],
-    }
+    resumed = ["update" if name == "update_first" else name for name in steps]
+    return [build, *workspaces, *steps, "evaluate"], [build, "load_state", *workspaces, *resumed]
 
 
-def training_peak(
-    run: Run, device: DeviceProfile | None, *, expandable_segments: bool = False
+def peaks(
+    run: Run,
+    stretches: Sequence[tuple[int, int]],
+    device: DeviceProfile | None,
+    *,
+    expandable_segments: bool = False,
+) -> list[MemoryPeak]:
+    """The highest moment of each stretch of events, as the device's allocator sees them.
+
+    A stretch begins with what is alive before its first event. Reserved bytes are those of
+    the process up to then: the allocator gives nothing back by itself.
+    """
+    books = _Books(device, expandable_segments=expandable_segments)
+    highest = [(-1, -1, 0)] * len(stretches)
+    for index in range(len(run.events) + 1):
+        for number, (start, stop) in enumerate(stretches):
+            if start <= index <= stop:
+                allocated, _, reserved = highest[number]
+                best = (books.allocated, index, books.reserved)
+                kept = best if books.allocated > allocated else highest[number]
+                highest[number] = (*kept[:2], max(reserved, books.reserved))
+        if index < len(run.events):
+            books.enter(run.events[index])
+    return [_peak(run.events, *found, device) for found in highest]
+
+
+class _Books:
+    """What is allocated and reserved while events happen."""
+
+    def __init__(self, device: DeviceProfile | None, *, expandable_segments: bool) -> None:
+        self.allocated = self.reserved = 0
+        self._allocator: Allocator | None = None
+        if device is not None:
+            self._allocator = Allocator(expandable_segments=expandable_segments)
+        self._blocks: dict[int, Block | None] = {}
+
+    def enter(self, event: Event) -> None:
+        """Let an event happen."""
+        allocator = self._allocator
+        if allocator is None:  # a CPU: tensors' own bytes
+            self.allocated += event.nbytes if event.birth else -event.nbytes
+            self.reserved = self.allocated
+            return
+        if event.birth:
+            self._blocks[event.block] = allocator.allocate(event.nbytes)
+        elif (block := self._blocks.pop(event.block)) is not None:
+            allocator.free(block)
+        self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
+
+
+def _peak(
+    events: Sequence[Event],
+    allocated: int,
+    count: int,
+    reserved: int,
+    device: DeviceProfile | None,
 ) -> MemoryPeak:
-    """The highest moment of a run, as the device's allocator sees it."""
-    if device is None:
-        return moment_peak(run.events, 0, rounding=False)
-    found = simulate(run.events, expandable_segments=expandable_segments)
-    live = live_bytes(run.events, found.peak_event)
+    live = live_bytes(events[:count], rounding=device is not None)
     # A block may be larger than its tensor, where the rest of it was too small to split off.
-    live[Component.ACTIVATIONS] += found.allocated_bytes - sum(live.values())
+    live[Component.ACTIVATIONS] += allocated - sum(live.values())
+    context = 0 if device is None else device.context_bytes
     return MemoryPeak(
-        components={**live, Component.CONTEXT: device.context_bytes},
-        allocated_bytes=found.allocated_bytes,
-        reserved_bytes=found.reserved_bytes,
-        device_bytes=found.reserved_bytes + device.context_bytes,
-        module=run.events[found.peak_event].module,
-    )
-
-
-def phase_peak(
-    run: Run, start: int, device: DeviceProfile | None, reserved_bytes: int
-) -> MemoryPeak:
-    """The highest moment from event `start` on, in a process that has `reserved_bytes`."""
-    peak = moment_peak(run.events, start, rounding=device is not None)
-    if device is None:
-        return peak
-    reserved = max(reserved_bytes, peak.allocated_bytes)
-    return MemoryPeak(
-        components={**peak.components, Component.CONTEXT: device.context_bytes},
-        allocated_bytes=peak.allocated_bytes,
+        components={**live, Component.CONTEXT: context},
+        allocated_bytes=allocated,
         reserved_bytes=reserved,
-        device_bytes=reserved + device.context_bytes,
-        module=peak.module,
+        device_bytes=reserved + context,
+        module=events[count - 1].module if count else "",
     )
 
 
-def moment_peak(events: Sequence[Event], start: int, *, rounding: bool) -> MemoryPeak:
-    """The highest sum of live blocks from event `start` on."""
-    now = highest = 0
-    at = len(events) - 1
-    for index, event in enumerate(events):
-        size = round_request(event.nbytes) if rounding else event.nbytes
-        now += size if event.birth else -size
-        if index >= start - 1 and now > highest:
-            highest, at = now, index
-    live = live_bytes(events, at, rounding=rounding)
-    total = sum(live.values())
-    module = events[at].module if at >= start else ""
-    return MemoryPeak(
-        components=live,
-        allocated_bytes=total,
-        reserved_bytes=total,
-        device_bytes=total,
-        module=module,
-    )
-
-
-def live_bytes(events: Sequence[Event], at: int, *, rounding: bool = True) -> dict[Component, int]:
-    """What is alive right after event `at`, by component."""
-    live: dict[Component, int] = dict.fromkeys(
-        (c for c in Component if c is not Component.CONTEXT), 0
-    )
-    for event in events[: at + 1]:
+def live_bytes(events: Sequence[Event], *, rounding: bool = True) -> dict[Component, int]:
+    """What is alive after these events, by component."""
+    parts = [component for component in Component if component is not Component.CONTEXT]
+    live: dict[Component, int] = dict.fromkeys(parts, 0)
+    for event in events:
         size = round_request(event.nbytes) if rounding else event.nbytes
         live[event.component] += size if event.birth else -size
     return live
