@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.packing.attention import choose_kernel, count_packed_calls, packed_attention
-from memfit.packing.kernels import group_by_length, grouped, repadded
+from memfit.packing.kernels import repadded
 
 LENGTHS = (4, 0, 9, 1, 6)
 CU_SEQLENS = torch.tensor([0, 4, 4, 13, 14, 20], dtype=torch.int32)
@@ -34,22 +31,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scaling: float, reach: int | None
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-    dropout, reach = settings.get("dropout", 0.0), settings.get("reach")
-    if kernel == "grouped":
-        return grouped(q, k, v, LENGTHS, dropout, 0.3, reach)
-    return repadded(q, k, v, CU_SEQLENS, 9, dropout, 0.3, reach)
-
-
-kernels = pytest.mark.parametrize("kernel", ["grouped", "repadded"])
-
-
-@kernels
 @pytest.mark.parametrize("reach", [None, 0, 2, 5])
-def test_texts_attend_to_themselves_within_the_window(kernel: str, reach: int | None) -> None:
+def test_texts_attend_to_themselves_within_the_window(reach: int | None) -> None:
     q, k, v = qkv()
     expected = reference(q, k, v, 0.3, reach)
-    output = run(kernel, q, k, v, reach=reach)
+    output = repadded(q, k, v, CU_SEQLENS, 9, 0.0, 0.3, reach)
     assert torch.allclose(output, expected, atol=1e-6)
     direction = torch.randn_like(output)
     gradients = torch.autograd.grad(output, (q, k, v), direction)
@@ -59,8 +45,7 @@ def test_texts_attend_to_themselves_within_the_window(kernel: str, reach: int | 
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-@kernels
-def test_dropout_drops_its_share_and_keeps_the_mean(kernel: str) -> None:
+def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     """With one-hot values the output is the weights themselves."""
     length, p = 64, 0.25
     torch.manual_seed(0)
@@ -69,8 +54,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean(kernel: str) -> None:
     cu = torch.tensor([0, length], dtype=torch.int32)
 
     def weights(dropout: float) -> Tensor:
-        if kernel == "grouped":
-            return grouped(q, k, v, (length,), dropout, 0.05, None)
         return repadded(q, k, v, cu, length, dropout, 0.05, None)
 
     kept, exact = weights(p), weights(0.0)
@@ -81,13 +64,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean(kernel: str) -> None:
     assert torch.allclose(kept[survivors], exact[survivors] / (1 - p), rtol=1e-4)
 
 
-@kernels
-def test_dropout_is_the_seeds_and_its_gradient_is_of_the_same_draw(kernel: str) -> None:
+def test_dropout_is_the_seeds_and_its_gradient_is_of_the_same_draw() -> None:
     q, k, v = qkv()
 
     def draw(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return run(kernel, q, k, v, dropout=0.4)
+        return repadded(q, k, v, CU_SEQLENS, 9, 0.4, 0.3, None)
 
     assert torch.equal(draw(3), draw(3))
     assert not torch.equal(draw(3), draw(4))
@@ -145,20 +127,3 @@ def test_an_unknown_stock_attention_is_an_error() -> None:
 
 def test_other_devices_get_the_kernel_that_needs_nothing() -> None:
     assert choose_kernel(torch.empty(4, 2, 8, device="meta"), None) is repadded
-
-
-def test_texts_are_grouped_by_length_with_little_padding() -> None:
-    groups, first_cell = group_by_length((100, 0, 30, 95, 128, 31))
-    assert groups == ((4,), (0, 3), (5, 2))  # 100 is not within a fifth of 128; 95 is of 100
-    assert first_cell == (128, 0, 128 + 200 + 31, 228, 0, 328)
-
-
-def test_groups_made_under_a_fake_mode_do_not_reach_the_real_step() -> None:
-    q, k, v = qkv()
-    group_by_length.cache_clear()
-    mode = FakeTensorMode()
-    fake = [mode.from_tensor(x) for x in (q, k, v)]
-    with mode:
-        grouped(*fake, LENGTHS, 0.0, 0.3, 2)
-    expected = reference(q, k, v, 0.3, 2)
-    assert torch.allclose(grouped(q, k, v, LENGTHS, 0.0, 0.3, 2), expected, atol=1e-6)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from memfit.packing.kernels import efficient, flash, grouped, repadded
+from memfit.packing.kernels import efficient, flash, repadded
 
 IMPLEMENTATION = "memfit_packed"
 STOCK_ATTRIBUTE = "_memfit_stock_attention"
@@ -46,7 +46,6 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    packed_lengths: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention within each text of a packed [1, heads, T, width]; stock attention otherwise."""
@@ -69,12 +68,8 @@ def packed_attention(
     reach = None if sliding_window is None else sliding_window - 1
     if reach is not None and reach >= longest - 1:
         reach = None
-    if q.device.type == "cpu":
-        lengths = packed_lengths or tuple(cu_seq_lens_q.diff().tolist())
-        output = grouped(q, k, v, lengths, dropout, scaling, reach)
-    else:
-        kernel = choose_kernel(q, reach)
-        output = kernel(q, k, v, cu_seq_lens_q, longest, dropout, scaling, reach)
+    kernel = choose_kernel(q, reach)
+    output = kernel(q, k, v, cu_seq_lens_q, longest, dropout, scaling, reach)
     return output.unsqueeze(0), None
 
 

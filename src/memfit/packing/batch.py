@@ -75,8 +75,6 @@ class PackedBatch:
             max_length_k=self.max_seqlen,
             packed_rows=self.rows,
         )
-        if self.cu_seqlens.device.type == "cpu":
-            inputs["packed_lengths"] = self.lengths
         if labels and self.labels is not None:
             if self.rows != self.real_rows and self.labels.is_floating_point():
                 raise ValueError(
