@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 
 from _history import history
 from _machine import stamp
-from _memory_cases import CASES, Case
+from _memory_cases import CASES, HELD_OUT, Case
 from _stock_run import arguments, build_model, make_rows, make_trainer
 from memfit.memory import nvml
 
@@ -263,10 +263,14 @@ def forget(trainer: Any) -> None:
 
 def chosen(patterns: list[str]) -> list[Case]:
     """The cases whose id matches one of the patterns; all without a pattern."""
-    ids = [case.id for case in CASES]
+    ids = [case.id for case in (*CASES, *HELD_OUT)]
     if len(set(ids)) != len(ids):
         raise SystemExit(f"two cases share an id: {sorted(i for i in ids if ids.count(i) > 1)}")
-    cases = [c for c in CASES if not patterns or any(fnmatch.fnmatch(c.id, p) for p in patterns)]
+    if "held-out" in patterns:
+        cases = HELD_OUT
+    else:
+        chosen = [c for c in CASES if any(fnmatch.fnmatch(c.id, p) for p in patterns)]
+        cases = chosen if patterns else CASES
     missing = [c for c in cases if c.requires and not importlib.util.find_spec(c.requires)]
     for case in missing:
         print(f"{case.id}: left out, {case.requires} is not installed", file=sys.stderr)
@@ -317,7 +321,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("memory_gpu.json"))
-    parser.add_argument("--only", nargs="*", default=[], help="ids or patterns (bert-large/*)")
+    parser.add_argument("--only", nargs="*", default=[], help="ids, patterns, or held-out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try the script")
