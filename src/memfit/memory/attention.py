@@ -137,13 +137,20 @@ def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
         yield batch * heads * (tiles * (64 * 64 * 4 + 16) + length * 4)
     elif func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, length, width = args[1].shape
-        rounded = -(-length // 128) * 128
-        wide = -(-width // 32) * 32
-        key = args[2]
-        # Grouped heads get their key and value gradients in full, then summed.
-        grouped = key.shape[1] != heads
-        expanded = 2 * batch * heads * key.shape[2] * width * key.element_size()
-        yield batch * heads * rounded * (wide + 1) * 4 + (expanded if grouped else 0)
+        yield _flash_buffers(
+            batch * -(-length // 128) * 128, heads, width, args[2], args[2].shape[1]
+        )
+    elif func is _aten._flash_attention_backward.default:
+        *rows, heads, width = args[1].shape
+        tokens = math.prod(rows) if len(rows) == 2 else rows[0] + 128 * args[6].numel()
+        yield _flash_buffers(tokens, heads, width, args[2], args[2].shape[-2])
     elif func is _aten._scaled_dot_product_cudnn_attention_backward.default:
         batch, heads, length, width = args[1].shape
         yield batch * heads * length * (width + 1) * 4
+
+
+def _flash_buffers(tokens: int, heads: int, width: int, key: torch.Tensor, key_heads: int) -> int:
+    """The query gradient in fp32; key and value gradients of grouped heads, before their sum."""
+    wide = -(-width // 32) * 32
+    expanded = 2 * key.numel() // key_heads * heads * key.element_size()
+    return tokens * heads * (wide + 1) * 4 + (expanded if key_heads != heads else 0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memfit.errors import ModelError
+from memfit.memory.flash import FLASH_NAME, check_flash, is_flash
 from memfit.memory.spec import StepSpec
 from memfit.parts import add_lora, freeze
 
@@ -47,7 +48,8 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
 
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype)}
     if spec.attn_implementation is not None:
-        options["attn_implementation"] = spec.attn_implementation
+        flash = is_flash(spec.attn_implementation)
+        options["attn_implementation"] = FLASH_NAME if flash else spec.attn_implementation
     try:
         # Filling weights costs time and, on fake tensors, asks for values (ModernBERT).
         with torch.device("meta"), no_init_weights():
@@ -55,6 +57,8 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
             model = auto.from_config(config, **options)
     except (ValueError, ImportError) as error:
         raise ModelError(f"cannot build a classifier of {config.model_type}: {error}") from None
+    if is_flash(spec.attn_implementation):
+        check_flash(model, spec.dtype, autocast=spec.autocast)
     if spec.lora is not None:
         model = add_lora(model, spec.lora, dropout=spec.lora_dropout, on_meta=True)
     elif spec.freeze is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
 from memfit.memory.fake import fake_trace
+from memfit.memory.flash import flash_attention, is_flash
 from memfit.memory.models import (
     build_on_meta,
     empty_like,
@@ -45,6 +46,11 @@ class Prediction:
 
 def predict_segments(spec: StepSpec, device: DeviceProfile | None) -> Prediction:
     """Trace the step on a CUDA device, or on a CPU (None)."""
+    with flash_attention() if is_flash(spec.attn_implementation) else nullcontext():
+        return _predict(spec, device)
+
+
+def _predict(spec: StepSpec, device: DeviceProfile | None) -> Prediction:
     config = model_config(spec)
     model = build_on_meta(spec, config)
     parameters = list(model.parameters())
