@@ -50,8 +50,8 @@ NAMES = {
     "zh": ("张量（`max_memory_allocated`）", "PyTorch 预留", "整块显卡（NVML）"),
 }
 HEADS = {
-    "en": ("peak of a run", "median error", "worst error"),
-    "zh": ("一次训练的峰值", "误差中位数", "最大误差"),
+    "en": ("peak, {} runs of {} models", "median error", "worst error"),
+    "zh": ("峰值（{} 次训练，{} 个模型）", "误差中位数", "最大误差"),
 }
 
 
@@ -96,8 +96,10 @@ def recipe_rungs() -> list[chart.Rung]:
 def accuracy_table(language: str) -> str:
     """How far off the predictions are, over all runs."""
     found = accuracy.summary(list(predicted().values()))
+    models = {name.split("/")[0] for name in predicted()}
+    head, *others = HEADS[language]
     return table(
-        HEADS[language],
+        (head.format(len(predicted()), len(models)), *others),
         [
             (name, f"{found[size]['median']:.2%}", f"{found[size]['worst']:.2%}")
             for name, size in zip(NAMES[language], accuracy.SIZES, strict=True)

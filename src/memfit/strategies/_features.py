@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from memfit.errors import DataError, ModelError
 from memfit.packing.families import FAMILIES
 from memfit.parts import base_of
-from memfit.runtime.batching import MicroBatch, MicroBatching, split, trimming_for
 from memfit.strategies._layers import wrap
+
+if TYPE_CHECKING:
+    from memfit.runtime.batching import MicroBatch
 
 FEATURES = "frozen_features"
 """The model input that features travel under."""
@@ -142,6 +144,7 @@ def cached_features(
     changes its rows at random does so once.
     """
     from memfit.data.workspace import progress_bar
+    from memfit.runtime.batching import MicroBatching, split, trimming_for
 
     if not len(dataset):
         raise DataError("there is no row to compute features of")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from memfit.errors import ConfigError
-from memfit.runtime.lengths import longest_row
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
 
 if TYPE_CHECKING:
@@ -101,6 +100,8 @@ class Truncation(Strategy):
         if are_pairs(rows):
             return "of pairs of texts the tokenizer must choose which to cut; give it max_length"
         if rows:
+            from memfit.runtime.lengths import longest_row
+
             longest = longest_row(setup.train_dataset, setup.model)
             if longest <= self.max_length:
                 return f"no text has more than {longest} tokens"
