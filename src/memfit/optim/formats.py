@@ -1,16 +1,16 @@
 """How the low-bit optimizer stores its numbers, written in plain torch.
 
     weight    bf16 or fp16 in the model + int8 correction   24-bit master, exact round trip
-    moment m  int8 c, one fp32 scale s a block              m = s * c|c| / 127^2
-    moment v  uint8 c, one fp32 scale s a block             sqrt(v) = s * c^2 / 255^2
+    moment m  int8 c, one fp32 scale s a block              m = s * c|c|^3 / 127^4
+    moment v  uint8 c, one fp32 scale s a block             sqrt(v) = s * c^4 / 255^4
     noise     32 bits an element from a counter-based hash
 
-Why squares: the update divides by sqrt(v), so it is the relative error of small
+Why fourth powers: the update divides by sqrt(v), so it is the relative error of small
 values that counts, and within one block they lie far below the largest. On 200 steps
-of a pre-trained encoder's gradients the sum of all updates is off by 3 to 5 %; with
-codes linear in sqrt(v) it is off by up to 65 % and single updates grow 300-fold;
-rounding those up halves every update (tests/unit/test_optim_formats.py has a small
-copy). A square root is also correctly rounded everywhere, so all backends agree.
+of a pre-trained encoder's gradients the sum of all updates is off by 4 to 5 %; with
+codes linear in sqrt(v) by up to 65 %, with single updates 300 times too large; rounding
+those up halves every update. Squares do as well there, but not where a block
+spreads over more decades (tests/unit/test_optim_formats.py). Two square roots encode.
 
 v is rounded stochastically, unbiased in v: its average moves by a thousandth a step,
 far below one code, and would stand still under rounding to nearest. m forgets in ten
@@ -67,37 +67,46 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """s * c|c| / 127^2 for codes [blocks, block] and scale [blocks, 1]."""
+    """s * c|c|^3 / 127^4 for codes [blocks, block] and scale [blocks, 1]."""
     x = codes.float()
-    return x.mul_(x.abs()).mul_(scale / SIGNED_LEVELS**2)
+    x.mul_(x.abs())
+    return x.mul_(x.abs()).mul_(scale / SIGNED_LEVELS**4)
 
 
 def encode_signed(x: Tensor, random16: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """int8 codes and fp32 scales; to nearest, or stochastically and unbiased in x."""
     magnitude = x.abs()
     scale = magnitude.amax(dim=1, keepdim=True)
-    level = magnitude.mul_(inverse(scale)).sqrt_().mul_(SIGNED_LEVELS).clamp_(max=SIGNED_LEVELS)
+    level = magnitude.mul_(inverse(scale)).sqrt_().sqrt_().mul_(SIGNED_LEVELS)
+    level.clamp_(max=SIGNED_LEVELS)
     if random16 is None:
         code = level.add_(0.5).floor_()
     else:
         low = level.floor()
-        share = level.square_().sub_(low * low).div_(low * 2 + 1)
+        low4, high4 = low.square().square_(), (low + 1).square_().square_()
+        share = level.square_().square_().sub_(low4).div_(high4.sub_(low4))
         code = low.add_(_drawn(share, random16)).clamp_(max=SIGNED_LEVELS)
     return code.copysign_(x).to(torch.int8), scale
 
 
 def decode_root(codes: Tensor, scale: Tensor) -> Tensor:
-    """sqrt(v) = s * c^2 / 255^2."""
-    return codes.float().square_().mul_(scale / UNSIGNED_LEVELS**2)
+    """sqrt(v) = s * c^4 / 255^4."""
+    return codes.float().square_().square_().mul_(scale / UNSIGNED_LEVELS**4)
 
 
 def encode_root(root: Tensor, random16: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes and scales of sqrt(v), rounded stochastically and unbiased in v."""
+    """uint8 codes and scales of sqrt(v), rounded stochastically and unbiased in v.
+
+    Code 0 is not used: a v of 0 beside an m that is not would let the next update explode.
+    Below 255^-4 of the block's largest, sqrt(v) is taken too large, which is safe.
+    """
     scale = root.amax(dim=1, keepdim=True)
-    level = (root * inverse(scale)).sqrt_().mul_(UNSIGNED_LEVELS).clamp_(max=UNSIGNED_LEVELS)
+    level = (root * inverse(scale)).sqrt_().sqrt_().mul_(UNSIGNED_LEVELS)
+    level.clamp_(1, UNSIGNED_LEVELS)
     low = level.floor()
-    low4, high4 = low.square().square_(), (low + 1).square_().square_()
-    share = level.square_().square_().sub_(low4).div_(high4.sub_(low4))
+    low8 = low.square().square_().square_()
+    high8 = (low + 1).square_().square_().square_()
+    share = level.square_().square_().square_().sub_(low8).div_(high8.sub_(low8))
     code = low.add_(_drawn(share, random16)).clamp_(max=UNSIGNED_LEVELS)
     return code.to(torch.uint8), scale
 

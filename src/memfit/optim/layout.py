@@ -34,7 +34,7 @@ class StepScalars:
 
 @dataclass(frozen=True, slots=True)
 class CodedGradient:
-    """A gradient kept in 8 bits: signed square codes with one scale a block."""
+    """A gradient kept in 8 bits: signed codes with one scale a block."""
 
     codes: Tensor  # int8 [n]
     scales: Tensor  # fp32 [blocks]

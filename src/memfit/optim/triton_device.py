@@ -112,9 +112,23 @@ def _store_master(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexp
 
 
 @triton.jit
+def _fourth(x):
+    x *= x
+    return x * x
+
+
+@triton.jit
+def _level(size, scale, levels):
+    """The code before it is rounded."""
+    share = size * _inverse(scale)[:, None]
+    return tl.minimum(tl.sqrt(tl.sqrt(share)) * levels, levels)
+
+
+@triton.jit
 def _decode_signed(codes, scale):
     x = codes.to(tl.float32)
-    return x * tl.abs(x) * (scale * (1.0 / 16129.0))[:, None]
+    x *= tl.abs(x)
+    return x * tl.abs(x) * (scale * (1.0 / 260144641.0))[:, None]
 
 
 @triton.jit
@@ -140,7 +154,8 @@ def _tile(
     m = _decode_signed(tl.load(m_ptr + at, mask, other=0), tl.load(ms_ptr + block, live, other=0.0))
     m = m * tl.load(hyper_ptr) + grad * tl.load(hyper_ptr + 1)
     root = tl.load(v_ptr + at, mask, other=0).to(tl.float32)
-    root *= root * (tl.load(vs_ptr + block, live, other=0.0) * (1.0 / 65025.0))[:, None]
+    root *= root
+    root *= root * (tl.load(vs_ptr + block, live, other=0.0) * (1.0 / 4228250625.0))[:, None]
     root = tl.sqrt(root * root * tl.load(hyper_ptr + 2) + grad * grad * tl.load(hyper_ptr + 3))
 
     bits = _hash(at.to(tl.uint32) ^ key)
@@ -151,17 +166,15 @@ def _tile(
 
     size = tl.abs(m)
     scale = tl.max(size, axis=1)
-    level = tl.minimum(tl.sqrt(size * _inverse(scale)[:, None]) * 127.0, 127.0)
-    level = tl.floor(level + 0.5)
+    level = tl.floor(_level(size, scale, 127.0) + 0.5)
     tl.store(m_ptr + at, tl.where(m < 0, -level, level).to(tl.int8), mask)
     tl.store(ms_ptr + block, scale, live)
 
     scale = tl.max(root, axis=1)
-    level = tl.minimum(tl.sqrt(root * _inverse(scale)[:, None]) * 255.0, 255.0)
+    level = tl.maximum(_level(root, scale, 255.0), 1.0)
     low = tl.floor(level)
-    low4 = low * low * low * low
-    high4 = (low + 1) * (low + 1) * (low + 1) * (low + 1)
-    share = (level * level * level * level - low4) / (high4 - low4)
+    low8 = _fourth(low * low)
+    share = (_fourth(level * level) - low8) / (_fourth((low + 1) * (low + 1)) - low8)
     code = tl.minimum(low + _share_drawn(share, bits >> 16), 255.0)
     tl.store(v_ptr + at, code.to(tl.uint8), mask)
     tl.store(vs_ptr + block, scale, live)
@@ -239,10 +252,11 @@ def accumulate_kernel(
 
     size = tl.abs(total)
     scale = tl.max(size, axis=1)
-    level = tl.minimum(tl.sqrt(size * _inverse(scale)[:, None]) * 127.0, 127.0)
+    level = _level(size, scale, 127.0)
     low = tl.floor(level)
     bits = _hash(at.to(tl.uint32) ^ _stream_key(key_ptr, stream.to(tl.int64)))
-    share = (level * level - low * low) / (low * 2 + 1)
+    low4 = _fourth(low)
+    share = (_fourth(level) - low4) / (_fourth(low + 1) - low4)
     code = tl.minimum(low + _share_drawn(share, bits & 0xFFFF), 127.0)
     tl.store(q_ptr + at, tl.where(total < 0, -code, code).to(tl.int8), mask)
     tl.store(s_ptr + block, scale, live)
