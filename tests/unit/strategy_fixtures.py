@@ -54,6 +54,24 @@ def build(family: str = "bert", seed: int = 0, noise: float = 0.05, **changes: A
     return model
 
 
+def frozen(family: str = "bert", **changes: Any) -> Any:
+    """The same with its encoder frozen, as the tutorials' loop does it."""
+    model = build(family, **changes)
+    getattr(model, model.base_model_prefix).requires_grad_(False)
+    return model
+
+
+def count_calls(model: Any) -> list[int]:
+    """How often the layers of a BERT are run, in a list of one number."""
+    calls = [0]
+
+    def note(*_: Any) -> None:
+        calls[0] += 1
+
+    model.bert.encoder.layer[0].register_forward_hook(note)
+    return calls
+
+
 def rows_of(
     count: int, longest: int = 30, seed: int = 1, share: float = 0.5
 ) -> list[dict[str, Any]]:
