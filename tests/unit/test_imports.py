@@ -27,6 +27,7 @@ NEVER = {
     "report": ("runtime", "strategies", "planner"),
     "packing": ("runtime", "strategies", "planner"),
     "optim": ("runtime", "strategies", "planner"),
+    "fused": ("runtime", "strategies", "planner"),
     "memory": ("runtime", "strategies", "planner"),
     "strategies": ("planner",),
 }
