@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.memory.components import Component
-from memfit.memory.segments import Kind, Mark, Segments, layer_index, moved
+from memfit.memory.segments import Kind, Mark, Segments, layer_of, moved, sorted_deaths
 
 _ATTRIBUTES = (bool, float, str, type(None))
 
@@ -83,7 +83,7 @@ def deepen(shallow: Segments, deeper: Segments, repeats: int) -> Segments | None
         found = difference(marks, deeper.parts[name])
         if found is None:
             return None
-        parts[name] = _grow(deeper.parts[name], found, repeats)
+        parts[name] = sorted_deaths(_grow(deeper.parts[name], found, repeats))
     return Segments(parts)
 
 
@@ -106,29 +106,37 @@ def _grow(marks: list[Mark], found: Difference, repeats: int) -> list[Mark]:
         marks[place] = marks[place]._replace(kind=kind)
     out: list[Mark] = []
     at = above = 0
+    stack = ""
     rises = False  # the last insertion went up through the layers: what follows lies above
     for start, length in found.inserts:
-        slope = _slope(marks, start, length)
+        slope, stack = _slope(marks, start, length)
         above = (repeats - 1) * abs(slope)
-        out += [_move(mark, above if rises or slope < 0 else 0) for mark in marks[at:start]]
+        out += _move(marks[at:start], stack, above if rises or slope < 0 else 0)
         for number in range(repeats):
             layers = number * slope if slope >= 0 else (number - repeats + 1) * slope
-            out += [_move(mark, layers) for mark in marks[start : start + length]]
+            out += _move(marks[start : start + length], stack, layers)
         at, rises = start + length, slope > 0
-    return out + [_move(mark, above if rises else 0) for mark in marks[at:]]
+    return out + _move(marks[at:], stack, above if rises else 0)
 
 
-def _slope(marks: list[Mark], start: int, length: int) -> int:
-    """How many layers up an inserted stretch leads; negative in the backward pass."""
-    before = (layer_index(mark.module) for mark in reversed(marks[:start]))
-    inside = [layer_index(mark.module) for mark in marks[start : start + length]]
-    first = next((index for index in before if index is not None), None)
-    last = next((index for index in reversed(inside) if index is not None), None)
-    return 0 if first is None or last is None else last - first
+def _slope(marks: list[Mark], start: int, length: int) -> tuple[int, str]:
+    """How many layers up an inserted stretch leads, negative in the backward pass; and where."""
+    inside = (layer_of(mark.module) for mark in reversed(marks[start : start + length]))
+    last = next((layer for layer in inside if layer is not None), None)
+    if last is None:
+        return 0, ""
+    before = (layer_of(mark.module) for mark in reversed(marks[:start]))
+    first = next(
+        (index for layer in before if layer and layer[0] == last[0] for index in layer[1:]), None
+    )
+    return (0 if first is None else last[1] - first), last[0]
 
 
-def _move(mark: Mark, by: int) -> Mark:
-    return mark._replace(module=moved(mark.module, by)) if by else mark
+def _move(marks: list[Mark], stack: str, by: int) -> list[Mark]:
+    """The same marks in layers further up the stack."""
+    if not by:
+        return marks
+    return [mark._replace(module=moved(mark.module, stack, by)) for mark in marks]
 
 
 def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:

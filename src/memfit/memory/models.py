@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,7 +53,9 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
         options["attn_implementation"] = FLASH_NAME if flash else spec.attn_implementation
     try:
         # Filling weights costs time and, on fake tensors, asks for values (ModernBERT).
-        with torch.device("meta"), no_init_weights():
+        # A model's code is imported here, and what it still uses of old torch is its affair.
+        with warnings.catch_warnings(), torch.device("meta"), no_init_weights():
+            warnings.simplefilter("ignore", DeprecationWarning)
             auto: Any = AutoModelForSequenceClassification
             model = auto.from_config(config, **options)
     except (ValueError, ImportError) as error:
@@ -120,7 +123,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def small_random(tensor: torch.Tensor) -> torch.Tensor:
     """A real tensor with values a training step survives."""
     if tensor.is_floating_point():
-        return torch.randn(tensor.shape, device="cpu").mul_(0.02).to(tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").normal_(std=0.02)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 

@@ -54,16 +54,19 @@ def without_index(module: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def layer_index(module: str) -> int | None:
-    """The number of the layer a module is in."""
+def layer_of(module: str) -> tuple[str, int] | None:
+    """The stack of layers a module is in, and the layer's number."""
     found = _INDEX.search(module)
-    return int(found[0]) if found else None
+    return (module[: found.start()], int(found[0])) if found else None
 
 
 @lru_cache(maxsize=4096)
-def moved(module: str, by: int) -> str:
-    """The same module of a layer `by` further up."""
-    return _INDEX.sub(lambda found: str(int(found[0]) + by), module, count=1) if by else module
+def moved(module: str, stack: str, by: int) -> str:
+    """The same module of a layer `by` further up, if it is in that stack."""
+    layer = layer_of(module)
+    if layer is None or layer[0] != stack:
+        return module
+    return f"{stack}{layer[1] + by}{_INDEX.sub('', module, count=1)[len(stack) :]}"
 
 
 def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> Segments:
@@ -88,11 +91,11 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
                     rank = -1
                 blocks.remove(event.block)
             marks.append(Mark(event.birth, kind, event.module, rank))
-        done[name] = _sorted_deaths(marks)
+        done[name] = sorted_deaths(marks)
     return Segments(done)
 
 
-def _sorted_deaths(marks: list[Mark]) -> list[Mark]:
+def sorted_deaths(marks: list[Mark]) -> list[Mark]:
     """Deaths at one moment in a fixed order: autocast empties its cache in that of a hash."""
     out: list[Mark] = []
     for birth, group in itertools.groupby(marks, key=lambda mark: mark.birth):
