@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +251,17 @@ def test_on_a_cpu_it_says_that_the_optimizer_is_there_already() -> None:
     assert OptimizerOffload(dtype="bfloat16").fidelity is Fidelity.ROUNDING
     with pytest.raises(ConfigError, match="bfloat16"):
         OptimizerOffload(dtype="int8")  # type: ignore[arg-type]
+
+
+def test_too_little_host_memory_is_said_before_anything_is_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = setup_for(build("bert"))
+    setup.device = torch.device("cuda")
+    learning = sum(p.numel() for p in setup.model.parameters())
+    for free, weights, fits in ((16, False, True), (15, False, False), (16, True, False)):
+        memory = SimpleNamespace(available=free * learning)
+        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+        reason = OptimizerOffload(weights=weights).unavailable(setup)
+        assert (reason == "") is fits
+        assert fits or "of the computer's memory" in reason

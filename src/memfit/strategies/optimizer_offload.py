@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import psutil
 import torch
 from torch import nn
 
@@ -20,11 +21,14 @@ from memfit.strategies._host_weights import HostWeights
 from memfit.strategies._hosted import Link, link_to
 from memfit.strategies._layers import stack_of, stack_problem
 from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_HOST_BYTES_PER_PARAMETER = 16
+"""fp32 weights, gradient and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class OptimizerOffload(Strategy):
     def unavailable(self, setup: Setup) -> str:
         if setup.device.type != "cuda":
             return f"on a {setup.device.type} device the optimizer is in host memory already"
-        return self._unsuited(setup)
+        return self._unsuited(setup) or self._too_large(setup.model)
 
     def _unsuited(self, setup: Setup) -> str:
         """What in the model or the arguments stands against it, on any device."""
@@ -86,6 +90,17 @@ class OptimizerOffload(Strategy):
         if setup.args.torch_compile:
             return "a compiled model holds on to its weights; leave torch_compile off"
         return ""
+
+    def _too_large(self, model: nn.Module) -> str:
+        learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        needed_bytes = _HOST_BYTES_PER_PARAMETER * learning
+        if self.weights:
+            needed_bytes += sum(p.nbytes for p in model.parameters())
+        free_bytes = psutil.virtual_memory().available
+        if needed_bytes <= free_bytes:
+            return ""
+        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
+        return f"it needs {needed} of the computer's memory, of which {free} are free"
 
     def apply(self, setup: Setup) -> None:
         if problem := self.unavailable(setup):
