@@ -1,4 +1,4 @@
-"""The low-bit formats: exact round trips, unbiased rounding, and why the codes are fourth powers."""
+"""The low-bit formats: exact round trips, unbiased rounding, why codes are fourth powers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_a_split_master_holds_8_bits_more_than_its_weight(dtype: torch.dtype, bi
     assert correction.dtype == torch.int8
     assert ((master - WEIGHTS).abs() <= WEIGHTS.abs() * 2.0**-bits + 2**-33).all()
     # The weight the model computes with is the nearest one, up to exact ties.
-    assert ((weight.float() - WEIGHTS).abs() <= (WEIGHTS.to(dtype).float() - WEIGHTS).abs() * 1.01).all()
+    assert (
+        (weight.float() - WEIGHTS).abs() <= (WEIGHTS.to(dtype).float() - WEIGHTS).abs() * 1.01
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

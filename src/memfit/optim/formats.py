@@ -8,7 +8,7 @@
 Why fourth powers: the update divides by sqrt(v), so it is the relative error of small
 values that counts, and within one block they lie far below the largest. On 200 steps
 of a pre-trained encoder's gradients the sum of all updates is off by 4 to 5 %; with
-codes linear in sqrt(v) by up to 65 %, with single updates 300 times too large; rounding
+codes linear in sqrt(v) by up to 84 %, with single updates 400 times too large; rounding
 those up halves every update. Squares do as well there, but not where a block
 spreads over more decades (tests/unit/test_optim_formats.py). Two square roots encode.
 

@@ -18,7 +18,7 @@ _KEPT_STREAMS = 1 << 20
 class KeptGradients(GradientSink):
     """Gradients stay in `.grad` until the step, as in any training loop: 2 bytes a parameter.
 
-    Micro-batches add up in the gradient's own dtype.
+    Micro-batches add up in the gradient's own dtype. The step frees them.
     """
 
     name = "kept"
@@ -49,6 +49,8 @@ class KeptGradients(GradientSink):
             self._norm.measure_many(params, grads)
         self._decide()
         self.optimizer.update_many(list(zip(params, grads, strict=True)))
+        for p in params:
+            p.grad = None
 
 
 class KeptInt8(GradientSink):
