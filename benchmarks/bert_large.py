@@ -79,6 +79,20 @@ RUNS: dict[str, dict[str, Any]] = {
         "args": {"max_grad_norm": 0.0}, "steps": 80,
         "strategies": ["Packing()", "Checkpointing()", "LowBitAdamW(16)", "GradientRelease()"],
     },
+    "16-bit, release, recompute, activations offloaded": {
+        "args": {"max_grad_norm": 0.0}, "steps": 60,
+        "strategies": [
+            "Packing()", "Checkpointing()", "ActivationOffload()", "LowBitAdamW(16)",
+            "GradientRelease()", "SmallWorkspace()",
+        ],
+    },
+    "everything offloaded": {
+        "steps": 45,
+        "strategies": [
+            "Packing()", "Checkpointing()", "ActivationOffload()",
+            "OptimizerOffload(weights=True, dtype='bfloat16')", "SmallWorkspace()",
+        ],
+    },
     "XLM-R-large, 24-bit, release, recompute, under 4 GB": {
         "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000, "model": "xlmr", "steps": 80,
         "strategies": ["Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease()"],

@@ -4,7 +4,7 @@
 |---|---|---|
 | per_device_train_batch_size | 32 | 8 |
 | per_device_eval_batch_size | 64 | 8 |
-| learning_rate | 2e-5 | 5e-5 |
+| learning_rate | 2e-5; 1e-3 where only a head learns | 5e-5 |
 | eval_strategy | epoch | no |
 | save_strategy | as eval_strategy | steps |
 | save_total_limit | 3 | none |
@@ -35,8 +35,12 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
+HEAD_LEARNING_RATE = 1e-3
+"""At 2e-5 a fresh head on a frozen encoder learns nothing (benchmarks/quality.py)."""
+
+
 def training_arguments(
-    training: Mapping[str, Any], output_dir: Path, best_metric: str
+    training: Mapping[str, Any], output_dir: Path, best_metric: str, *, head_only: bool = False
 ) -> TrainingArguments:
     """The Trainer's arguments, or a ConfigError that names what they refuse."""
     import torch
@@ -44,6 +48,8 @@ def training_arguments(
     from memfit.arguments import TrainingArguments
 
     fields = with_defaults(training, best_metric)
+    if head_only and "learning_rate" not in training:
+        fields["learning_rate"] = HEAD_LEARNING_RATE
     fields.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     try:
         return TrainingArguments(output_dir=str(output_dir), **fields)

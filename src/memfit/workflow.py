@@ -134,7 +134,10 @@ class _Run:
 
         labels, max_length = text.labels, self.config.data.max_length
         arguments = training_arguments(
-            self.config.training, self.claim.folder.checkpoints_dir, best_metric(labels.task)[0]
+            self.config.training,
+            self.claim.folder.checkpoints_dir,
+            best_metric(labels.task)[0],
+            head_only=self.config.model.freeze == "encoder",
         )
         set_seed(arguments.seed)  # the head's first weights are random
         with self.clock.measure("load"):

@@ -62,3 +62,12 @@ def test_the_table_at_the_top_tells_every_default() -> None:
     for name, value in DEFAULTS.items():
         shown = {0.02: "2 % of the steps", 2e-5: "2e-5"}.get(value, str(value))
         assert rows[name] == shown
+
+
+def test_a_frozen_encoder_gets_a_rate_at_which_a_head_learns(tmp_path):
+    def rate(training, **more):
+        return training_arguments(training, tmp_path, "f1", **more).learning_rate
+
+    assert rate({}) == 2e-5
+    assert rate({}, head_only=True) == 1e-3
+    assert rate({"learning_rate": 3e-5}, head_only=True) == 3e-5

@@ -1,7 +1,7 @@
 """Attention kernels for packed texts: [T, heads, width] and where each text begins.
 
     flash        CUDA, capability >= 8.0, half precision, sliding windows too
-    efficient    CUDA, any card and precision, no sliding window
+    efficient    CUDA, any card and precision, no sliding window, no dropout
     repadded     any device, the CPU's kernel: texts are padded again for the attention alone
 
 The two CUDA kernels are called below `scaled_dot_product_attention` and `varlen_attn`: the
@@ -59,6 +59,8 @@ def efficient(
     """The memory-efficient kernel: any precision, cards from capability 5.0 on."""
     if reach is not None:
         raise ValueError("the memory-efficient kernel has no two-sided window")
+    if dropout:
+        raise ValueError("the memory-efficient kernel's backward loses its dropout mask")
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     output: Tensor = torch.ops.aten._efficient_attention_forward(
         q.unsqueeze(0),

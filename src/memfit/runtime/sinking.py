@@ -117,6 +117,7 @@ class GraphedExecutor(SinkExecutor):
             with preserved_rng() if phase != sink.phases[-1] else ExitStack():
                 loss = self._micro(model, inputs, 0, phase)
         sink.finish()
+        model.zero_grad()  # gives kept gradients back to the graph's pool
         return loss
 
     def _micro(

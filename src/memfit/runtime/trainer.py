@@ -215,17 +215,23 @@ class BudgetTrainer(transformers.Trainer):
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        # A sink clips by the norm it measures itself, and knows when that is complete.
         if self.setup.sink is not None:
-            return self.setup.sink.finish()
+            return self._finish_sink(model)
         return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.setup.sink is not None and grad_norm is None:
-            return self.setup.sink.finish()
+            return self._finish_sink(model)
         return super()._get_grad_norm(  # type: ignore[no-untyped-call]
             model, grad_norm=grad_norm
         )
+
+    def _finish_sink(self, model: nn.Module) -> torch.Tensor:
+        """End the step here, since the norm is only now complete; the optimizer finds it done."""
+        assert self.setup.sink is not None
+        norm = self.setup.sink.finish()
+        model.zero_grad()  # what is still kept would be taken for another step's
+        return norm
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """As the Trainer's, which walks through all parameters at every step."""
@@ -276,6 +282,16 @@ class BudgetTrainer(transformers.Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Test batches stay on the CPU; micro-batches go to the device."""
         return _kept_on_cpu(super().get_test_dataloader(test_dataset))
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As the Trainer's, from the rows a strategy has put in the place of these."""
+        own = self.data_collator
+        dataset, self.data_collator = self.setup.data_for(dataset, own)
+        try:
+            loader: DataLoader[Any] = super()._get_dataloader(dataset, *args, **kwargs)
+            return loader
+        finally:
+            self.data_collator = own
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         sampler = super()._get_train_sampler(train_dataset)

@@ -5,19 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memfit.errors import ConfigError, nearest
+from memfit.strategies.activation_offload import ActivationOffload
+from memfit.strategies.adafactor import SmallStateOptimizer
+from memfit.strategies.attention import FusedAttention
 from memfit.strategies.base import Setup, Strategy
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.features import FrozenFeatures
+from memfit.strategies.freezing import Freezing
 from memfit.strategies.graphs import CudaGraphs
+from memfit.strategies.half_precision import HalfPrecision
+from memfit.strategies.lora import Lora
 from memfit.strategies.lowbit import LowBitAdamW
+from memfit.strategies.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing import Packing
 from memfit.strategies.release import GradientRelease
+from memfit.strategies.truncation import Truncation
+from memfit.strategies.workspace import SmallWorkspace
 
-# First what changes which weights there are, then how they are stored, then how a step runs.
+# First what changes which weights learn from which texts, then the precision, then how a
+# layer runs, then how weights are stored and stepped, and last the step as a whole.
 ORDER: tuple[type[Strategy], ...] = (
+    Freezing,
+    Lora,
+    Truncation,
+    HalfPrecision,
+    FrozenFeatures,
+    FusedAttention,
     Packing,
     Checkpointing,
+    ActivationOffload,
+    SmallStateOptimizer,
     LowBitAdamW,
     GradientRelease,
+    OptimizerOffload,
+    SmallWorkspace,
     CudaGraphs,
 )
 

@@ -1,0 +1,214 @@
+"""Every strategy behind one contract: what it may change in a training, and what it must not.
+
+Each runs inside BudgetTrainer on a small real BERT against the plain training, alone and beside
+packing, with and without clipping and micro-batches.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_against_stock import collate, distance
+from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import BertForSequenceClassification as Bert
+
+from memfit import BudgetTrainer
+from memfit.errors import ConfigError
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import (
+    ORDER,
+    Checkpointing,
+    CudaGraphs,
+    Fidelity,
+    GradientRelease,
+    LowBitAdamW,
+    Packing,
+    Strategy,
+    ordered,
+)
+
+STEPS = 12
+CLIP = 0.5
+LOW = LowBitAdamW()
+# What is trained with: by name, the strategies of one run and the clipping they are given.
+RUNS: dict[str, tuple[list[Strategy], float]] = {
+    "packing": ([Packing()], CLIP),
+    "checkpointing": ([Checkpointing()], CLIP),
+    "checkpointing one layer": ([Checkpointing(1)], CLIP),
+    "checkpointing the MLP": ([Checkpointing(part="mlp")], CLIP),
+    "24-bit": ([LOW], CLIP),
+    "24-bit, unclipped": ([LOW], 0.0),
+    "16-bit": ([LowBitAdamW(16)], CLIP),
+    "kept8": ([LOW, GradientRelease("kept8")], CLIP),
+    "host": ([LOW, GradientRelease("host")], CLIP),
+    "two_pass": ([LOW, GradientRelease("two_pass")], CLIP),
+    "release": ([LOW, GradientRelease()], 0.0),
+}
+# Largest difference of a logged loss to plain training in fp32, by fidelity.
+LOSS_TOLERANCE = {Fidelity.EXACT: 1e-5, Fidelity.ROUNDING: 3e-3}
+
+
+def model_of(dropout: float = 0.0) -> Bert:
+    """Wide enough that its matrices are large to the low-bit optimizer."""
+    torch.manual_seed(0)
+    return Bert(
+        BertConfig(
+            vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=256, max_position_embeddings=48, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout, num_labels=3,
+        )
+    )  # fmt: skip
+
+
+def texts(rows: int = 96) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(rows):
+        length, label = torch.randint(2, 39, (2,), generator=draw).tolist()
+        ids = torch.randint(5, 95, (length,), generator=draw) + 95 * (label % 3)
+        made.append({"input_ids": ids.tolist(), "labels": label % 3})
+    return made
+
+
+def train(
+    folder: Path, strategies: list[Strategy], clip: float, model: Bert | None = None, **more: Any
+) -> tuple[BudgetTrainer, list[float]]:
+    """Twelve steps of 16 rows; the trainer and its losses."""
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=16, max_steps=STEPS, learning_rate=1e-3,
+        lr_scheduler_type="constant", max_grad_norm=clip, optim="adamw_torch", use_cpu=True,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=3,
+    )  # fmt: skip
+    trainer = BudgetTrainer(
+        model or model_of(), args, train_dataset=texts(), data_collator=collate,
+        strategies=strategies, **more,
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> dict[float, tuple[BudgetTrainer, list[float]]]:
+    return {clip: train(tmp_path_factory.mktemp("plain"), [], clip) for clip in (0.0, CLIP)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_losses_are_those_of_plain_training(plain, tmp_path, name):
+    strategies, clip = RUNS[name]
+    trainer, losses = train(tmp_path, strategies, clip)
+    expected = plain[clip][1]
+    fidelity = max(strategy.fidelity for strategy in strategies)
+    assert trainer.state.global_step == STEPS
+    assert losses == pytest.approx(expected, abs=LOSS_TOLERANCE[fidelity])
+    # Something was learned, far beyond the tolerance: doing nothing, or every step twice, shows.
+    assert expected[0] - losses[-1] > 0.1
+
+
+def test_a_clip_that_binds_is_felt(plain):
+    assert abs(plain[0.0][1][-1] - plain[CLIP][1][-1]) > LOSS_TOLERANCE[Fidelity.ROUNDING]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("two_pass", "release")])
+def test_micro_batches_add_up(plain, tmp_path, name):
+    strategies, clip = RUNS[name]
+    _, losses = train(tmp_path, strategies, clip, micro_batching=MicroBatching(max_rows=5))
+    fidelity = max(strategy.fidelity for strategy in strategies)
+    assert losses == pytest.approx(plain[clip][1], abs=2 * LOSS_TOLERANCE[fidelity])
+
+
+@pytest.mark.parametrize("name", ["two_pass", "release"])
+def test_what_would_lose_the_sum_of_micro_batches_says_so(tmp_path, name):
+    strategies, clip = RUNS[name]
+    with pytest.raises(Exception, match="micro-batches would lose its sum"):
+        train(tmp_path, strategies, clip, micro_batching=MicroBatching(max_rows=5))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "packing" not in name])
+def test_beside_packing(plain, tmp_path, name):
+    strategies, clip = RUNS[name]
+    _, losses = train(tmp_path, [Packing(), *strategies], clip)
+    fidelity = max(strategy.fidelity for strategy in strategies)
+    assert losses == pytest.approx(plain[clip][1], abs=2 * LOSS_TOLERANCE[fidelity])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_trained_model_saves_and_loads(tmp_path, name):
+    strategies, clip = RUNS[name]
+    trainer, _ = train(tmp_path, strategies, clip)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
+    trained = {name: value.float() for name, value in trainer.model.state_dict().items()}
+    assert distance(dict(loaded.state_dict()), trained) == 0
+    batch = {key: value for key, value in collate(texts(8)).items() if key != "labels"}
+    answers = loaded.eval()(**batch).logits
+    assert torch.isfinite(answers).all()
+
+
+def test_checkpointing_recomputes_with_the_same_dropout(tmp_path):
+    _, plain = train(tmp_path, [], CLIP, model_of(dropout=0.1))
+    _, recomputed = train(tmp_path, [Checkpointing()], CLIP, model_of(dropout=0.1))
+    assert recomputed == plain
+
+
+def test_a_resumed_low_bit_run_goes_on_bit_for_bit(tmp_path):
+    def run(folder: Path, resume: bool) -> dict[str, torch.Tensor]:
+        args = transformers.TrainingArguments(
+            str(folder), per_device_train_batch_size=16, max_steps=6, learning_rate=5e-4,
+            use_cpu=True, save_steps=3, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = BudgetTrainer(
+            model_of(dropout=0.1), args, train_dataset=texts(), data_collator=collate,
+            strategies=[Packing(), LowBitAdamW(16), GradientRelease("kept8")],
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    whole = run(tmp_path, resume=False)
+    resumed = run(tmp_path, resume=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_clipping_is_never_lost_silently(tmp_path):
+    with pytest.raises(ConfigError, match=r"max_grad_norm=0\.5 would be lost"):
+        train(tmp_path, [LOW, GradientRelease()], CLIP)
+
+
+def test_graphs_say_why_a_cpu_has_none(tmp_path):
+    with pytest.raises(ConfigError, match="a cpu has no CUDA graphs"):
+        train(tmp_path, [Packing(), LOW, CudaGraphs()], CLIP)
+
+
+def test_the_order_is_the_registrys_whatever_is_given():
+    given = [GradientRelease("kept8"), Packing(), LOW, Checkpointing()]
+    assert [type(s) for s in ordered(given)] == [k for k in ORDER if k in map(type, given)]
+
+
+def test_two_of_a_kind_are_refused():
+    with pytest.raises(ConfigError, match="given twice"):
+        ordered([Packing(), Packing()])
+
+
+@pytest.mark.parametrize("pair", list(combinations(ORDER, 2)), ids=lambda k: k)
+def test_a_conflict_is_refused_both_ways(pair):
+    first, second = pair
+    if second.name in first.conflicts or first.name in second.conflicts:
+        with pytest.raises(ConfigError, match="cannot be used together"):
+            ordered([first(), second()])
+    else:
+        assert len(ordered([first(), second()])) == 2
+
+
+@pytest.mark.parametrize("kind", ORDER)
+def test_every_strategy_says_what_it_is(kind):
+    assert kind.reason
+    assert kind.shrinks
+    assert kind().fidelity in Fidelity
