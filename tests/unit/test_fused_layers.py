@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from strategy_models import batch_for, build, setup_for, step, undo
+from strategy_models import LateLink, batch_for, build, setup_for, step, undo
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
 from memfit.fused import Seeds, joined_view
 from memfit.memory.fake import fake_trace
 from memfit.memory.operators import CudaKernels
+from memfit.optim import GradientRelease, LowBitAdamW, to_lowbit
 from memfit.packing import packed
+from memfit.strategies._host_weights import HostWeights
+from memfit.strategies.activation_offload import ActivationOffload
 from memfit.strategies.base import Fidelity
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.fused_layers import FusedLayers, fuse, fusing_problem
@@ -248,6 +251,56 @@ def test_gradients_arrive_one_parameter_at_a_time_whole_and_contiguous() -> None
     model(**batch).loss.backward()
     gradient = torch.cat([found[id(p)].flatten() for p in model.parameters() if id(p) in found])
     assert float((gradient - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+
+
+def test_the_low_bit_step_inside_backward_trains_fused_layers() -> None:
+    """Weights are converted after the layers are fused, and moved while backward runs."""
+    model = model_of()
+    batch = batch_for(model)
+    fused(model)
+    remainders = to_lowbit(model, small_numel=256)
+    optimizer = LowBitAdamW(
+        model.parameters(), lr=5e-3, small_numel=256, remainders=remainders, backend="torch"
+    )
+    GradientRelease(optimizer)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(20):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] <= 0.2 * losses[0]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for weights in projections(model):
+        joined = joined_view(weights)
+        assert joined is not None
+        assert torch.equal(joined, torch.cat([weight.detach() for weight in weights]))
+
+
+def test_activations_on_the_host_come_back_the_same() -> None:
+    model = model_of()
+    batch = batch_for(model)
+    fused(model)
+    expected = step(model, batch)
+    setup = setup_for(model)
+    ActivationOffload(min_bytes=1).attach(setup, LateLink())
+    for _ in range(2):
+        found = step(model, batch)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    undo(setup)
+
+
+def test_weights_on_the_host_are_left_where_they_are() -> None:
+    model = model_of(**NO_DROPOUT)
+    batch = batch_for(model)
+    expected = step(model, batch)
+    fused(model)
+    hosted = HostWeights(model, model.base_model.encoder.layer, LateLink(), torch.device("cpu"))
+    close(step(model, batch), expected)
+    hosted.remove()
+    close(step(model, batch), expected)
 
 
 def test_a_layer_somebody_looks_into_is_left_alone() -> None:

@@ -107,9 +107,11 @@ def join(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def _column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = partial.shape
     output = torch.empty(columns, dtype=dtype, device=partial.device)
+    # Nearly all of a column in flight at once: a loop would wait for memory at each turn.
     column_sum_kernel[(-(-columns // 32),)](
-        partial, output, rows, COLUMNS=columns, ROWS=64, BLOCK=32, num_warps=4, **_OPTIONS
-    )
+        partial, output, rows, COLUMNS=columns, ROWS=min(_power_of_two(rows), 256), BLOCK=32,
+        num_warps=8, **_OPTIONS,
+    )  # fmt: skip
     return output
 
 
