@@ -50,25 +50,53 @@ NAMES = {
     "zh": ("张量（`max_memory_allocated`）", "PyTorch 预留", "整块显卡（NVML）"),
 }
 HEADS = {
-    "en": ("peak, {} runs of {} models", "median error", "worst error"),
-    "zh": ("峰值（{} 次训练，{} 个模型）", "误差中位数", "最大误差"),
+    "en": (
+        "peak of a run",
+        "{known} runs it was written on: median error",
+        "worst",
+        "{held_out} held-out runs: median error",
+        "worst",
+    ),
+    "zh": (
+        "一次训练的峰值",
+        "开发时用过的 {known} 次训练：误差中位数",
+        "最大",
+        "没用过的 {held_out} 次训练：误差中位数",
+        "最大",
+    ),
+}
+F1_HEADS = {"en": ("seed", "F1"), "zh": ("种子", "F1")}
+# What the recipe does to the result: variants of quality.py, and what a reader calls them.
+QUALITY = {
+    "fp32 AdamW": "every weight, fp32, AdamW, 2e-5",
+    "fp32 AdamW, packed": "the same, without padding (as `memfit train` does it)",
+    "bf16 autocast, packed": "the same, in bf16",
+    "Adafactor": "Adafactor instead of AdamW",
+    "length 32": "texts cut to 32 tokens",
+    "frozen encoder, 1e-3": "encoder frozen, the head at 1e-3",
+    "frozen encoder, 2e-5": "encoder frozen, the head at the copied 2e-5",
 }
 
 
 @functools.cache
-def measured() -> dict[str, dict[str, Any]]:
+def measured(results: Path = accuracy.MEASURED) -> dict[str, dict[str, Any]]:
     """The measured runs by their id."""
-    runs = json.loads(accuracy.MEASURED.read_text())["runs"]
-    return {run["case"]["id"]: run for run in runs}
+    return {run["case"]["id"]: run for run in read(results)["runs"]}
 
 
 @functools.cache
-def predicted() -> dict[str, dict[str, Any]]:
-    """The predicted runs by their id; each was measured too."""
-    records = json.loads(accuracy.PREDICTED.read_text())["runs"]
-    if {record["id"] for record in records} != measured().keys():
-        raise SystemExit("the predictions are not those of the measured runs: memory_accuracy.py")
+def predicted(results: Path = accuracy.MEASURED) -> dict[str, dict[str, Any]]:
+    """What was predicted of the runs in a file, by their id."""
+    records = read(accuracy.PREDICTED[results])["runs"]
+    if {record["id"] for record in records} != measured(results).keys():
+        raise SystemExit(f"run memory_accuracy.py: {results.name} has runs without a prediction")
     return {record["id"]: record for record in records}
+
+
+def read(results: Path) -> dict[str, Any]:
+    """A result file."""
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    return found
 
 
 def step_seconds(run: Mapping[str, Any]) -> float:
@@ -94,23 +122,21 @@ def recipe_rungs() -> list[chart.Rung]:
 
 
 def accuracy_table(language: str) -> str:
-    """How far off the predictions are, over all runs."""
-    found = accuracy.summary(list(predicted().values()))
-    models = {name.split("/")[0] for name in predicted()}
-    head, *others = HEADS[language]
-    return table(
-        (head.format(len(predicted()), len(models)), *others),
-        [
-            (name, f"{found[size]['median']:.2%}", f"{found[size]['worst']:.2%}")
-            for name, size in zip(NAMES[language], accuracy.SIZES, strict=True)
-        ],
-    )
+    """How far off the predictions are: of the runs they were written on, and of others."""
+    known, held_out = predicted(), predicted(accuracy.HELD_OUT)
+    counts = {"known": len(known), "held_out": len(held_out)}
+    found = [accuracy.summary(list(records.values())) for records in (known, held_out)]
+    rows = []
+    for name, size in zip(NAMES[language], accuracy.SIZES, strict=True):
+        errors = (f"{part[size][which]:.2%}" for part in found for which in ("median", "worst"))
+        rows.append((name, *errors))
+    return table([head.format(**counts) for head in HEADS[language]], rows)
 
 
 def family_table() -> str:
-    """The same by model, with what each is worst at."""
+    """The worst error by model, of all runs."""
     families: dict[str, list[dict[str, Any]]] = {}
-    for name, record in predicted().items():
+    for name, record in (*predicted().items(), *predicted(accuracy.HELD_OUT).items()):
         families.setdefault(name.split("/")[0], []).append(record)
     rows = []
     for name, records in families.items():
@@ -118,6 +144,31 @@ def family_table() -> str:
         worst = (f"{found[size]['worst']:.2%}" for size in accuracy.SIZES)
         rows.append((name, str(len(records)), *worst))
     return table(("model", "runs", "tensors", "reserved", "on the device"), rows)
+
+
+def quality_table() -> str:
+    """F1 with every weight trained, and what each saving does to it."""
+    rows = []
+    for row in read(accuracy.RESULTS / "quality_h200.json")["summary"]:
+        if row["variant"] in QUALITY:
+            off = row["points_from_baseline"]
+            between = f"{off['low']:+.2f} to {off['high']:+.2f}" if off["mean"] else ""
+            points = f"{off['mean']:+.2f}" if off["mean"] else ""
+            rows.append((QUALITY[row["variant"]], f"{row['f1']:.4f}", points, between))
+    order = list(QUALITY.values())
+    rows.sort(key=lambda row: order.index(row[0]))
+    return table(("", "F1", "points", "95 % interval"), rows)
+
+
+def train_f1_table(language: str) -> str:
+    """What `memfit train` reaches, and how it labels two sentences."""
+    found = read(accuracy.RESULTS / "train_f1_h200.json")
+    texts = [answer["text"] for answer in found["answers"][0]]
+    rows = [
+        (str(seed), f"{f1:.4f}", *(f"{one['label']} {one['score']:.2f}" for one in answers))
+        for seed, (f1, answers) in enumerate(zip(found["f1"], found["answers"], strict=True))
+    ]
+    return table((*F1_HEADS[language], *texts), rows)
 
 
 def recipe_table() -> str:
@@ -172,6 +223,9 @@ def mib(count: int) -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "accuracy": lambda: accuracy_table("en"),
     "accuracy-zh": lambda: accuracy_table("zh"),
+    "train-f1": lambda: train_f1_table("en"),
+    "train-f1-zh": lambda: train_f1_table("zh"),
+    "quality": quality_table,
     "families": family_table,
     "recipe": recipe_table,
     "components": component_table,
