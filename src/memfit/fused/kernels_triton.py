@@ -23,7 +23,7 @@ from memfit.fused.triton_device import (
     join_kernel,
 )
 
-_TILE_ROWS, _TILE_COLUMNS = 16, 256
+_TILE_ROWS, _TILE_COLUMNS = 8, 256
 _FLAT_BLOCK = 1024
 # Said, since the default is about to change; masks are whole numbers and cannot differ by it.
 _OPTIONS = {"enable_fp_fusion": True}
