@@ -23,6 +23,7 @@ from memfit.memory.reductions import Multiprocessors, reduction_buffer_bytes
 _aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
+
 def _grouped_mm(a: Any, b: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
     """The product of mixture-of-experts layers, whose shapes torch knows for bf16 only."""
     if a.dim() == 2 and b.dim() == 2:
