@@ -36,6 +36,11 @@ class KeptGradients(GradientSink):
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """As in the base; parameters unfrozen since the last step get their state first."""
+        if replayed and micro_batches > 1:
+            raise ValueError(
+                "a replayed backward overwrites the gradients of the micro-batch before; "
+                "use the sink kept8"
+            )
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

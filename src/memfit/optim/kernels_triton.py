@@ -7,6 +7,7 @@ host more than the kernel costs the card.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -23,6 +24,8 @@ TILES_PER_PROGRAM = 32
 """Tiles of one program in `update_many`: keeps the table of programs small."""
 
 _TABLE_COLUMNS = 12
+_Kind = tuple[torch.dtype, torch.dtype, bool, bool]
+_loaded: set[tuple[object, ...]] = set()
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -36,7 +39,7 @@ def update(
         state.weight, _correction(state), codes, scales,
         state.moment1, state.scale1, state.moment2, state.scale2,
         scalars.hyper[state.row], scalars.grad_scale, scalars.gate.view(torch.uint8), scalars.key,
-        start // state.block, start + count, state.stream * formats.STREAM_STRIDE % 2**32,
+        start // state.block, start + count, _stream_offset(state.stream),
         CORRECT=state.correction is not None, CODED=isinstance(grad, CodedGradient),
         BLOCK=state.block, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
@@ -56,8 +59,21 @@ def update_many(
             update(*item, scalars)
         else:
             tabled.append(item)
-    for kind, members in groupby(sorted(tabled, key=_kind_order), key=_kind):
-        _launch_table(list(members), scalars, *kind)
+    for kind, group in groupby(sorted(tabled, key=_kind_order), key=_kind):
+        members = list(group)
+        _load_single(members[0], scalars, kind)
+        _launch_table(members, scalars, *kind)
+
+
+def _load_single(
+    item: tuple[LowBitState, Tensor | CodedGradient], scalars: StepScalars, kind: _Kind
+) -> None:
+    """Have `update`'s kernel ready: a graph may be captured next, and must not load code."""
+    key = (*kind, item[0].block, scalars.key.device)
+    if key not in _loaded:
+        _loaded.add(key)
+        shut = replace(scalars, gate=torch.zeros_like(scalars.gate))
+        update(*item, shut)
 
 
 def _fits_table(state: LowBitState, grad: Tensor | CodedGradient) -> bool:
@@ -80,7 +96,7 @@ def _launch_table(
         codes, scales = _gradient_memory(gradient)
         tensors = [state.weight, _correction(state), codes, scales]
         tensors += [state.moment1, state.scale1, state.moment2, state.scale2]
-        stream = state.stream * formats.STREAM_STRIDE % 2**32
+        stream = _stream_offset(state.stream)
         rows += [t.data_ptr() for t in tensors] + [state.numel, state.row, stream, programs]
         count = -(-state.numel // (TILE * TILES_PER_PROGRAM))
         which += [index] * count
@@ -114,7 +130,7 @@ def accumulate(
     partial = torch.empty(programs, device=grad.device)
     accumulate_kernel[(programs,)](
         kept.codes, kept.scales, grad, keep, key, partial,
-        grad.numel(), stream * formats.STREAM_STRIDE % 2**32,
+        grad.numel(), _stream_offset(stream),
         BLOCK=block, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
     torch.linalg.vector_norm(partial, out=norm)
@@ -129,9 +145,13 @@ def _gradient_memory(grad: Tensor | CodedGradient) -> tuple[Tensor, Tensor]:
     return (grad.codes, grad.scales) if isinstance(grad, CodedGradient) else (grad, grad)
 
 
-def _kind(
-    item: tuple[LowBitState, Tensor | CodedGradient],
-) -> tuple[torch.dtype, torch.dtype, bool, bool]:
+def _stream_offset(stream: int) -> int:
+    """As a signed number: one type, so one compilation, for all parameters."""
+    offset = stream * formats.STREAM_STRIDE % 2**32
+    return offset - 2**32 if offset >= 2**31 else offset
+
+
+def _kind(item: tuple[LowBitState, Tensor | CodedGradient]) -> _Kind:
     state, grad = item
     coded = isinstance(grad, CodedGradient)
     memory, _ = _gradient_memory(grad)

@@ -198,7 +198,7 @@ def update_one_kernel(
 
 @triton.jit
 def _pointer(entry, TYPE: tl.constexpr):
-    """An address of the table; `_fits_table` has seen that it divides by 16."""
+    """An address of the table; the host has seen that it divides by 16."""
     return tl.multiple_of(tl.load(entry).to(tl.pointer_type(TYPE)), 16)
 
 
