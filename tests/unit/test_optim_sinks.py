@@ -1,68 +1,26 @@
-"""Gradient sinks: what each keeps, that clipping and micro-batches are not lost, fp16 overflow."""
+"""Gradient sinks: what each keeps, and that clipping and micro-batches are not lost."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from optim_fixtures import (
+    SMALL,
+    batches,
+    flat_masters,
+    loss_of,
+    make_model,
+    moved_apart,
+    run_step,
+    with_sink,
+)
+from torch import nn
 
-from memfit.optim import SINKS, GradientSink, LossScale, LowBitAdamW, make_sink, to_lowbit
+from memfit.optim import SINKS, LowBitAdamW, make_sink, to_lowbit
+from memfit.optim.formats import decode_root, decode_signed
 from memfit.optim.norm import NormPrediction
 
-SMALL = 64
 KEEPING = ("kept", "kept8", "host")
-
-
-def make_model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 3))
-
-
-def batches(count: int, rows: int = 16) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, rows, 32, generator=generator)
-    return [(part, part[:, :3].argmax(1)) for part in x]
-
-
-def setup(
-    sink: str, dtype: torch.dtype = torch.bfloat16, lr: float = 1e-3, **settings: Any
-) -> tuple[nn.Sequential, LowBitAdamW, GradientSink]:
-    model = make_model()
-    kept = to_lowbit(model, dtype, small_numel=SMALL)
-    optimizer = LowBitAdamW(model.parameters(), lr=lr, small_numel=SMALL, remainders=kept)
-    return model, optimizer, make_sink(sink, optimizer, **settings)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-    dtype = next(model.parameters()).dtype
-    return nn.functional.cross_entropy(model(x.to(dtype)).float(), y) * share
-
-
-def run_step(
-    model: nn.Module, sink: GradientSink, x: Tensor, y: Tensor, micro_batches: int = 1
-) -> Tensor:
-    """The loop of sinks.py."""
-    sink.begin(micro_batches)
-    for phase in sink.phases:
-        parts = zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)
-        for index, (rows, labels) in enumerate(parts):
-            sink.arm(index, phase)
-            loss = loss_of(model, rows, labels, 1 / micro_batches)
-            scale = sink.loss_scale
-            (loss if scale is None else scale.apply(loss)).backward()
-            sink.end_backward()
-    return sink.finish()
-
-
-def masters(model: nn.Module, optimizer: LowBitAdamW) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in optimizer.fp32_state_dict(model).values()])
-
-
-def moved_apart(one: Tensor, other: Tensor, start: Tensor) -> float:
-    """How far two results are apart, as a share of the way gone."""
-    return float((one - other).norm() / (one - start).norm())
 
 
 # ------------------------------------------------------------------- the same algorithm
@@ -72,10 +30,10 @@ def moved_apart(one: Tensor, other: Tensor, start: Tensor) -> float:
 def test_without_clipping_every_exact_sink_gives_the_same_bits(sink: str) -> None:
     results = []
     for name in ("kept", sink):
-        model, optimizer, attached = setup(name)
+        model, optimizer, attached = with_sink(name)
         for x, y in batches(5):
             run_step(model, attached, x, y)
-        results.append(masters(model, optimizer))
+        results.append(flat_masters(optimizer, model))
     assert torch.equal(*results)
 
 
@@ -83,16 +41,16 @@ def test_without_clipping_every_exact_sink_gives_the_same_bits(sink: str) -> Non
 def test_with_clipping_that_binds_the_exact_sinks_give_the_same_bits(sink: str) -> None:
     results = []
     for name in ("kept", sink):
-        model, optimizer, attached = setup(name, max_grad_norm=0.05)
+        model, optimizer, attached = with_sink(name, max_grad_norm=0.05)
         norms = [run_step(model, attached, x, y) for x, y in batches(5)]
         assert all(float(norm) > 0.3 for norm in norms)
-        results.append(masters(model, optimizer))
+        results.append(flat_masters(optimizer, model))
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("sink", list(SINKS))
 def test_the_norm_is_that_of_torch_and_needs_no_host(sink: str) -> None:
-    model, _, attached = setup(sink, torch.float16, max_grad_norm=1.0)
+    model, _, attached = with_sink(sink, torch.float16, max_grad_norm=1.0)
     plain = make_model()
     to_lowbit(plain, torch.float16, small_numel=SMALL)
     (x, y) = batches(1)[0]
@@ -123,17 +81,16 @@ def test_two_pass_clips_like_clip_grad_norm() -> None:
 
 
 def test_gradients_kept_in_8_bits_train_like_kept_ones() -> None:
-    start = torch.cat([p.detach().reshape(-1) for p in make_model().state_dict().values()])
     results = []
     for name in ("kept", "kept8"):
-        model, optimizer, sink = setup(name, max_grad_norm=0.1)
+        model, optimizer, sink = with_sink(name, max_grad_norm=0.1)
         losses = []
         for x, y in batches(40):
             losses.append(float(loss_of(model, x, y).detach()))
             run_step(model, sink, x, y)
-        results.append((masters(model, optimizer), losses))
+        results.append((flat_masters(optimizer, model), losses))
     (kept, kept_losses), (coded, coded_losses) = results
-    assert moved_apart(kept, coded, start) < 0.08
+    assert moved_apart(kept, coded) < 0.08
     assert max(abs(a - b) for a, b in zip(kept_losses, coded_losses, strict=True)) < 0.02
 
 
@@ -144,12 +101,11 @@ def test_gradients_kept_in_8_bits_train_like_kept_ones() -> None:
 @pytest.mark.parametrize("explicit", [True, False])
 def test_micro_batches_add_up_to_the_whole_batch(sink: str, explicit: bool) -> None:
     """Through the loop, and through plain backward calls that say nothing."""
-    start = torch.cat([p.detach().reshape(-1) for p in make_model().state_dict().values()])
-    whole, optimizer, attached = setup(sink, max_grad_norm=0.1)
+    whole, optimizer, attached = with_sink(sink, max_grad_norm=0.1)
     norms = [run_step(whole, attached, x, y).clone() for x, y in batches(6)]
-    reference = masters(whole, optimizer)
+    reference = flat_masters(optimizer, whole)
 
-    model, optimizer, attached = setup(sink, max_grad_norm=0.1)
+    model, optimizer, attached = with_sink(sink, max_grad_norm=0.1)
     for (x, y), norm in zip(batches(6), norms, strict=True):
         if explicit:
             run_step(model, attached, x, y, micro_batches=4)
@@ -159,7 +115,7 @@ def test_micro_batches_add_up_to_the_whole_batch(sink: str, explicit: bool) -> N
             optimizer.step()
             optimizer.zero_grad()
         assert float(attached.norm) == pytest.approx(float(norm), rel=0.02)
-    assert moved_apart(reference, masters(model, optimizer), start) < 0.12
+    assert moved_apart(reference, flat_masters(optimizer, model)) < 0.12
     assert int(optimizer.clock.counters[0]) == 6
 
 
@@ -192,8 +148,6 @@ def test_release_adds_micro_batches_to_the_moments() -> None:
                 assert torch.equal(p.detach(), torch.full((512,), 0.5))  # not moved yet
         sink.finish()
         state = optimizer.state[p]
-        from memfit.optim.formats import decode_root, decode_signed
-
         m = decode_signed(state["moment1"].view(2, 256), state["scale1"].unsqueeze(1))
         root = decode_root(state["moment2"].view(2, 256), state["scale2"].unsqueeze(1))
         moments.append((m.view(-1), root.view(-1).square()))
@@ -208,7 +162,7 @@ def test_release_adds_micro_batches_to_the_moments() -> None:
 
 @pytest.mark.parametrize("sink", ["release", "two_pass"])
 def test_a_second_backward_is_refused_where_it_would_be_lost(sink: str) -> None:
-    model, optimizer, attached = setup(sink)
+    model, optimizer, attached = with_sink(sink)
     x, y = batches(1)[0]
     loss_of(model, x, y).backward()
     with pytest.raises(RuntimeError, match="a second backward in one step"):
@@ -217,7 +171,7 @@ def test_a_second_backward_is_refused_where_it_would_be_lost(sink: str) -> None:
 
 
 def test_two_pass_takes_one_micro_batch_and_both_passes() -> None:
-    model, optimizer, sink = setup("two_pass", max_grad_norm=1.0)
+    model, optimizer, sink = with_sink("two_pass", max_grad_norm=1.0)
     with pytest.raises(ValueError, match="takes one micro-batch a step, not 2"):
         sink.begin(2)
     x, y = batches(1)[0]
@@ -232,7 +186,7 @@ def test_two_pass_takes_one_micro_batch_and_both_passes() -> None:
 
 
 def test_release_frees_every_large_gradient_inside_backward() -> None:
-    model, optimizer, _ = setup("release", flush_bytes=0)
+    model, optimizer, _ = with_sink("release", flush_bytes=0)
     before = model[0].weight.detach().clone()
     x, y = batches(1)[0]
     loss_of(model, x, y).backward()
@@ -251,19 +205,18 @@ def test_predicted_clipping_comes_closer_to_true_clipping_than_none() -> None:
         (x * float(torch.exp(1.2 * torch.randn((), generator=generator))), y)
         for x, y in batches(60)
     ]
-    start = torch.cat([p.detach().reshape(-1) for p in make_model().state_dict().values()])
     results = {}
     for label, name, settings in (
         ("true", "kept", {"max_grad_norm": 0.1}),
         ("predicted", "release", {"max_grad_norm": 0.1}),
         ("none", "release", {"max_grad_norm": 0.1, "clip": "none"}),
     ):
-        model, optimizer, sink = setup(name, **settings)
+        model, optimizer, sink = with_sink(name, **settings)
         for x, y in data:
             run_step(model, sink, x, y)
-        results[label] = masters(model, optimizer)
-    predicted = moved_apart(results["true"], results["predicted"], start)
-    none = moved_apart(results["true"], results["none"], start)
+        results[label] = flat_masters(optimizer, model)
+    predicted = moved_apart(results["true"], results["predicted"])
+    none = moved_apart(results["true"], results["none"])
     assert predicted < 0.6 * none
 
 
@@ -272,7 +225,7 @@ def test_the_first_step_of_release_is_clipped_exactly() -> None:
     x, y = batches(1)[0]
     states = []
     for name in ("kept", "release"):
-        model, optimizer, sink = setup(name, max_grad_norm=0.01)
+        model, optimizer, sink = with_sink(name, max_grad_norm=0.01)
         run_step(model, sink, x, y)
         states.append(optimizer.state[model[0].weight])
     for scale in ("scale1", "scale2"):
@@ -303,133 +256,3 @@ def test_fidelity_names_what_a_sink_does_to_the_result() -> None:
     assert of("release", 0.0, 2) == "optimizer"
     assert {of(name, 1.0, 1) for name in ("kept", "kept8", "host", "two_pass")} == {"rounding"}
     assert [name for name, sink in SINKS.items() if not sink.micro_batches] == ["two_pass"]
-
-
-# ------------------------------------------------------------------------ fp16 loss scale
-
-
-@pytest.mark.parametrize("sink", list(SINKS))
-def test_scaled_fp16_training_follows_unscaled_training(sink: str) -> None:
-    start = torch.cat([p.detach().reshape(-1) for p in make_model().state_dict().values()])
-    results = []
-    for scale in (None, LossScale("cpu", initial=2.0**10)):
-        model, optimizer, attached = setup(sink, torch.float16, max_grad_norm=0.5, loss_scale=scale)
-        norms = [run_step(model, attached, x, y).clone() for x, y in batches(8)]
-        results.append((masters(model, optimizer), torch.stack(norms)))
-    (plain, plain_norms), (scaled, scaled_norms) = results
-    assert moved_apart(plain, scaled, start) < 0.12
-    assert torch.allclose(plain_norms, scaled_norms, rtol=0.01)
-
-
-@pytest.mark.parametrize("sink", ["kept", "kept8", "host", "two_pass"])
-def test_an_overflow_skips_the_whole_step_and_halves_the_scale(sink: str) -> None:
-    scale = LossScale("cpu", initial=2.0**14, growth_interval=2)
-    model, optimizer, attached = setup(sink, torch.float16, loss_scale=scale)
-    data = batches(4)
-    run_step(model, attached, *data[0])
-    before, steps = masters(model, optimizer), int(optimizer.clock.counters[0])
-    x, y = data[1]
-    run_step(model, attached, x * 6e4, y)  # gradients beyond fp16
-    assert not torch.isfinite(attached.norm)
-    assert torch.equal(masters(model, optimizer), before)
-    assert int(optimizer.clock.counters[0]) == steps
-    assert float(scale.value) == 2.0**13
-    assert int(scale.skipped_steps) == 1
-    for batch in data[2:]:
-        run_step(model, attached, *batch)
-    assert not torch.equal(masters(model, optimizer), before)
-    assert torch.isfinite(masters(model, optimizer)).all()
-    assert float(scale.value) == 2.0**14  # grown again after two good steps
-
-
-def test_in_release_an_overflow_stops_what_comes_after_it() -> None:
-    """The documented price: weights above the overflow have moved, none below, none broken."""
-    scale = LossScale("cpu", initial=1.0)
-    model, optimizer, sink = setup("release", torch.float16, loss_scale=scale, flush_bytes=0)
-    run_step(model, sink, *batches(1)[0])
-    top, bottom = (model[i].weight.detach().clone() for i in (3, 0))
-    x, y = batches(2)[1]
-    x = x.clone()
-    x[:, 0] = 6e4  # only the first layer's weight gradient overflows
-    with torch.no_grad():
-        model[0].weight[:, 0] = 0
-        bottom[:, 0] = 0
-    sink.begin()
-    sink.arm(0)
-    (loss_of(model, x, y) * 1e3).backward()
-    optimizer.step()
-    assert not torch.isfinite(sink.norm)
-    assert not torch.equal(model[3].weight, top)
-    assert torch.equal(model[0].weight, bottom)
-    assert torch.isfinite(masters(model, optimizer)).all()
-    assert int(optimizer.clock.counters[0]) == 1
-    assert int(scale.skipped_steps) == 1
-
-
-def test_the_loss_scale_stays_in_its_range_and_resumes() -> None:
-    scale = LossScale("cpu", initial=2.0**15, growth_interval=1)
-    scale.update(torch.tensor(True))
-    assert float(scale.value) == 2.0**15
-    for _ in range(20):
-        scale.update(torch.tensor(False))
-    assert float(scale.value) == 1.0
-    other = LossScale("cpu")
-    other.load_state_dict(scale.state_dict())
-    assert float(other.value) == 1.0
-    assert int(other.skipped_steps) == 20
-
-
-# ------------------------------------------------------------------------------- handling
-
-
-def test_sinks_replace_each_other_and_can_be_removed() -> None:
-    model, optimizer, first = setup("release")
-    second = make_sink("kept8", optimizer)
-    assert optimizer.sink is second
-    x, y = batches(1)[0]
-    loss_of(model, x, y).backward()
-    optimizer.step()
-    assert torch.isfinite(second.norm)
-    second.remove()
-    assert optimizer.sink is None
-    loss_of(model, x, y).backward()
-    assert model[0].weight.grad is not None
-    optimizer.step()
-    assert optimizer.sink is not None
-    assert optimizer.sink.name == "kept"
-    assert first.name == "release"
-
-
-@pytest.mark.parametrize("sink", ["release", "kept8", "host"])
-def test_a_parameter_unfrozen_later_is_taken_from_its_first_gradient_on(sink: str) -> None:
-    model = make_model()
-    kept = to_lowbit(model, small_numel=SMALL)
-    model[0].requires_grad_(False)
-    optimizer = LowBitAdamW(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
-    attached = make_sink(sink, optimizer)
-    data = batches(4)
-    run_step(model, attached, *data[0])
-    model[0].requires_grad_(True)
-    weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
-    for batch in data[1:]:
-        run_step(model, attached, *batch)
-        assert model[0].weight.grad is None
-    assert not torch.equal(model[0].weight, weight)
-    assert not torch.equal(model[0].bias, bias)
-    assert optimizer.born_of(model[0].weight) == 1
-
-
-def test_unknown_names_are_answered_with_the_nearest() -> None:
-    _, optimizer, _ = setup("kept")
-    with pytest.raises(ValueError, match=r"no gradient sink 'relase'.*'release'"):
-        make_sink("relase", optimizer)
-    with pytest.raises(ValueError, match="clip is 'predicted' or 'none'"):
-        make_sink("release", optimizer, clip="lagged")
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    embedding = nn.Embedding(50, 16, sparse=True, dtype=torch.bfloat16)
-    optimizer = LowBitAdamW(embedding.parameters(), small_numel=0)
-    make_sink("release", optimizer)
-    with pytest.raises(ValueError, match="sparse gradients are not supported"):
-        embedding(torch.arange(4)).float().sum().backward()

@@ -1,0 +1,145 @@
+"""The low-bit optimizer's kernels on a CUDA card: the same codes everywhere, very large tensors.
+
+Needs pytest and torch alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.optim import (
+    SINKS,
+    LowBitAdamW,
+    formats,
+    kernels_torch,
+)
+from memfit.optim.backends import has_triton
+from memfit.optim.layout import LowBitState, StepScalars, blocks_of, new_coded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+
+TENSORS = ("weight", "correction", "moment1", "scale1", "moment2", "scale2")
+KINDS = [
+    (torch.bfloat16, True),
+    (torch.bfloat16, False),
+    (torch.float16, True),
+    (torch.float16, False),
+    (torch.float32, False),
+]
+CAPTURABLE = [name for name, sink in SINKS.items() if sink.capturable]
+
+
+# ------------------------------------------------------------------------------ kernels
+
+
+def make_state(numel: int, dtype: torch.dtype, correct: bool) -> LowBitState:
+    torch.manual_seed(numel)
+    master = torch.randn(numel, device="cuda") * 0.05
+    weight, correction = formats.split_master(master, dtype, correct=correct)
+    blocks = blocks_of(numel, 256)
+    return LowBitState(
+        weight=weight.clone(),
+        correction=correction,
+        moment1=torch.randint(-127, 128, (numel,), dtype=torch.int8, device="cuda"),
+        scale1=torch.rand(blocks, device="cuda") * 1e-3,
+        moment2=torch.randint(1, 256, (numel,), dtype=torch.uint8, device="cuda"),
+        scale2=torch.rand(blocks, device="cuda") * 1e-3,
+        stream=3,
+        row=1,
+        block=256,
+    )
+
+
+def copy_of(state: LowBitState) -> LowBitState:
+    values = {name: getattr(state, name) for name in TENSORS}
+    return dataclasses.replace(
+        state, **{k: None if v is None else v.clone() for k, v in values.items()}
+    )
+
+
+def make_scalars() -> StepScalars:
+    hyper = torch.zeros(2, 8, device="cuda")
+    hyper[1] = torch.tensor([0.9, 0.1, 0.999, 0.001, 1e-4, 16.0, 1e-8, 1 - 2e-7])
+    key = torch.tensor(12345, dtype=torch.int32, device="cuda")
+    return StepScalars(
+        hyper, key, torch.tensor(0.7, device="cuda"), torch.tensor(True, device="cuda")
+    )
+
+
+def assert_same_codes(one: LowBitState, other: LowBitState, share: float = 1e-3) -> None:
+    """No code apart by more than one, and few by one; scales and masters alike."""
+    for name in ("moment1", "moment2"):
+        apart = (getattr(one, name).int() - getattr(other, name).int()).abs()
+        assert int(apart.max()) <= 1
+        assert float((apart > 0).float().mean()) < share
+    for name in ("scale1", "scale2"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2e-6, atol=0)
+    a, b = (formats.join_master(s.weight, s.correction) for s in (one, other))
+    bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 20}[one.weight.dtype]
+    bits += 8 if one.correction is not None else 0
+    exponent = torch.frexp(torch.maximum(a.abs(), b.abs())).exponent.clamp_min(-13) - 1
+    assert float(((a - b).abs() / torch.exp2(exponent.double() - bits)).max()) <= 1.01
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "correct"), KINDS)
+@pytest.mark.parametrize("numel", [5003, 1024 * 1024 + 16])
+def test_triton_equals_torch_to_a_code(dtype: torch.dtype, correct: bool, numel: int) -> None:
+    from memfit.optim import kernels_triton
+
+    reference, scalars = make_state(numel, dtype, correct), make_scalars()
+    size = torch.exp(torch.randn(numel, device="cuda"))
+    grad = (torch.randn(numel, device="cuda") * size * 1e-3).to(dtype)
+    one, many, parts = (copy_of(reference) for _ in range(3))
+    kernels_torch.update(reference, grad, scalars)
+    kernels_triton.update(one, grad, scalars)
+    kernels_triton.update_many([(many, grad)], scalars)
+    kernels_triton.update(parts, grad[:2048], scalars)
+    kernels_triton.update(parts, grad[2048:].clone(), scalars, start=2048)
+    assert_same_codes(reference, one)
+    for other in (many, parts):
+        for name in TENSORS:
+            if getattr(one, name) is not None:
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@needs_triton
+def test_triton_adds_up_8_bit_gradients_as_torch_does() -> None:
+    from memfit.optim import kernels_triton
+
+    grad, scalars = torch.randn(100_003, device="cuda").bfloat16(), make_scalars()
+    kept = [new_coded(grad.numel(), 256, grad.device) for _ in range(2)]
+    norms = [torch.zeros((), device="cuda") for _ in range(2)]
+    for keep in (0.0, 1.0, 1.0):
+        for way, buffer, norm in zip((kernels_torch, kernels_triton), kept, norms, strict=True):
+            flag = torch.tensor(keep, device="cuda")
+            way.accumulate(buffer, grad, keep=flag, key=scalars.key, stream=5, block=256, norm=norm)
+    apart = (kept[0].codes.int() - kept[1].codes.int()).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).float().mean()) < 1e-3
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    states = [make_state(grad.numel(), torch.bfloat16, True) for _ in range(2)]
+    kernels_torch.update(states[0], kept[1], scalars)
+    kernels_triton.update_many([(states[1], kept[1])], scalars)
+    assert_same_codes(*states)
+
+
+@needs_triton
+def test_a_tensor_of_more_than_2_to_the_31_elements_is_reached_to_its_end() -> None:
+    numel = 2**31 + 4096
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free memory")
+    p = nn.Parameter(torch.full((numel,), 0.5, dtype=torch.bfloat16, device="cuda"))
+    optimizer = LowBitAdamW([p], lr=1e-2, weight_decay=0.0)
+    p.grad = torch.full_like(p, 1e-3)
+    p.grad[-1] = -1e-3
+    optimizer.step()
+    moved = p.detach()
+    for part in (moved[:4096], moved[-4096:-1]):
+        assert float((part.float() - 0.49).abs().max()) < 2e-3
+    assert float(moved[-1]) == pytest.approx(0.51, abs=2e-3)
