@@ -17,7 +17,7 @@ from memfit.optim import (
     formats,
     kernels_torch,
 )
-from memfit.optim.backends import has_triton
+from memfit.optim.backends import has_triton, pick_kernels
 from memfit.optim.layout import LowBitState, StepScalars, blocks_of, new_coded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
@@ -106,6 +106,18 @@ def test_triton_equals_torch_to_a_code(dtype: torch.dtype, correct: bool, numel:
         for name in TENSORS:
             if getattr(one, name) is not None:
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_a_gate_shut_on_the_card_leaves_everything(way: str) -> None:
+    state = make_state(5008, torch.float16, True)
+    before, grad = copy_of(state), torch.full((5008,), torch.inf, device="cuda").half()
+    shut = dataclasses.replace(make_scalars(), gate=torch.tensor(False, device="cuda"))
+    kernels = pick_kernels(way, state.weight)
+    kernels.update(state, grad, shut)
+    kernels.update_many([(state, grad)], shut)
+    for name in TENSORS:
+        assert torch.equal(getattr(state, name), getattr(before, name)), name
 
 
 @needs_triton

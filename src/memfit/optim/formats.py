@@ -38,11 +38,12 @@ def _as_int32(value: int) -> int:
 
 def hash_int32(x: Tensor) -> Tensor:
     """murmur3's 32-bit finalizer on int32 tensors; products wrap."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _as_int32(HASH_FACTOR_A)
-    x = x ^ ((x >> 13) & 0x7FFFF)
-    x = x * _as_int32(HASH_FACTOR_B)
-    return x ^ ((x >> 16) & 0xFFFF)
+    shifted = (x >> 16).bitwise_and_(0xFFFF)
+    x = (x ^ shifted).mul_(_as_int32(HASH_FACTOR_A))
+    torch.bitwise_right_shift(x, 13, out=shifted).bitwise_and_(0x7FFFF)
+    x.bitwise_xor_(shifted).mul_(_as_int32(HASH_FACTOR_B))
+    torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF)
+    return x.bitwise_xor_(shifted)
 
 
 def stream_key(step_key: Tensor, stream: int) -> Tensor:
@@ -58,7 +59,7 @@ def noise(key: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     index = torch.arange(count, dtype=torch.int32, device=key.device)
     index += _as_int32(start)
     bits = hash_int32(index.bitwise_xor_(key))
-    return bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    return bits & 0xFFFF, (bits >> 16).bitwise_and_(0xFFFF)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def join_master(weight: Tensor, correction: Tensor | None) -> Tensor:
     if correction is None:
         return weight.to(torch.float32, copy=True)
     if weight.dtype == torch.bfloat16:
-        bits = (weight.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
+        bits = weight.view(torch.int16).to(torch.int32).mul_(2**8).add_(correction).mul_(2**8)
         return bits.view(torch.float32)
     bits = weight.view(torch.int16)
     unit = _fp16_ulp(bits).mul_(torch.where(bits < 0, -1 / 256, 1 / 256))

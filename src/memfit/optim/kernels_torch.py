@@ -23,6 +23,8 @@ def update(
     state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
 ) -> None:
     """AdamW in place on elements `start` to `start + grad.numel()`; `start` on a block."""
+    if state.weight.device.type == "cpu" and not scalars.gate:
+        return  # only a card's gate is worth not looking at
     count = grad.codes.numel() if isinstance(grad, CodedGradient) else grad.numel()
     key = formats.stream_key(scalars.key, state.stream)
     hyper = scalars.hyper[state.row].unbind()
@@ -111,7 +113,10 @@ def _update_chunk(
 
 def _store(target: Tensor, new: Tensor, gate: Tensor) -> None:
     """Write, or leave as it is where the gate is shut; a device decides without a sync."""
-    torch.where(gate, new, target, out=target)
+    if gate.device.type == "cpu":
+        target.copy_(new)
+    else:
+        torch.where(gate, new, target, out=target)
 
 
 def _chunks(count: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
