@@ -44,35 +44,62 @@ RUNS: dict[str, dict[str, Any]] = {
         "args": {"bf16": True, "gradient_checkpointing": True, "optim": "adafactor"}, "steps": 60,
     },
     "bf16, packed": {"args": {"bf16": True}, "strategies": ["Packing()"], "steps": 80},
-    "24-bit, release, graphs": {
+    "24-bit, release, graphs, not fused": {
         "args": {"max_grad_norm": 0.0},
         "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()"],
     },
-    "24-bit, kept and clipped, graphs": {
-        "strategies": ["Packing()", "LowBitAdamW()", "CudaGraphs()"],
-    },
-    "24-bit, release, graphs, under 4 GB": {
-        "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000,
-        "strategies": [
-            "Packing()", "Checkpointing(8)", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()",
-        ],
-    },
-    "24-bit, 8-bit gradients clipped, recompute, graphs": {
-        "strategies": [
-            "Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease('kept8')",
-            "CudaGraphs()",
-        ],
-    },
-    "24-bit, release, recompute, graphs": {
+    "24-bit, release, recompute, graphs, not fused": {
         "args": {"max_grad_norm": 0.0},
         "strategies": [
             "Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()",
         ],
     },
-    "16-bit, release, recompute, graphs": {
+    "24-bit, 8-bit gradients clipped, recompute, graphs, not fused": {
+        "strategies": [
+            "Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease('kept8')",
+            "CudaGraphs()",
+        ],
+    },
+    "16-bit, release, recompute, graphs, not fused": {
         "args": {"max_grad_norm": 0.0},
         "strategies": [
             "Packing()", "Checkpointing()", "LowBitAdamW(16)", "GradientRelease()", "CudaGraphs()",
+        ],
+    },
+    "24-bit, release, graphs": {
+        "args": {"max_grad_norm": 0.0},
+        "strategies": [
+            "Packing()", "FusedLayers()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()",
+        ],
+    },
+    "24-bit, kept and clipped, graphs": {
+        "strategies": ["Packing()", "FusedLayers()", "LowBitAdamW()", "CudaGraphs()"],
+    },
+    "24-bit, release, graphs, under 4 GB": {
+        "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000,
+        "strategies": [
+            "Packing()", "FusedLayers()", "Checkpointing(16)", "LowBitAdamW()",
+            "GradientRelease()", "CudaGraphs()",
+        ],
+    },
+    "24-bit, 8-bit gradients clipped, recompute, graphs": {
+        "strategies": [
+            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW()",
+            "GradientRelease('kept8')", "CudaGraphs()",
+        ],
+    },
+    "24-bit, release, recompute, graphs": {
+        "args": {"max_grad_norm": 0.0},
+        "strategies": [
+            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW()",
+            "GradientRelease()", "CudaGraphs()",
+        ],
+    },
+    "16-bit, release, recompute, graphs": {
+        "args": {"max_grad_norm": 0.0},
+        "strategies": [
+            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW(16)",
+            "GradientRelease()", "SmallWorkspace()", "CudaGraphs()",
         ],
     },
     "16-bit, release, recompute": {
@@ -82,8 +109,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "16-bit, release, recompute, activations offloaded": {
         "args": {"max_grad_norm": 0.0}, "steps": 60,
         "strategies": [
-            "Packing()", "Checkpointing()", "ActivationOffload()", "LowBitAdamW(16)",
-            "GradientRelease()", "SmallWorkspace()",
+            "Packing()", "FusedLayers()", "Checkpointing()", "ActivationOffload()",
+            "LowBitAdamW(16)", "GradientRelease()", "SmallWorkspace()",
         ],
     },
     "everything offloaded": {
@@ -93,9 +120,12 @@ RUNS: dict[str, dict[str, Any]] = {
             "OptimizerOffload(weights=True, dtype='bfloat16')", "SmallWorkspace()",
         ],
     },
-    "XLM-R-large, 24-bit, release, recompute, under 4 GB": {
+    "XLM-R-large, 16-bit, release, recompute, under 4 GB": {
         "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000, "model": "xlmr", "steps": 80,
-        "strategies": ["Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease()"],
+        "strategies": [
+            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW(16)",
+            "GradientRelease()", "SmallWorkspace()",
+        ],
     },
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ batches are filled up with dummy tokens to a few bucket sizes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,18 @@ class TokenBuckets:
     def fit(self, tokens: int) -> int:
         """The smallest bucket that holds so many tokens."""
         return -(-tokens // self.multiple) * self.multiple
+
+    def choose(self, tokens: int, captured: set[int], seen: Counter[int]) -> int:
+        """The bucket to fill up to: a batch of a rare size borrows a larger one's graph.
+
+        Capturing takes as long as several steps, so a size is worth it when it comes again.
+        """
+        bucket = self.fit(tokens)
+        seen[bucket] += 1
+        larger = [size for size in captured if size > bucket]
+        if bucket in captured or seen[bucket] > 1 or not larger:
+            return bucket
+        return min(larger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,11 @@ class GraphCache:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @property
+    def tokens(self) -> set[int]:
+        """The token counts there are graphs for."""
+        return {key[0] for key in self._captured}
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One step on a batch from the host; its loss, on the device, yours to keep."""

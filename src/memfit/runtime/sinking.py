@@ -6,6 +6,7 @@ GraphedExecutor   packed batches and the model's own loss: the whole step as a C
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ class GraphedExecutor(SinkExecutor):
     """All batches are filled up to so many rows."""
     buckets: TokenBuckets = field(default_factory=TokenBuckets)
     _caches: dict[str, GraphCache] = field(default_factory=dict)
+    _seen: Counter[int] = field(default_factory=Counter)
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
@@ -100,10 +102,11 @@ class GraphedExecutor(SinkExecutor):
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
         mask = part.inputs["attention_mask"]
+        captured = set().union(*(cache.tokens for cache in self._caches.values()))
         tokens, longest = int(mask.sum()), int(mask.sum(dim=1).max())
         packed = self.packing.pack(
             part.inputs,
-            pad_to_tokens=self.buckets.fit(tokens),
+            pad_to_tokens=self.buckets.choose(tokens, captured, self._seen),
             pad_to_rows=max(self.rows, len(part.rows)),
             max_seqlen=-(-longest // 64) * 64,
         )

@@ -7,6 +7,7 @@ from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.features import FrozenFeatures
 from memfit.strategies.freezing import Freezing
+from memfit.strategies.fused_layers import FusedLayers
 from memfit.strategies.graphs import CudaGraphs
 from memfit.strategies.half_precision import HalfPrecision
 from memfit.strategies.lora import Lora
@@ -28,6 +29,7 @@ __all__ = [
     "Freezing",
     "FrozenFeatures",
     "FusedAttention",
+    "FusedLayers",
     "GradientRelease",
     "HalfPrecision",
     "Lora",

@@ -12,6 +12,7 @@ from memfit.strategies.base import Setup, Strategy
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.features import FrozenFeatures
 from memfit.strategies.freezing import Freezing
+from memfit.strategies.fused_layers import FusedLayers
 from memfit.strategies.graphs import CudaGraphs
 from memfit.strategies.half_precision import HalfPrecision
 from memfit.strategies.lora import Lora
@@ -32,6 +33,7 @@ ORDER: tuple[type[Strategy], ...] = (
     FrozenFeatures,
     FusedAttention,
     Packing,
+    FusedLayers,
     Checkpointing,
     ActivationOffload,
     SmallStateOptimizer,
