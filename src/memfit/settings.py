@@ -4,7 +4,7 @@
 |---|---|---|
 | per_device_train_batch_size | 32 | 8 |
 | per_device_eval_batch_size | 64 | 8 |
-| learning_rate | 2e-5; 1e-3 where only a head learns | 5e-5 |
+| learning_rate | 2e-5 | 5e-5 |
 | eval_strategy | epoch | no |
 | save_strategy | as eval_strategy | steps |
 | save_total_limit | 3 | none |
@@ -12,6 +12,8 @@
 | metric_for_best_model | f1, for a regression mse | loss |
 | logging_steps | 2 % of the steps | 500 |
 | dataloader_pin_memory | with a GPU | yes |
+
+Where the whole encoder is frozen the learning rate is 1e-3, unless you give one.
 """
 
 from __future__ import annotations

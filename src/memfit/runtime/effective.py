@@ -80,6 +80,8 @@ def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:
             f"{ours.per_device_train_batch_size}; start with torchrun to use all"
         )
         ours._n_gpu = 1  # what the Trainer itself does to keep nn.DataParallel away
+    if ours.device.type == "cpu":
+        ours.dataloader_pin_memory = False  # there is nothing to pin for, and torch warns
     if ours.fp16 and ours.device.type == "cpu":
         _warn("fp16 has no effect on a CPU: training runs in the weights' own precision")
     metric = ours.metric_for_best_model
