@@ -18,11 +18,12 @@ Where the whole encoder is frozen the learning rate is 1e-3, unless you give one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import ConfigError, MemfitError
+from memfit.errors import ConfigError, MemfitError, nearest
 
 if TYPE_CHECKING:
     from memfit.arguments import TrainingArguments
@@ -41,10 +42,25 @@ HEAD_LEARNING_RATE = 1e-3
 """At 2e-5 a fresh head on a frozen encoder learns nothing (benchmarks/quality.py)."""
 
 
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "single_label": ("accuracy", "f1", "precision", "recall"),
+    "multi_label": ("accuracy", "f1", "f1_macro", "precision", "recall"),
+    "regression": ("mse", "mae", "r2", "pearson"),
+}
+"""What an evaluation measures, and `metric_for_best_model` may name beside the loss."""
+_ONE_OF = re.compile(r"'?(.+?)'? is not a valid (\w+), please select one of (\[.+\])", re.S)
+
+
 def training_arguments(
-    training: Mapping[str, Any], output_dir: Path, best_metric: str, *, head_only: bool = False
+    training: Mapping[str, Any],
+    output_dir: Path,
+    best_metric: str,
+    *,
+    head_only: bool = False,
+    task: str | None = None,
 ) -> TrainingArguments:
     """The Trainer's arguments, or a ConfigError that names what they refuse."""
+    check_training(training, task)
     import torch
 
     from memfit.arguments import TrainingArguments
@@ -58,8 +74,43 @@ def training_arguments(
     except MemfitError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = _refusal(str(error).strip() or type(error).__name__)
         raise ConfigError(f"TrainingArguments refuses what was given: {reason}") from None
+
+
+def check_training(training: Mapping[str, Any], task: str | None = None) -> None:
+    """What would train nothing, or fail only after the first epoch."""
+    steps = training.get("max_steps")
+    by_steps = isinstance(steps, int) and steps > 0
+    epochs = training.get("num_train_epochs")
+    if isinstance(epochs, int | float) and not (epochs > 0 or by_steps):
+        raise ConfigError(f"--epochs (num_train_epochs) is {epochs}; write more than 0, such as 3")
+    for flag, name in (
+        ("--batch-size", "per_device_train_batch_size"),
+        ("--per-device-eval-batch-size", "per_device_eval_batch_size"),
+        ("--gradient-accumulation-steps", "gradient_accumulation_steps"),
+    ):
+        count = training.get(name)
+        if isinstance(count, int) and count < 1:
+            raise ConfigError(f"{flag} ({name}) is {count}; write 1 or more")
+    metric = training.get("metric_for_best_model")
+    known = ("loss", *METRICS[task]) if task is not None else ()
+    if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
+        raise ConfigError(
+            f"--metric-for-best-model is {metric!r}; this task's are {', '.join(known)}."
+            f"{nearest(metric.removeprefix('eval_'), known)}"
+        )
+
+
+def _refusal(text: str) -> str:
+    """The first line; of a value that is none of forty, the nearest."""
+    found = _ONE_OF.search(text)
+    if found is None:
+        return text.splitlines()[0]
+    value, kind, listed = found.groups()
+    choices = re.findall(r"'([^']+)'", listed)
+    hint = nearest(value, choices) or (f" It is one of {', '.join(choices)}." * (len(choices) < 9))
+    return f"{value!r} is not one of its {kind}.{hint}"
 
 
 def with_defaults(training: Mapping[str, Any], best_metric: str) -> dict[str, Any]:

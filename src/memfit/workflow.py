@@ -34,7 +34,7 @@ from memfit.results import (
     write_evaluation,
     write_summary,
 )
-from memfit.settings import training_arguments
+from memfit.settings import check_training, training_arguments
 from memfit.stored import with_absolute_paths
 from memfit.units import Budget, format_both, parse_budget
 
@@ -79,6 +79,7 @@ def train_classifier(
         raise OutputError("no output folder given; name one with --output-dir")
     config = with_absolute_paths(config)
     check_model_folder(config.model)
+    check_training(config.training)
     say = announce.voice(quiet)
     with claim_output_folder(str(config.output_dir), resume=resume) as claim:
         run = _Run(config, claim, say, quiet=quiet, resume=resume, callbacks=tuple(callbacks))
@@ -138,6 +139,7 @@ class _Run:
             self.claim.folder.checkpoints_dir,
             best_metric(labels.task)[0],
             head_only=self.config.model.freeze == "encoder",
+            task=labels.task,
         )
         set_seed(arguments.seed)  # the head's first weights are random
         with self.clock.measure("load"):

@@ -115,6 +115,15 @@ def test_a_label_that_only_one_split_has(
         (["--budget", "4 bananas"], "cannot read the budget '4 bananas'"),
         (["--budget", "0GB"], "a budget of 0GB leaves no memory"),
         (["--eval-strategy", "sometimes"], "sometimes"),
+        (["--metric-for-best-model", "f2"],
+         "--metric-for-best-model is 'f2'; this task's are loss, accuracy, f1, precision, recall."),
+        (["--metric-for-best-model", "acuracy"], "Did you mean 'accuracy'?"),
+        (["--metric-for-best-model", "mse"], "--metric-for-best-model is 'mse'"),
+        (["--epochs", "0"], "--epochs (num_train_epochs) is 0"),
+        (["--epochs", "-1"], "--epochs (num_train_epochs) is -1"),
+        (["--batch-size", "0"], "--batch-size (per_device_train_batch_size) is 0"),
+        (["--optim", "adafctor"], "'adafctor' is not one of its OptimizerNames. Did you mean "
+         "'adafactor'?"),
         (["--max-length", "65"], "max_length 65 is beyond the 64 positions"),
         (["--max-length", "64", "--freeze", "9"], "more than the 2 layers"),
         (["--validation-split", "2"], "between 0 and 1"),
@@ -122,7 +131,7 @@ def test_a_label_that_only_one_split_has(
         (["--label-names", "負評", "正評"], "write label=name"),
         (["--config", "none.toml"], "cannot read the configuration none.toml"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_option(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

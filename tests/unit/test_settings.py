@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memfit import settings
+from memfit.data.values import LabelSpace
 from memfit.errors import ConfigError
-from memfit.settings import DEFAULTS, training_arguments, with_defaults
+from memfit.evaluation import evaluate_predictions
+from memfit.settings import DEFAULTS, METRICS, training_arguments, with_defaults
 
 
 def test_without_anything_given_it_evaluates_saves_and_keeps_the_best_each_epoch(
@@ -55,6 +58,39 @@ def test_fields_that_belong_together_follow_the_one_that_was_set(
 def test_what_transformers_refuses_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"TrainingArguments refuses.*sometimes"):
         training_arguments({"eval_strategy": "sometimes"}, tmp_path, "f1")
+
+
+@pytest.mark.parametrize(
+    ("metric", "task"),
+    [("loss", "single_label"), ("eval_f1", "single_label"), ("f1_macro", "multi_label"),
+     ("eval_r2", "regression")],
+)  # fmt: skip
+def test_every_metric_of_the_task_may_choose_the_best(
+    metric: str, task: str, tmp_path: Path
+) -> None:
+    given = {"metric_for_best_model": metric}
+    assert training_arguments(given, tmp_path, "f1", task=task).metric_for_best_model == metric
+    with pytest.raises(ConfigError, match="--metric-for-best-model is 'f3'"):
+        training_arguments({"metric_for_best_model": "f3"}, tmp_path, "f1", task=task)
+
+
+def test_the_metrics_named_are_those_an_evaluation_has() -> None:
+    labels = {
+        "single_label": np.array([0, 1, 2]),
+        "multi_label": np.eye(3),
+        "regression": np.array([1.0, 2.0, 3.0]),
+    }
+    for task, names in METRICS.items():
+        logits = np.array([[1.0], [2.5], [2.0]]) if task == "regression" else np.eye(3)
+        space = LabelSpace(task, ("a",) if task == "regression" else ("a", "b", "c"))
+        assert set(evaluate_predictions(logits, labels[task], space).metrics) == set(names)
+
+
+def test_steps_stand_in_for_epochs(tmp_path: Path) -> None:
+    given = {"num_train_epochs": 0, "max_steps": 5}
+    assert training_arguments(given, tmp_path, "f1").max_steps == 5
+    with pytest.raises(ConfigError, match="--epochs"):
+        training_arguments({"num_train_epochs": 0.0}, tmp_path, "f1")
 
 
 def test_the_table_at_the_top_tells_every_default() -> None:
