@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -31,15 +32,20 @@ def check_model_folder(config: ModelConfig) -> None:
     if not folder.is_dir():
         if folder.exists():
             raise ModelError(f"the model {config.model} is a file; give the folder it lies in")
-        if _looks_like_a_path(config.model):
-            raise ModelError(f"there is no model folder {config.model}")
+        similar = _similar_folder(folder)
+        if similar is not None or _looks_like_a_path(config.model):
+            hint = f"; did you mean {similar}?" if similar is not None else "; check the path"
+            raise ModelError(f"there is no model folder {config.model}{hint}")
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"the folder {folder} holds a LoRA adapter only; merge it into its model first"
             )
-        raise ModelError(f"the model folder {folder} has no config.json")
+        raise ModelError(
+            f"the model folder {folder} has no config.json; give the folder that "
+            "save_pretrained wrote, or download the model's files into it"
+        )
     if config.from_scratch or any((folder / name).is_file() for name in WEIGHT_FILES):
         return
     foreign = [name for name in FOREIGN_WEIGHT_FILES if (folder / name).is_file()]
@@ -52,6 +58,16 @@ def check_model_folder(config: ModelConfig) -> None:
 
 def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def _similar_folder(folder: Path) -> Path | None:
+    """A model beside it under nearly its name: a slip of the pen, and no reason to ask the hub."""
+    try:
+        beside = [item.name for item in folder.parent.iterdir() if (item / "config.json").is_file()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
+    return folder.with_name(close[0]) if close else None
 
 
 def load_for_training(
@@ -107,7 +123,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:  # decoders were pre-trained without padding
         if tokenizer.eos_token is None:
-            raise ModelError(f"the tokenizer of {config.model} has no padding token")
+            raise ModelError(
+                f"the tokenizer of {config.model} has no padding token; add a pad_token to its "
+                "tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

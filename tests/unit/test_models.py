@@ -203,6 +203,21 @@ def test_a_model_that_is_nowhere_says_where_was_looked(name: str, message: str) 
         load_for_training(ModelConfig(model=name), REVIEWS, 64)
 
 
+def test_a_slip_in_a_folders_name_suggests_the_folder_and_asks_no_hub(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_of(tiny_model_dir, tmp_path / "macbert-base")
+    (tmp_path / "macbert-bare").mkdir()  # holds no model
+    monkeypatch.chdir(tmp_path)
+    for name in ("macbert-bas", "./macbert-bas", str(tmp_path / "macbertbase")):
+        with pytest.raises(ModelError, match=r"there is no model folder .*; did you mean .*-base"):
+            check_model_folder(ModelConfig(model=name))
+    check_model_folder(ModelConfig(model="hfl/macbert-base"))  # a hub id
+    check_model_folder(ModelConfig(model="bert-base-chinese"))
+    with pytest.raises(ModelError, match="check the path"):
+        check_model_folder(ModelConfig(model="models/hfl/macbert"))
+
+
 def test_a_file_and_an_adapter_are_not_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="LoRA adapter only"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -30,7 +31,12 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not debugging():
+        # Each retry of a hub that cannot be reached would be told; the error says it once.
+        for name in ("huggingface_hub", "httpx", "httpcore", "urllib3"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", category=FutureWarning, module=r"memfit\b")
         warnings.filterwarnings("always", category=UserWarning, module=r"memfit\b")
