@@ -108,7 +108,10 @@ def _check_length(spec: StepSpec, name: str) -> None:
     from memfit.memory.models import build_on_meta, model_config
     from memfit.parts import position_limit
 
-    plain = spec.replace(lora=None, freeze=None, gradient_checkpointing=False)
+    # Positions do not depend on these, and some can only be built inside a trace.
+    plain = spec.replace(
+        lora=None, freeze=None, gradient_checkpointing=False, attn_implementation=None
+    )
     limit = position_limit(build_on_meta(plain, model_config(plain)))
     if limit is not None and spec.length > limit:
         raise ConfigError(

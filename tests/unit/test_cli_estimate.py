@@ -111,6 +111,27 @@ def test_for_a_person_it_draws_the_bar_the_rules_and_the_phases(
     assert page.read_text(encoding="utf-8").startswith("<!")
 
 
+def test_flash_attention_keeps_less_than_eager(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", config_only, "--bf16", "--gpu", "A100 80GB", "--attn-implementation")
+    flash, eager = (answer(capsys, *words, name) for name in ("flash_attention_2", "eager"))
+    assert flash["components"]["activations"] < eager["components"]["activations"]
+    assert run(["estimate", *map(str, words), "flash_attention_2", "--max-length", "129"]) == 2
+    assert "beyond the 128 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_all_layers_can_be_frozen_by_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BERT, "num_hidden_layers": layers}))
+    found = answer(capsys, "--model", tmp_path, "--freeze", layers, "--gpu", "T4")
+    assert found["trainable_parameters"] == (64 * 64 + 64) + (64 * 2 + 2)
+    assert run(["estimate", "--model", str(tmp_path), "--freeze", str(layers + 1)]) == 2
+    assert f"more than the {layers} layers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "precision"),
     [

@@ -88,7 +88,7 @@ def _from_shallow(
     traces = []
     for count in (depths.shallow, depths.deeper):
         cut_config = with_layers(config, count)
-        model = build_on_meta(spec, cut_config)
+        model = build_on_meta(_frozen_alike(spec, count), cut_config)
         traces.append(trace_segments(spec, cut_config, model, device))
     segments = deepen(traces[0], traces[1], depths.repeats)
     if segments is None:
@@ -97,6 +97,13 @@ def _from_shallow(
     weights = {id(t): t.nbytes for t in (*full.parameters(), *full.buffers())}
     expected = sum(weights.values())
     return segments if segments.born_bytes("build", Component.WEIGHTS) == expected else None
+
+
+def _frozen_alike(spec: StepSpec, count: int) -> StepSpec:
+    """With fewer layers than are to be frozen all are: those cut off are like those kept."""
+    if spec.freeze is None or not spec.freeze.isdecimal():
+        return spec
+    return spec.replace(freeze=str(min(count, int(spec.freeze))))
 
 
 def trace_segments(
