@@ -66,6 +66,8 @@ def spec_of(run: Mapping[str, Any]) -> Any:
     from memfit.memory.spec import StepSpec
 
     case = run["case"]
+    if case["torch_compile"]:
+        raise ValueError(f"{case['id']}: torch_compile fuses operators and is not predicted")
     pure = {"bfloat16": "pure_bf16", "float16": "pure_fp16"}.get(case["dtype"], "fp32")
     lora = case["lora"] or {}
     return StepSpec(
