@@ -41,6 +41,8 @@ class MemorySummary:
     budget_bytes: int | None = None
     predicted: MemoryPeak | None = None
     measured: MemoryPeak | None = None
+    measured_step: int | None = None
+    """The step measured; None where the height is that of the whole run, as on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ class RunSummary:
             budget_bytes=memory.get("budget_bytes"),
             predicted=_peak(memory.get("predicted")),
             measured=_peak(memory.get("measured")),
+            measured_step=memory.get("measured_step"),
         )
         return cls(**kept)
 

@@ -285,6 +285,7 @@ class _Run:
                 budget_bytes=self.budget_bytes,
                 predicted=self.predicted,
                 measured=self.probe.peak(trainer.args.device),
+                measured_step=None if trainer.args.device.type == "cuda" else self.probe.step,
             ),
             device=announce.device_name(trainer.args.device),
             best_checkpoint=Path(best).name if best else None,

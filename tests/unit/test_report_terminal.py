@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,12 @@ def summary() -> RunSummary:
         seconds={"train": 61.4},
         memory=MemorySummary(budget_bytes=4 * GIB, predicted=peak),
     )
+
+
+def test_a_measurement_of_one_step_says_which() -> None:
+    peak = MemoryPeak(COMPONENTS, 3 * GIB, 3 * GIB, 3 * GIB)
+    told = replace(summary(), memory=MemorySummary(measured=peak, measured_step=3))
+    assert "3.00 GiB at the peak of step 3" in " ".join(printed(terminal.training_result(told)))
 
 
 def test_a_training_result_says_how_it_ended_and_where_it_lies() -> None:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from memfit.runtime.progress import MemfitProgress, MemoryMeter
+from memfit.runtime.progress import MemfitProgress, MemoryMeter, MemoryUse
 
 
 class Clock:
@@ -53,13 +53,23 @@ def test_in_a_pipe_there_are_plain_lines_and_not_too_many():
     assert lines[0] == "training: 40 steps"
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 20
-    assert steps[0].startswith("step 2/40  loss 1.0000  memory ")
+    assert steps[0].startswith("step 2/40  loss 1.0000  process ")
     assert steps[0].endswith("  1 min 16 s left")
     assert "\x1b" not in "".join(lines)
 
 
 def test_the_total_time_is_said_after_the_first_steps_without_the_slow_first_one():
-    assert "training will take about 1 min 20 s" in play().splitlines()
+    said = [line for line in play().splitlines() if "will take" in line]
+    assert said == [
+        "training will take about 6 min 40 s by the first step, evaluation aside",
+        "training will take about 1 min 20 s, evaluation aside",
+    ]
+
+
+def test_a_short_run_says_its_time_after_the_first_step():
+    lines = play(3).splitlines()
+    assert "training will take about 30 s by the first step, evaluation aside" in lines
+    assert not any("will take" in line for line in play(1).splitlines())
 
 
 def test_a_predicted_time_is_said_before_the_first_step():
@@ -79,15 +89,22 @@ def test_evaluation_does_not_count_as_training_time_and_its_metric_is_shown():
 def test_a_resumed_run_counts_what_is_left():
     lines = play(first=30).splitlines()
     assert lines[0] == "training: 10 steps"
-    assert "training will take about 20 s" in lines
+    assert "training will take about 20 s, evaluation aside" in lines
 
 
 def test_the_bar_in_a_terminal_shows_loss_memory_budget_and_time():
-    shown = play(terminal=True, budget_bytes=4 * 2**30)
+    use = MemoryUse(2**30, 3 * 2**30)
+    shown = play(terminal=True, budget_bytes=4 * 2**30, read_memory=lambda: use)
     assert "40/40" in shown
     assert "loss 0.0256" in shown
-    assert "of 4.00 GiB)" in shown
+    assert "memory 1.00 GiB (peak 3.00 GiB of 4.00 GiB)" in shown
     assert "left" in shown
+
+
+def test_on_a_cpu_the_process_is_called_so_and_held_against_no_budget():
+    shown = play(budget_bytes=4 * 2**30)
+    assert "  process " in shown
+    assert not any(word in shown for word in ("memory", "peak", "4.00 GiB"))
 
 
 def test_the_meter_of_a_cpu_reads_the_process_and_keeps_the_peak():

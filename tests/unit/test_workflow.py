@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,19 +48,28 @@ def test_the_first_ctrl_c_saves_and_the_second_stops_at_once() -> None:
         stop.ask()
 
 
-def test_only_the_second_step_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("steps_an_epoch", "max_steps", "measured"),
+    [(5, 10, 2), (2, 10, 3), (2, 2, 2), (1, 4, 2)],
+)
+def test_the_first_full_step_from_the_second_on_is_measured(
+    steps_an_epoch: int, max_steps: int, measured: int
+) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     probe = MeasureOneStep()
-    arguments: Any = dataclasses.make_dataclass("Arguments", [("torch_compile", bool)])(False)
-    state: Any = None
-    for step in range(3):
-        assert (probe.peak(CPU) is not None) == (step == 2)
-        probe.on_step_begin(arguments, state, state, model=model, optimizer=optimizer)
+    arguments: Any = SimpleNamespace(torch_compile=False, gradient_accumulation_steps=2)
+    parts: Any = {"model": model, "optimizer": optimizer}
+    batches = range(2 * steps_an_epoch - 1)
+    for step in range(1, max_steps + 1):
+        assert (probe.peak(CPU) is not None) == (step > measured)
+        state: Any = SimpleNamespace(global_step=step - 1, max_steps=max_steps)
+        probe.on_step_begin(arguments, state, state, train_dataloader=batches, **parts)
         model(torch.ones(16, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         probe.on_step_end()
+    assert probe.step == measured
     peak = probe.peak(CPU)
     assert peak is not None
     weights_bytes = (8 * 4 + 4) * 4

@@ -242,7 +242,9 @@ def training_result(summary: RunSummary, folder: Path | None = None) -> Renderab
                 if memory.budget_bytes
                 else ""
             )
-            facts.add_row(name, Text(f"{format_bytes(peak.device_bytes)} at the peak{share}"))
+            step = memory.measured_step if peak is memory.measured else None
+            where = "at the peak" if step is None else f"at the peak of step {step:,}"
+            facts.add_row(name, Text(f"{format_bytes(peak.device_bytes)} {where}{share}"))
     if folder is not None:
         facts.add_row("model", Text(str(folder)))
         facts.add_row("report", Text(str(folder / "report.html")))

@@ -56,8 +56,10 @@ class MemoryMeter:
 class MemfitProgress(TrainerCallback):
     """Takes the place of the Trainer's bar. In a pipe it prints plain lines instead.
 
-    `step_seconds` is a prediction; without one the total time is said after the first steps.
-    `read_memory` says what counts against the budget; by default the allocator of the device.
+    `step_seconds` is a prediction; without one the total time is said after the first step, and
+    again once a few have shown what a step takes when everything is warm.
+    `read_memory` says what counts against the budget; by default the allocator of the device. On a
+    CPU it is the whole process, which is no part of any budget, and called so.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class MemfitProgress(TrainerCallback):
         self._task = TaskID(0)
         self._read_memory: Callable[[], MemoryUse] | None = None
         self._shown: dict[str, str] = {}
+        self._is_process = False
         self._first_step = self._started = self._paused = self._pause_began = 0.0
 
     # ---- what the Trainer calls ----
@@ -88,6 +91,7 @@ class MemfitProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._read_memory = self.read_memory or MemoryMeter(args.device).read
+        self._is_process = self.read_memory is None and args.device.type == "cpu"
         self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
         steps = state.max_steps - state.global_step
         about = f", about {format_seconds(steps * self.step_seconds)}" if self.step_seconds else ""
@@ -112,9 +116,10 @@ class MemfitProgress(TrainerCallback):
             return
         done = state.global_step - self._first_step
         if done == _WARM_UP_STEPS:
+            self._say_total(state, self.clock() - self._started, " by the first step")
             self._started, self._paused = self.clock(), 0.0
-        if done == _WARM_UP_STEPS + _TIMED_STEPS and self.step_seconds is None:
-            self._say_total(state)
+        if done == _WARM_UP_STEPS + _TIMED_STEPS:
+            self._say_total(state, self.seconds_a_step(state))
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step, status=self._status(state))
         elif self._is_line_due(state):
@@ -176,11 +181,16 @@ class MemfitProgress(TrainerCallback):
             return self.step_seconds
         return (self.clock() - self._started - self._paused) / timed
 
-    def _say_total(self, state: TrainerState) -> None:
-        seconds = self.seconds_a_step(state)
-        if seconds is not None:
+    def _say_total(self, state: TrainerState, seconds: float | None, by: str = "") -> None:
+        """Not where it was said before the start, nor where nothing is left to wait for."""
+        if (
+            self.step_seconds is None
+            and seconds is not None
+            and state.global_step < state.max_steps
+        ):
             total = format_seconds(seconds * (state.max_steps - self._first_step))
-            self.console.print(f"training will take about {total}", highlight=False)
+            text = f"training will take about {total}{by}, evaluation aside"
+            self.console.print(text, highlight=False)
 
     def _status(self, state: TrainerState) -> str:
         shown = [f"{name} {value}" for name, value in self._shown.items()]
@@ -188,7 +198,9 @@ class MemfitProgress(TrainerCallback):
             use = self._read_memory()
             budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
             now, peak = format_bytes(use.now_bytes), format_bytes(use.peak_bytes)
-            shown.append(f"memory {now} (peak {peak}{budget})")
+            shown.append(
+                f"process {now}" if self._is_process else f"memory {now} (peak {peak}{budget})"
+            )
         if (seconds := self.seconds_a_step(state)) is not None:
             left = (state.max_steps - state.global_step) * seconds
             shown.append(f"{format_seconds(left)} left")
