@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
-import time
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,11 +82,28 @@ def test_bert_large_is_predicted_within_one_percent_of_the_measured_recipe(
     assert found.parameters == 325_524_482
 
 
-def test_bert_large_takes_less_than_three_seconds_of_computing() -> None:
-    estimate(BERT_LARGE, rows=32, length=128)  # imports the model's code
-    began = time.process_time()
-    estimate(BERT_LARGE, rows=32, length=128)
-    assert time.process_time() - began < 3
+_FIRST_ESTIMATE = """
+import sys, time
+import torch
+from transformers import BertForSequenceClassification
+import memfit
+began = time.process_time()
+memfit.estimate(sys.argv[1], batch_size=32, max_length=128, gpu="H200")
+print(time.process_time() - began)
+"""
+
+
+def test_the_first_estimate_of_bert_large_in_a_process_takes_under_three_seconds_after_imports(
+    tmp_path: Path,
+) -> None:
+    """From config.json to the numbers; importing torch and the model's code is not counted.
+
+    The processor's time, so that neighbours do not count; one thread, so it is the wait as well.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(BERT_LARGE))
+    command = [sys.executable, "-c", _FIRST_ESTIMATE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0 < float(done.stdout) < 3
 
 
 def test_a_model_of_seven_billion_is_estimated_in_little_memory() -> None:
