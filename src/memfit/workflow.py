@@ -27,9 +27,12 @@ from memfit.report import terminal
 from memfit.results import (
     MemorySummary,
     OutputClaim,
+    RunFolder,
     RunSummary,
     claim_output_folder,
     config_digest,
+    read_evaluation,
+    read_summary,
     versions,
     write_evaluation,
     write_summary,
@@ -68,7 +71,7 @@ class _Clock:
         """Adds what the block takes."""
         started = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def train_classifier(
@@ -81,9 +84,29 @@ def train_classifier(
     check_model_folder(config.model)
     check_training(config.training)
     say = announce.voice(quiet)
+    if resume and (finished := _finished(Path(str(config.output_dir)))):
+        say(f"the run in {config.output_dir} has already finished; nothing is left to do")
+        return finished
     with claim_output_folder(str(config.output_dir), resume=resume) as claim:
         run = _Run(config, claim, say, quiet=quiet, resume=resume, callbacks=tuple(callbacks))
         return run.finish()
+
+
+def _finished(folder: Path) -> RunResult | None:
+    """The result of a run that came to its end; the summary is written after all else."""
+    run = RunFolder(folder)
+    evaluated = read_evaluation(folder) if run.summary.is_file() else None
+    if evaluated is None:
+        return None
+    if not run.report.is_file():
+        _write_report(folder)
+    return RunResult(output_dir=folder, summary=read_summary(folder), evaluation=evaluated[0])
+
+
+def _write_report(folder: Path) -> None:
+    from memfit.report.page import write_report
+
+    write_report(folder)
 
 
 @dataclass
@@ -112,10 +135,13 @@ class _Run:
                 evaluation = self._evaluate(trainer, text, tokens)
             with self.clock.measure("save"):
                 self._save_model(trainer)
-        self.clock.seconds["total"] = time.perf_counter() - started
+        # A resumed run took what its sessions took together.
+        self.clock.seconds["train"] += self.elapsed.earlier_seconds
+        total = time.perf_counter() - started + self.elapsed.earlier_seconds
+        self.clock.seconds["total"] = total
         summary = self._summary(trainer, text, tokens, evaluation)
         write_summary(self.claim.path, summary)
-        self._write_report()
+        _write_report(self.claim.path)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
 
     def _read(self) -> TextData:
@@ -127,9 +153,11 @@ class _Run:
         from transformers import PrinterCallback, ProgressCallback, set_seed
 
         from memfit.data import tokenize
+        from memfit.elapsed import KeepElapsed, elapsed_seconds
         from memfit.interrupt import StopAfterStep
         from memfit.planner import free_strategies
         from memfit.probe import MeasureOneStep
+        from memfit.runtime.checkpoint import last_complete
         from memfit.runtime.progress import MemfitProgress
         from memfit.runtime.trainer import BudgetTrainer
 
@@ -146,6 +174,8 @@ class _Run:
             model, tokenizer = load_for_training(self.config.model, labels, max_length)
             tokens = tokenize(text, tokenizer, max_length)
         self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
+        last = last_complete(self.claim.folder.checkpoints_dir) if self.resume else None
+        self.elapsed = KeepElapsed(elapsed_seconds(last))
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
         on_gpu = arguments.device.type == "cuda"
@@ -162,19 +192,26 @@ class _Run:
             eval_dataset=tokens.validation,
             processing_class=tokenizer,
             compute_metrics=compute_metrics_for(labels.task, labels.names),
-            callbacks=[*([] if self.quiet else [bar]), self.stop, self.probe, *self.callbacks],
+            # The time is kept before a stop ends the run.
+            callbacks=[
+                *([] if self.quiet else [bar]),
+                self.elapsed,
+                self.stop,
+                self.probe,
+                *self.callbacks,
+            ],
         )
-        trainer = self._fit(make)
+        with self.clock.measure("plan"):
+            trainer = self._fit(make, last)
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
         return trainer, tokens
 
-    def _fit(self, make: Callable[..., BudgetTrainer]) -> BudgetTrainer:
+    def _fit(self, make: Callable[..., BudgetTrainer], last: Path | None) -> BudgetTrainer:
         """Inside the budget; a resumed run goes on with the micro-batches it began with."""
         from memfit.runtime.batching import MicroBatching
-        from memfit.runtime.checkpoint import last_complete, recorded_micro_batching
+        from memfit.runtime.checkpoint import recorded_micro_batching
 
-        last = last_complete(self.claim.folder.checkpoints_dir) if self.resume else None
         if last is not None and (recorded := recorded_micro_batching(last)):
             begun_with = RunConfig.from_toml(self.claim.folder.config).budget
             if begun_with == self.config.budget:
@@ -197,7 +234,8 @@ class _Run:
         self.say(f"batch    {announce.batch_sentence(trainer)}")
         for name, reason in self.left_out.items():
             self.say(f"note     no {name}: {reason}")
-        self.predicted = announce.predicted_peak(trainer)
+        with self.clock.measure("plan"):
+            self.predicted = announce.predicted_peak(trainer)
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
@@ -293,8 +331,3 @@ class _Run:
             versions=versions(),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-
-    def _write_report(self) -> None:
-        from memfit.report.page import write_report
-
-        write_report(self.claim.path)

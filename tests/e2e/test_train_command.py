@@ -243,9 +243,32 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert signal.getsignal(signal.SIGINT) is before
     assert (output / "checkpoints" / "checkpoint-41" / "trainer_state.json").is_file()
     assert not (output / "summary.json").exists()
+    kept = output / "checkpoints" / "checkpoint-41" / "elapsed.json"
+    assert json.loads(kept.read_text())["train_seconds"] > 0
+    kept.write_text('{"train_seconds": 1000.0}')
     assert run(["train", "--resume", "--output-dir", str(output), "--quiet"]) == 0
     assert summary_of(output)["training"]["steps"] == 108
+    assert summary_of(output)["seconds"]["train"] > 1000
     assert same_weights(trained, output)
+
+
+def test_the_seconds_of_the_parts_add_up(trained: Path) -> None:
+    seconds = summary_of(trained)["seconds"]
+    total = seconds.pop("total")
+    assert set(seconds) == {"data", "load", "plan", "train", "evaluate", "save"}
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.1)
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {item: item.stat().st_mtime_ns for item in trained.rglob("*")}
+    capsys.readouterr()
+    assert run(["train", "--resume", "--output-dir", str(trained)]) == 0
+    said = capsys.readouterr()
+    assert "has already finished" in said.err
+    assert "108 steps" in said.out
+    assert {item: item.stat().st_mtime_ns for item in trained.rglob("*")} == before
 
 
 def test_resuming_with_another_configuration_is_refused_with_what_differs(trained: Path) -> None:
