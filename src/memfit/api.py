@@ -78,11 +78,13 @@ def evaluate(
 
     config = DataConfig.build(path=data, **options)
     classifier = Classifier.load(os.fspath(model), max_length=max_length)
-    table, _ = read_labelled(config, classifier.labels)
+    table, counts = read_labelled(config, classifier.labels)
     texts = table["text"]
     if "text_pair" in table.column_names:
         texts = list(zip(texts, table["text_pair"], strict=True))
-    return classifier.evaluate(texts, table["label"])
+    evaluation = classifier.evaluate(texts, table["label"])
+    dropped = {"no_text": counts.dropped_no_text, "no_label": counts.dropped_no_label}
+    return dataclasses.replace(evaluation, dropped=dropped)
 
 
 def estimate(

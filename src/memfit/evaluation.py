@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PureWindowsPath
 from typing import Any, Protocol
 
@@ -61,6 +61,8 @@ class Evaluation:
     positive: str = ""
     classes: tuple[ClassRow, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows of the table that were not evaluated: `no_text` and `no_label`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for JSON."""

@@ -226,7 +226,7 @@ class _Run:
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
-        self.say(terminal.data_summary(text.counts, tokens.lengths))
+        self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
         total, learning = announce.parameters(trainer)
         share = "" if learning == total else f", {learning:,} of them learn"
         self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")

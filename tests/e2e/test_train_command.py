@@ -187,7 +187,19 @@ def test_evaluate_gives_the_metrics_of_the_run(
     assert [sum(row) for row in matrix] == [120, 120]
     assert answer["metrics"]["accuracy"] == (matrix[0][0] + matrix[1][1]) / 240 > 0.95
     assert run(["evaluate", str(trained), str(reviews)]) == 0
-    assert "on 240 rows" in capsys.readouterr().out
+    assert "on 240 rows\n" in capsys.readouterr().out
+
+
+def test_evaluate_says_which_rows_it_left_out(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "holes.csv"
+    table.write_text(f"label,review\n1,{PRAISE[0]}\n0,{BLAME[0]}\n1,\n,好\n,壞\n", "utf-8")
+    assert run(["evaluate", str(trained), str(table), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["rows"], answer["dropped"]) == (2, {"no_text": 1, "no_label": 2})
+    assert run(["evaluate", str(trained), str(table)]) == 0
+    assert "on 2 rows; left out 1 without text and 2 without label" in capsys.readouterr().out
 
 
 def test_report_draws_the_page_again(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

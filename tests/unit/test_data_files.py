@@ -34,7 +34,7 @@ def as_strings(rows: list[tuple[Any, str]]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("written", "found"),
     [
-        ("utf-8", "utf-8-sig"),
+        ("utf-8", "utf-8"),
         ("utf-8-sig", "utf-8-sig"),
         ("gb18030", "gb18030"),
         ("utf-16", "utf-16"),

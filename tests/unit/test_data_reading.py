@@ -36,7 +36,7 @@ def test_chnsenticorp_is_split_as_the_tutorials_split_it(shared: Path) -> None:
         "text_column": "review",
         "text_pair_column": None,
         "label_column": "label",
-        "encoding": "utf-8-sig",
+        "encoding": "utf-8",
     }
     assert data.labels == LabelSpace("single_label", ("負評", "正評"))
     assert (len(data.train), len(data.validation)) == (6988, 777)
@@ -169,7 +169,7 @@ def test_a_separate_validation_file_is_not_split(tmp_path: Path) -> None:
         validation_class_counts={"bad": 1, "1": 1},
         text_column="review",
         label_column="label",
-        encoding="utf-8-sig",
+        encoding="utf-8",
     )
 
 

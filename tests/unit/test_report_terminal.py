@@ -197,6 +197,22 @@ def test_the_data_summary_accounts_for_every_row() -> None:
     assert "cuts none" in " ".join(printed(terminal.data_summary(full, lengths(0)), 200))
 
 
+def test_the_data_summary_says_what_was_found_in_the_table() -> None:
+    found = counts(
+        text_column="review",
+        label_column="tags",
+        encoding="gb18030",
+        train_rows=10,
+        train_class_counts={"服務": 5, "早餐": 10},
+    )
+    lines = [
+        " ".join(line.split())
+        for line in printed(terminal.data_summary(found, None, "multi_label"))
+    ]
+    assert lines[0] == "columns text review, label tags; multi-label; gb18030"
+    assert lines[2:] == ["classes 5 50 % 服務", "10 100 % 早餐"]  # of the rows, not of the labels
+
+
 def test_many_classes_are_not_all_listed() -> None:
     many = counts(train_class_counts={f"c{number}": 1 for number in range(50)})
     lines = printed(terminal.data_summary(many))

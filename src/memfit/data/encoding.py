@@ -52,7 +52,8 @@ def find_encoding(path: Path, named: str | None) -> str:
                 f"{path} is not {named}: line {broken[0]} cannot be read; "
                 "name its real encoding, or leave encoding out to have it found"
             )
-        return codec
+        marked = head.startswith(codecs.BOM_UTF8)
+        return codec if codec != "utf-8-sig" or marked else "utf-8"
     for mark, codec in _MARKS:
         if head.startswith(mark):
             if broken := _first_undecodable(path, codec):
@@ -72,7 +73,7 @@ def _unmarked(path: Path, head: bytes) -> str:
         )
     broken = _first_undecodable(path, "utf-8")
     if broken is None:
-        return "utf-8-sig"
+        return "utf-8"
     line, offset = broken
     # From a little before the first byte that is not UTF-8: what precedes it tells a
     # broken UTF-8 file from one in another encoding.

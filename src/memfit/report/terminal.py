@@ -201,9 +201,10 @@ def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: st
 
 def metrics_table(evaluation: Evaluation) -> RenderableType:
     """The headline, one row a class, and the confusion matrix where it fits a screen."""
+    no_text, no_label = (evaluation.dropped.get(key, 0) for key in ("no_text", "no_label"))
     parts: list[RenderableType] = [
         metrics_line(evaluation.metrics, evaluation.averaging, evaluation.positive),
-        Text(f"on {evaluation.rows:,} rows", style="dim"),
+        Text(f"on {evaluation.rows:,} rows{_left_out(no_text, no_label)}", style="dim"),
     ]
     if evaluation.classes:
         each = table("class", "precision", "recall", "F1", "rows")
@@ -264,11 +265,16 @@ def _training_sentence(summary: RunSummary) -> str:
     return ", ".join(words)
 
 
-def data_summary(counts: DataCounts, lengths: LengthSummary | None = None) -> RenderableType:
-    """Where every row went, how the classes are spread, and what `max_length` cuts."""
+def data_summary(
+    counts: DataCounts, lengths: LengthSummary | None = None, task: str = ""
+) -> RenderableType:
+    """What was found, where every row went, how the classes are spread, what `max_length` cuts."""
     facts = _facts()
+    if counts.text_column:
+        facts.add_row("columns", Text(_columns_sentence(counts, task)))
     facts.add_row("rows", Text(_rows_sentence(counts)))
-    total = sum(counts.train_class_counts.values())
+    # Of the rows, which may have several labels each.
+    total = counts.train_rows
     shown = list(counts.train_class_counts.items())[:MOST_CLASSES]
     for index, (name, rows) in enumerate(shown):
         share = rows / total if total else 0.0
@@ -290,17 +296,29 @@ def data_summary(counts: DataCounts, lengths: LengthSummary | None = None) -> Re
     return facts
 
 
+def _columns_sentence(counts: DataCounts, task: str) -> str:
+    """text review, label label; single-label; gb18030."""
+    named = (
+        ("text", counts.text_column),
+        ("pair", counts.text_pair_column),
+        ("label", counts.label_column),
+    )
+    words = ", ".join(f"{role} {shorten(name, 60)}" for role, name in named if name)
+    return "; ".join(part for part in (words, task.replace("_", "-"), counts.encoding) if part)
+
+
 def _rows_sentence(counts: DataCounts) -> str:
     words = f"{counts.train_rows:,} to train on, {counts.validation_rows:,} to validate"
+    return words + _left_out(counts.dropped_no_text, counts.dropped_no_label)
+
+
+def _left_out(no_text: int, no_label: int) -> str:
     drops = [
         f"{number:,} without {what}"
-        for number, what in (
-            (counts.dropped_no_text, "text"),
-            (counts.dropped_no_label, "label"),
-        )
+        for number, what in ((no_text, "text"), (no_label, "label"))
         if number
     ]
-    return f"{words}; left out {' and '.join(drops)}" if drops else words
+    return f"; left out {' and '.join(drops)}" if drops else ""
 
 
 def _lengths_sentence(lengths: LengthSummary) -> str:
