@@ -16,11 +16,11 @@ from memfit.errors import OutputError
 
 
 @contextmanager
-def atomic_writer(path: Path) -> Iterator[IO[str]]:
-    """A UTF-8 file that appears under its name only when it is complete."""
+def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
+    """A file that appears under its name only when it is complete."""
     handle = tempfile.NamedTemporaryFile(  # noqa: SIM115 (it outlives the block, to be renamed)
         "w",
-        encoding="utf-8",
+        encoding=encoding,
         errors="replace",  # half an emoji, as broken JSON carries, must not cost the file
         newline="",
         dir=path.parent,

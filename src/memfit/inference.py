@@ -68,6 +68,8 @@ class Classifier:
     tokenizer: PreTrainedTokenizerBase
     labels: LabelSpace
     max_length: int
+    pairs: bool | None = None
+    """Whether it was trained on pairs of texts; None where that is not known."""
 
     @classmethod
     def load(
@@ -97,6 +99,7 @@ class Classifier:
             tokenizer=tokenizer,
             labels=label_space(model.config),
             max_length=_max_length(config.model, model, tokenizer, max_length),
+            pairs=_trained_on_pairs(config.model),
         )
 
     def predict(
@@ -164,6 +167,7 @@ class Classifier:
         pairs = [isinstance(text, tuple | list) for text in texts]
         if any(pairs) and not all(pairs):
             raise DataError("some of the texts are pairs and some are not; give one kind")
+        self._check_kind(any(pairs))
         for number, text in enumerate(texts, start + 1):
             parts = text if isinstance(text, tuple | list) else (text,)
             if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
@@ -171,6 +175,19 @@ class Classifier:
         columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
         return dict(encoded)
+
+    def _check_kind(self, pairs: bool) -> None:
+        """An answer to half a question looks like any other."""
+        if self.pairs and not pairs:
+            raise DataError(
+                "this model was trained on pairs of texts and got single ones; give both: "
+                "--file with --text-column and --text-pair-column, or tuples of two in Python"
+            )
+        if self.pairs is False and pairs:
+            raise DataError(
+                "this model was trained on single texts and got pairs; "
+                "name the column to use with --text-column"
+            )
 
     def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
         import torch
@@ -302,3 +319,11 @@ def _max_length(
         if isinstance(trained, int):
             return min(trained, limit)
     return limit if limit < 10**6 else UNLIMITED_LENGTH
+
+
+def _trained_on_pairs(folder: str) -> bool | None:
+    """What the run's summary says of its columns; a model from elsewhere says nothing."""
+    if not RunFolder(Path(folder)).summary.is_file():
+        return None
+    data = read_summary(folder).data
+    return data["text_pair_column"] is not None if "text_pair_column" in data else None

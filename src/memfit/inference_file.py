@@ -50,8 +50,8 @@ def predict_file(
 ) -> FilePredictions:
     """Writes every row of the source with its label and score to a CSV, TSV or JSONL file.
 
-    The file is plain UTF-8: a byte-order mark would please Excel's double click, and become
-    part of the first column's name everywhere else.
+    A table begins with a byte-order mark, without which Excel reads it in the machine's own
+    encoding and shows Chinese as gibberish; JSONL is plain UTF-8, as its readers expect.
     """
     path = Path(target)
     _check_target(path, Path(source))
@@ -63,7 +63,8 @@ def predict_file(
     rows = empty_rows = 0
     bar = progress_bar("predicting")
     try:
-        with atomic_writer(path) as file:
+        codec = "utf-8" if path.suffix.lower() in JSON_LINES else "utf-8-sig"
+        with atomic_writer(path, codec) as file:
             write = _writer(path, file, [*table.columns, *names])
             for chunk in _chunks(table.read(table.columns)):
                 where = [table.columns.index(name) for name in texts]

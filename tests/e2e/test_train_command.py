@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import random
@@ -164,7 +165,8 @@ def test_predict_labels_a_file_row_by_row(
     target = tmp_path / f"out.{suffix}"
     assert run(["predict", str(trained), "--file", str(source), "--output", str(target)]) == 0
     assert capsys.readouterr().out == f"wrote 4 rows to {target}\n"
-    lines = target.read_text(encoding="utf-8").splitlines()
+    assert target.read_bytes().startswith(codecs.BOM_UTF8) == (suffix != "jsonl")  # for Excel
+    lines = target.read_text(encoding="utf-8-sig").splitlines()
     if suffix == "jsonl":
         rows = [(row["review"], row["label"]) for row in map(json.loads, lines)]
     else:
@@ -175,6 +177,18 @@ def test_predict_labels_a_file_row_by_row(
     assert run(["predict", str(trained), "--file", str(source)]) == 0
     shown = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[0] for line in shown] == ["負評", "正評", "負評", "正評"]
+
+
+def test_a_model_of_single_texts_does_not_take_a_table_of_pairs(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "pairs.csv"
+    table.write_text(f"sentence1,sentence2\n{PRAISE[0]},{BLAME[0]}\n", "utf-8")
+    assert run(["predict", str(trained), "--file", str(table)]) == 2
+    assert "name the column to use with --text-column" in capsys.readouterr().err
+    words = ["--file", str(table), "--text-column", "sentence2", "--json"]
+    assert run(["predict", str(trained), *words]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["label"] == "負評"
 
 
 def test_evaluate_gives_the_metrics_of_the_run(
@@ -358,6 +372,9 @@ def test_pairs_of_texts_go_through_every_command(
     answers = json.loads(capsys.readouterr().out)
     assert len(answers) == 40
     assert (answers[0]["text"], answers[0]["text_pair"]) == (PRAISE[0], BLAME[0])
+    assert run(["predict", str(output), PRAISE[0]]) == 2
+    assert "was trained on pairs of texts and got single ones" in capsys.readouterr().err
+    assert run(["predict", str(output), "--file", str(data), *columns[:2]]) == 2
     (tmp_path / "first.csv").write_text(f'one,other\n"{PRAISE[0]}","{BLAME[0]}"\n', "utf-8")
     target = tmp_path / "answers.jsonl"
     words = ["--file", str(tmp_path / "first.csv"), "--output", str(target), "--json"]

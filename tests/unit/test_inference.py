@@ -236,7 +236,7 @@ def test_a_model_without_a_trained_head_is_not_used(
 
 
 def read_csv(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         return list(csv.DictReader(file, delimiter=delimiter))
 
 
@@ -260,7 +260,7 @@ def test_a_file_keeps_its_rows_and_gains_label_and_score(
         [answer.score for answer in expected], abs=1e-6
     )
     assert (rows[2]["label"], rows[2]["score"]) == ("", "")
-    assert not target.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert target.read_bytes().startswith(b"\xef\xbb\xbfid,review")  # what Excel goes by
 
 
 def test_a_label_column_of_the_input_is_not_overwritten(
