@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memfit._compat import modernize
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 DEFAULT_GPU = "H200 141GB"
 """Assumed where there is no GPU and none is named: the card whose context was measured."""
+
+BARELY = 0.03
+"""A card this nearly full is within what a prediction of device memory may be off."""
 
 # These change what the step allocates in ways the trace does not follow.
 _NOT_PRICED = (
@@ -157,7 +160,34 @@ def classic_rules(estimate: MemoryEstimate) -> dict[str, int]:
     }
 
 
-def as_json(estimate: MemoryEstimate, device: DeviceProfile | None) -> dict[str, Any]:
+def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]:
+    """What to know before believing the numbers; `options` are the flags under full names."""
+    from memfit.models import load_config
+
+    found = []
+    dtype, bf16 = options.get("dtype"), bool(options.get("bf16"))
+    if not (dtype or bf16 or options.get("fp16")):
+        trusted = bool(options.get("trust_remote_code"))
+        model = ModelConfig(
+            model=str(options["model"]), from_scratch=True, trust_remote_code=trusted
+        )
+        stored = str(getattr(load_config(model), "dtype", None)).removeprefix("torch.")
+        if stored in ("bfloat16", "float16"):
+            found.append(
+                f"the checkpoint is {stored} and transformers loads it so: "
+                f"add --dtype {stored} to price that"
+            )
+    if device is not None and not device.has_bf16 and (bf16 or dtype == "bfloat16"):
+        instead = "--fp16" if bf16 else "--dtype float16"
+        found.append(
+            f"{device.name} has no bf16 units, which came with capability 8.0: use {instead}"
+        )
+    return found
+
+
+def as_json(
+    estimate: MemoryEstimate, device: DeviceProfile | None, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """The numbers under the names DESIGN gives them."""
     return {
         "parameters": estimate.parameters,
@@ -176,12 +206,25 @@ def as_json(estimate: MemoryEstimate, device: DeviceProfile | None) -> dict[str,
         },
         "fits": None if device is None else fits(estimate, device),
         "traced_layers": list(estimate.traced_layers),
+        "notes": list(notes),
     }
 
 
 def fits(estimate: MemoryEstimate, device: DeviceProfile) -> bool:
     """Whether every phase stays within the card."""
-    return all(peak.device_bytes <= device.total_bytes for peak in estimate.phases.values())
+    return _highest_bytes(estimate) <= device.total_bytes
+
+
+def verdict(estimate: MemoryEstimate, device: DeviceProfile) -> str:
+    """The same in words, with a third answer where the prediction's own error decides."""
+    if not fits(estimate, device):
+        return "does not fit"
+    barely = _highest_bytes(estimate) > (1 - BARELY) * device.total_bytes
+    return "fits barely" if barely else "fits"
+
+
+def _highest_bytes(estimate: MemoryEstimate) -> int:
+    return max(peak.device_bytes for peak in estimate.phases.values())
 
 
 def _peak_json(peak: MemoryPeak) -> dict[str, Any]:

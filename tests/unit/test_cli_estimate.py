@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import memfit
 from memfit.cli import run
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError
-from memfit.estimating import device_for, step_spec
+from memfit.estimating import device_for, step_spec, verdict
+from memfit.memory.cards import find_card
+from memfit.units import MIB
 
 BERT = {
     "model_type": "bert",
@@ -108,7 +112,11 @@ def test_for_a_person_it_draws_the_bar_the_rules_and_the_phases(
     for phase in ("training", "evaluation", "saving", "resuming"):
         assert phase in shown.out
     assert str(page) in shown.err
-    assert page.read_text(encoding="utf-8").startswith("<!")
+    drawn = page.read_text(encoding="utf-8")
+    assert drawn.startswith("<!")
+    assert "forward and backward" in drawn
+    assert "first update" in drawn
+    assert not re.search(r"micro\b|update_first|clear\b", drawn[drawn.index("<svg") :])
 
 
 def test_flash_attention_keeps_less_than_eager(
@@ -130,6 +138,65 @@ def test_all_layers_can_be_frozen_by_their_number(
     assert found["trainable_parameters"] == (64 * 64 + 64) + (64 * 2 + 2)
     assert run(["estimate", "--model", str(tmp_path), "--freeze", str(layers + 1)]) == 2
     assert f"more than the {layers} layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "notes"),
+    [
+        ("float32", ["--gpu", "T4"], []),
+        (
+            "bfloat16",
+            ["--gpu", "A100 80GB"],
+            [
+                "the checkpoint is bfloat16 and transformers loads it so: "
+                "add --dtype bfloat16 to price that"
+            ],
+        ),
+        ("bfloat16", ["--gpu", "A100 80GB", "--dtype", "bfloat16"], []),
+        ("bfloat16", ["--gpu", "A100 80GB", "--bf16"], []),
+        (
+            "float32",
+            ["--gpu", "T4", "--bf16"],
+            ["T4 16GB has no bf16 units, which came with capability 8.0: use --fp16"],
+        ),
+        ("float32", ["--gpu", "T4", "--fp16"], []),
+    ],
+)
+def test_what_the_flags_leave_open_is_noted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stored: str,
+    words: list[str],
+    notes: list[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BERT, "dtype": stored}))
+    assert answer(capsys, "--model", tmp_path, *words)["notes"] == notes
+    assert run(["estimate", "--model", str(tmp_path), *words]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert said == [f"note: {note}" for note in notes]
+
+
+def test_a_context_by_rule_is_said_to_be_one(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for gpu in ("T4", "H200 141GB"):
+        assert run(["estimate", "--model", str(config_only), "--gpu", gpu]) == 0
+        shown[gpu] = capsys.readouterr().out
+    context = round(find_card("T4").context_bytes / MIB)
+    assert f"context about {context} MiB, by rule, not measured" in shown["T4"]
+    assert "not measured" not in shown["H200 141GB"]
+
+
+def test_a_card_almost_full_fits_barely(config_only: Path) -> None:
+    found = memfit.estimate(config_only, batch_size=4, gpu="T4")
+    needed = max(peak.device_bytes for peak in found.phases.values())
+    cards = [
+        dataclasses.replace(find_card("T4"), total_bytes=size)
+        for size in (needed - 1, needed, round(needed / 0.98), round(needed / 0.96))
+    ]
+    words = [verdict(found, card) for card in cards]
+    assert words == ["does not fit", "fits barely", "fits barely", "fits"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +242,8 @@ def test_every_flag_reaches_the_step(config_only: Path) -> None:
         ({"optim": "adamw_tortch"}, "Did you mean 'adamw_torch'"),
         ({"max_length": 129}, "max_length 129 is beyond the 128 positions"),
         ({"task": "auto"}, "one of single_label, multi_label, regression"),
-        ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": 0}, "the batch size is 0; it must be at least 1"),
+        ({"freeze": "encoder", "lora": 4}, "leave --freeze out"),
     ],
 )
 def test_a_flag_that_cannot_be_priced_is_refused(

@@ -73,12 +73,27 @@ def test_the_page_shows_peak_module_components_budget_and_phases(tmp_path: Path)
         phases=[(3, "forward"), (8, "backward")],
     ).read_text(encoding="utf-8")
     assert "A step &lt;of&gt; ours" in page
-    for text in ("peak 22.0 MiB", "budget 1.00 GiB", "forward", "backward"):
+    for text in ("peak 122.0 MiB with context", "budget 1.00 GiB", "forward", "backward"):
         assert text in page
     assert "<code>classifier</code>" in page
     assert "<b>140.0 MiB</b><span>of the device</span>" in page
     rows = re.findall(r'</span>(\w+)</td><td class="number">([\d.]+ MiB)</td>', page)
     assert rows == [("context", "100.0 MiB"), ("activations", "19.0 MiB"), ("weights", "3.0 MiB")]
+
+
+def test_names_of_phases_that_begin_together_stand_on_lines_of_their_own(tmp_path: Path) -> None:
+    events = layered_step(layers=50)
+    last = len(events) - 1
+    phases = [(0, "weights"), (1, "workspaces"), (90, "update"), (last - 9, "late"), (last, "end")]
+    page = write_timeline(events, tmp_path / "t.html", phases=phases).read_text(encoding="utf-8")
+    heights = {}
+    for _, name in phases:
+        found = re.search(rf'<text [^>]*?y="([\d.]+)"[^>]*>\s*{name}\s*</text>', page)
+        assert found, name
+        heights[name] = float(found[1])
+    assert heights["weights"] < heights["workspaces"]
+    assert heights["update"] == heights["weights"]
+    assert heights["late"] != heights["end"]
 
 
 def test_the_page_stands_on_its_own_and_takes_its_colours_from_its_style(tmp_path: Path) -> None:

@@ -252,7 +252,9 @@ def test_the_configuration_given_is_left_as_it_was() -> None:
     [
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
         ({"optim": "adamw_fused"}, "optim 'adamw_fused' is not one of"),
-        ({"rows": 0}, "rows is 0"),
+        ({"rows": 0}, "the batch size is 0"),
+        ({"length": -3}, "the max length is -3"),
+        ({"lora": 8, "freeze": "encoder"}, "leave --freeze out"),
         ({"freeze": "head"}, "cannot freeze 'head'"),
         ({"problem_type": "ranking"}, "problem_type 'ranking'"),
     ],

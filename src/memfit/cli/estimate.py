@@ -12,7 +12,7 @@ from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, config_options
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
-from memfit.units import format_both, format_bytes
+from memfit.units import MIB, format_both, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,6 +25,16 @@ EPILOG = (
     "own name: --optim adafactor, --bf16, --fp16, --gradient-checkpointing, "
     "--gradient-accumulation-steps 8, --eval-batch-size 64."
 )
+
+# The parts of a run in a reader's words.
+_PARTS = {
+    "build": "weights",
+    "workspace": "workspaces",
+    "micro": "forward and backward",
+    "micro_more": "accumulating",
+    "update_first": "first update",
+    "clear": "gradients freed",
+}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,9 +80,13 @@ def estimate(
         )  # fmt: skip
         if target is not None:
             _draw(found, target, options["model"], device)
+        notes = estimating.notes(options, device)
     if as_json:
-        console.show_json({"model": options["model"], **estimating.as_json(found, device)})
+        values = estimating.as_json(found, device, notes)
+        console.show_json({"model": options["model"], **values})
     else:
+        for note in notes:
+            console.say(f"note: {note}")
         _show(found, device, named=gpu is not None)
     if target is not None:
         console.say(f"timeline: {target}")
@@ -94,7 +108,7 @@ def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile
         title=f"Memory of training {Path(model).name}",
         context_bytes=device.context_bytes if device is not None else 0,
         reserved_bytes=found.peak.reserved_bytes,
-        phases=found.starts,
+        phases=[(event, _PARTS.get(name, name)) for event, name in found.starts],
     )
 
 
@@ -106,10 +120,13 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
     share = "" if learn == found.parameters else f", {learn:,} of them learn"
     console.show(f"{found.parameters:,} parameters{share}")
     if device is not None:
-        verdict = "fits" if estimating.fits(found, device) else "does not fit"
+        verdict = estimating.verdict(found, device)
         total = format_both(device.total_bytes)
         hint = "" if named or _has_gpu() else "; there is no GPU here, name yours with --gpu"
         console.show(f"{verdict} on {device.name}, {total}{hint}")
+        if not device.measured:
+            context = round(device.context_bytes / MIB)
+            console.show(f"context about {context} MiB, by rule, not measured")
     out = terminal.console()
     out.print()
     out.print(terminal.memory_bar(terminal.peak_components(found.peak), title="Peak of a step"))

@@ -52,6 +52,8 @@ _STYLE: Any = {
     "ytick.labelcolor": _INK,
     "legend.frameon": False,
 }
+# Names of phases: how many lines they may take, and a letter's width as a share of the axis.
+_PHASE_ROWS, _LETTER = 3, 0.0088
 _FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _FONT = re.compile(r"font: (?:[a-z0-9]+ )*?([\d.]+)px [^;\"]*")  # all in one before matplotlib 3.11
 
@@ -105,8 +107,8 @@ def draw(
                 xycoords=("axes fraction", "data"),
                 verticalalignment="bottom",
             )
-        _mark_peak(axes, peak, top_bytes / unit_bytes, shown[-1].event)
-        _mark_phases(axes, phases)
+        _mark_peak(axes, peak, context_bytes, top_bytes / unit_bytes, shown[-1].event)
+        _mark_phases(axes, phases, shown[-1].event)
         figure.legend(loc="outside lower center", ncols=len(ORDER))
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -132,12 +134,17 @@ def _areas(axes: Axes, shown: Sequence[Moment], context_bytes: int, unit_bytes: 
     )
 
 
-def _mark_peak(axes: Axes, peak: Moment, height: float, last_event: int) -> None:
+def _mark_peak(
+    axes: Axes, peak: Moment, context_bytes: int, height: float, last_event: int
+) -> None:
     """A dot and its name, on the side that has room for it."""
+    # The axis counts the context, so its number does; reserved but unused memory is not drawn.
+    size = format_bytes(peak.total_bytes + context_bytes)
+    what = " with context" if context_bytes else ""
     left = peak.event < last_event / 2
     axes.plot([peak.event], [height], marker="o", markersize=5, color=_INK, clip_on=False)
     axes.annotate(
-        f"peak {format_bytes(peak.total_bytes)}\n{peak.module or 'outside any module'}",
+        f"peak {size}{what}\n{peak.module or 'outside any module'}",
         (peak.event, height),
         textcoords="offset points",
         xytext=(9 if left else -9, 0),
@@ -147,13 +154,24 @@ def _mark_peak(axes: Axes, peak: Moment, height: float, last_event: int) -> None
     )
 
 
-def _mark_phases(axes: Axes, phases: Sequence[tuple[int, str]]) -> None:
+def _mark_phases(axes: Axes, phases: Sequence[tuple[int, str]], last_event: int) -> None:
+    """A line where each begins; a name that would run into the one before goes a line lower."""
+    free_from = [0.0] * _PHASE_ROWS
     for event, name in phases:
         axes.axvline(event, color=_INK, linewidth=0.8, linestyle=":")
+        width = (len(name) + 2) * _LETTER
+        at = event / max(last_event, 1)
+        late = at + width > 1  # no room on its right
+        begins = max(at - width, 0.0) if late else at
+        row = next((row for row, free in enumerate(free_from) if free <= begins), None)
+        if row is None:
+            continue
+        free_from[row] = begins + width
         axes.annotate(
-            f" {name}",
-            (event, 0.99),
+            f"{name} " if late else f" {name}",
+            (event, 0.99 - 0.06 * row),
             xycoords=("data", "axes fraction"),
+            horizontalalignment="right" if late else "left",
             verticalalignment="top",
         )
 

@@ -27,6 +27,13 @@ PROBLEM_TYPES = (
     "regression",
 )
 
+_AT_LEAST_ONE = {
+    "rows": "the batch size",
+    "length": "the max length",
+    "num_labels": "the number of labels",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
@@ -61,9 +68,13 @@ class StepSpec:
         _known("precision", self.precision, PRECISIONS)
         _known("optim", self.optim, OPTIMIZERS)
         _known("problem_type", self.problem_type, PROBLEM_TYPES)
-        for name in ("rows", "length", "num_labels", "gradient_accumulation_steps"):
+        for name, words in _AT_LEAST_ONE.items():
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"{words} is {getattr(self, name)}; it must be at least 1")
+        if self.lora is not None and self.freeze is not None:
+            raise ConfigError(
+                "--lora freezes all but its adapters and the head already; leave --freeze out"
+            )
         if self.freeze not in (None, "encoder", "embeddings") and not self.freeze.isdecimal():
             raise ConfigError(
                 f"cannot freeze {self.freeze!r}; write encoder, embeddings or a number of layers"
