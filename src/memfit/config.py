@@ -65,11 +65,11 @@ class DataConfig:
         _check_choice("task", self.task, TASKS)
         if not 0 < self.validation_split < 1:
             raise ConfigError(
-                f"validation_split is {self.validation_split}; write a share between 0 and 1, "
+                f"--validation-split is {self.validation_split}; write a share between 0 and 1, "
                 "such as 0.1"
             )
         if self.max_length < 2:
-            raise ConfigError(f"max_length is {self.max_length}; write at least 2")
+            raise ConfigError(f"--max-length is {self.max_length}; write at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,15 @@ class ModelConfig:
             self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
         ):
             raise ConfigError(
-                f"freeze is {self.freeze!r}; write encoder, embeddings, or a number of layers"
+                f"--freeze is {self.freeze!r}; write encoder, embeddings, or a number of layers"
             )
         if self.lora is not None and self.lora < 1:
-            raise ConfigError(f"lora is {self.lora}; write a rank such as 8")
+            raise ConfigError(f"--lora is {self.lora}; write a rank such as 8")
+        if self.lora is not None and self.freeze is not None:
+            raise ConfigError(
+                f"--lora {self.lora} and --freeze {self.freeze} do not go together: LoRA freezes "
+                "all but its adapters and the head already; leave --freeze out"
+            )
         if self.dtype is not None:
             _check_choice("dtype", self.dtype, DTYPES)
 
@@ -168,7 +173,8 @@ class RunConfig:
         """What differs, one 'name: mine, not theirs' each."""
         mine, theirs = _flatten(self.to_tables()), _flatten(other.to_tables())
         return [
-            f"{key}: {mine.get(key, 'not set')}, not {theirs.get(key, 'not set')}"
+            f"{key}: {mine.get(key, 'not set')}"
+            + (f", not {theirs[key]}" if key in theirs else ", which was not set")
             for key in dict.fromkeys([*mine, *theirs])
             if mine.get(key) != theirs.get(key)
         ]
@@ -298,7 +304,8 @@ def _label_names(value: Any) -> dict[str, str]:
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = nearest(value, choices)
-        raise ConfigError(f"{key} is {value!r}; it is one of {', '.join(choices)}.{hint}")
+        flag = "--" + key.replace("_", "-")
+        raise ConfigError(f"{flag} is {value!r}; it is one of {', '.join(choices)}.{hint}")
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

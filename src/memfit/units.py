@@ -91,7 +91,9 @@ def format_bytes(count: int) -> str:
 
 
 def format_both(count: int) -> str:
-    """Both readings, since a '4 GB' card has 4 GiB: '4.00 GB (3.73 GiB)'."""
+    """Both readings, since a '4 GB' card has 4 GiB: '4.00 GB (3.73 GiB)'; one for small sizes."""
+    if abs(count) < 10**7:  # 0.00 GB says nothing
+        return format_bytes(count)
     return f"{count / 10**9:.2f} GB ({format_bytes(count)})"
 
 

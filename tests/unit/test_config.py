@@ -178,7 +178,7 @@ def test_secrets_are_never_written() -> None:
 def test_differences_name_the_values() -> None:
     assert build(learning_rate=1e-4, max_length=64).differences(build(max_length=32)) == [
         "data.max_length: 64, not 32",
-        "training.learning_rate: 0.0001, not not set",
+        "training.learning_rate: 0.0001, which was not set",
     ]
     assert build().differences(build()) == []
 
@@ -229,3 +229,8 @@ def test_building_a_configuration_imports_neither_torch_nor_transformers() -> No
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_lora_and_freezing_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"--lora 8 and --freeze encoder do not go together"):
+        ModelConfig(model="bert", lora=8, freeze="encoder")

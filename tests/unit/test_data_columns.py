@@ -82,13 +82,25 @@ def test_a_column_whose_name_has_a_comma_is_one_column() -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "sentence"),
     [
-        (("a", "label"), {}, "no text column among the columns a, label; name it with text_column"),
-        (("1", "房间很大"), {}, "name it with label_column, or add a first line with the columns'"),
-        (("text", "b"), {}, "no label column among the columns text, b; name it with label_column"),
+        (
+            ("a", "label"),
+            {},
+            "no text column among the columns a, label; name it with --text-column",
+        ),
+        (
+            ("1", "房间很大"),
+            {},
+            "name it with --label-column, or add a first line with the columns'",
+        ),
+        (
+            ("text", "b"),
+            {},
+            "no label column among the columns text, b; name it with --label-column",
+        ),
         (
             ("reviews", "label"),
             {"text_column": "reviws"},
-            r"no column 'reviws' \(text_column\) among the columns reviews, label; "
+            r"no column 'reviws' \(--text-column\) among the columns reviews, label; "
             r"name one of these. Did you mean 'reviews'\?",
         ),
         (("text", "label"), {"label_column": "lable"}, r"Did you mean 'label'\?"),
@@ -116,7 +128,7 @@ def test_a_choice_that_cannot_be_made_is_explained(
 ) -> None:
     with pytest.raises(DataError, match=sentence) as caught:
         choose(*columns, **options)
-    assert "reviews.csv" in str(caught.value) or "label_column" in str(caught.value)
+    assert "reviews.csv" in str(caught.value) or "--label-column" in str(caught.value)
 
 
 def test_a_wide_table_lists_twenty_columns_and_counts_the_rest() -> None:

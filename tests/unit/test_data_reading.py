@@ -145,7 +145,7 @@ def test_every_class_keeps_its_share_and_at_least_one_row_on_either_side(
 def test_a_split_too_small_for_every_label_names_one_that_is_not(share: float) -> None:
     labels = np.repeat(np.arange(4), [2, 2, 2, 18])
     space = LabelSpace("single_label", ("a", "b", "c", "d"))
-    with pytest.raises(DataError, match=r"^a.csv: .* a validation_split of 0\.17 to 0\.83"):
+    with pytest.raises(DataError, match=r"^a.csv: .* a --validation-split of 0\.17 to 0\.83"):
         split_rows(labels, space, share, 0, "a.csv")
     for good in (0.17, 0.83):
         train, validation = split_rows(labels, space, good, 0, "a.csv")
@@ -231,7 +231,9 @@ def test_a_table_that_cannot_be_learned_from_is_explained(
 
 def test_too_few_numbers_to_split_are_explained(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "a.csv", [(0.5, "a"), (0.7, "b")])
-    with pytest.raises(DataError, match=r"2 usable rows cannot be split at validation_split=0\.9"):
+    with pytest.raises(
+        DataError, match=r"2 usable rows cannot be split at --validation-split 0\.9"
+    ):
         read_table(config(path, validation_split=0.9))
 
 

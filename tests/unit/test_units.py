@@ -52,6 +52,8 @@ def test_printing():
     assert format_bytes(4 * 10**9) == "3.73 GiB"
     assert format_bytes(100) == "100 B"
     assert format_both(4 * 10**9) == "4.00 GB (3.73 GiB)"
+    assert format_both(10**7) == "0.01 GB (9.5 MiB)"
+    assert format_both(10**6) == "976.6 KiB"
     assert format_seconds(200) == "3 min 20 s"
     assert format_seconds(7500) == "2 h 05 min"
     assert str(parse_budget("80%")) == "80% of the device"

@@ -60,7 +60,7 @@ def choose_columns(table: Table, config: DataConfig) -> Columns:
         if one in labels:
             raise DataError(
                 f"{table.where}: {one!r} is both the {role} and the label column; "
-                "name another with text_column or label_column"
+                "name another with --text-column or --label-column"
             )
     columns = Columns(text, pair, labels)
     for column in columns.all:
@@ -73,9 +73,9 @@ def choose_texts(
 ) -> tuple[str, str | None]:
     """The text column and its pair or None; both named, or found among what is not taken."""
     if text is not None:
-        text = _named(table, text, "text_column")
+        text = _named(table, text, "--text-column")
     if pair is not None:
-        pair = _named(table, pair, "text_pair_column")
+        pair = _named(table, pair, "--text-pair-column")
     free = [column for column in table.columns if column not in taken and column != pair]
     if text is None and pair is None:
         text, pair = _known_pair(free)
@@ -83,12 +83,12 @@ def choose_texts(
         text = _first(free, _TEXT_NAMES)
     if text is None:
         raise DataError(
-            f"{table.where}: no text column among {_listed(table)}; name it with text_column"
+            f"{table.where}: no text column among {_listed(table)}; name it with --text-column"
             f"{_header_hint(table)}"
         )
     if text == pair:
         raise DataError(
-            f"{table.where}: text_column and text_pair_column are both {text!r}; "
+            f"{table.where}: --text-column and --text-pair-column are both {text!r}; "
             "name two different columns"
         )
     return text, pair
@@ -110,16 +110,16 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
         found = _first(table.columns, _LABEL_NAMES)
         if found is None:
             raise DataError(
-                f"{table.where}: no label column among {_listed(table)}; name it with label_column"
-                f"{_header_hint(table)}"
+                f"{table.where}: no label column among {_listed(table)}; "
+                f"name it with --label-column{_header_hint(table)}"
             )
         return (found,)
     if named in table.columns or "," not in named:
-        return (_named(table, named, "label_column"),)
+        return (_named(table, named, "--label-column"),)
     several = [part.strip() for part in named.split(",") if part.strip()]
-    labels = tuple(dict.fromkeys(_named(table, part, "label_column") for part in several))
+    labels = tuple(dict.fromkeys(_named(table, part, "--label-column") for part in several))
     if not labels:
-        raise DataError(f"label_column {named!r} names no column; write one name, or a,b,c")
+        raise DataError(f"--label-column {named!r} names no column; write one name, or a,b,c")
     return labels
 
 

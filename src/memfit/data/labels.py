@@ -153,14 +153,14 @@ def _check_kind(scan: LabelScan, task: str, where: str) -> None:
         if scan.first_word is not None:
             raise DataError(
                 f"{where}: regression needs numbers and one label is "
-                f"{shorten(scan.first_word)}; correct it, or name another label_column or task"
+                f"{shorten(scan.first_word)}; correct it, or name another --label-column or task"
             )
         if scan.lists:
             raise DataError(f"{where}: regression needs one number a row and finds lists")
         return
     if scan.too_many:
         raise DataError(
-            f"{where}: more than {MOST_CLASSES:,} different labels; name the right label_column, "
+            f"{where}: more than {MOST_CLASSES:,} different labels; name the right --label-column, "
             "or task=regression if they are numbers to predict"
         )
     if task == SINGLE_LABEL and not scan.list_widths <= {1}:

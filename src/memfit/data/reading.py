@@ -113,13 +113,13 @@ def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig)
         if len(rows.scan.counts) == 1:
             raise DataError(
                 f"{table.where}: every label in {label} is {next(iter(rows.scan.counts))}; "
-                "there is nothing to learn, name another label_column"
+                "there is nothing to learn, name another --label-column"
             )
     elif len(coding.key_counts(rows.scan)) < 2 and not coding.multi_hot:
         only = next(iter(coding.key_counts(rows.scan)), "none at all")
         raise DataError(
             f"{table.where}: one class only, every label in {label} is {shorten(only)}; "
-            "add rows of another class or name another label_column"
+            "add rows of another class or name another --label-column"
         )
     return coding
 
@@ -161,7 +161,7 @@ def _with_validation(
             if count == 0 and found[0][name] > 0:
                 raise DataError(
                     f"{validation_table.where}: no row has the label {shorten(name)}, which "
-                    f"{table.where} has; add some, or leave validation_file out to have it split"
+                    f"{table.where} has; add some, or leave --validation-file out to have it split"
                 )
     counts = DataCounts(
         rows_read=rows.rows_read + other.rows_read,
@@ -186,12 +186,12 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
     if len(single) == 1:
         raise DataError(
             f"{table.where}: the class {shorten(single[0])} has a single row, which cannot both "
-            "train and validate; add rows, remove it, or give a validation_file"
+            "train and validate; add rows, remove it, or give a --validation-file"
         )
     raise DataError(
         f"{table.where}: {len(single)} of {len(counts)} classes have a single row "
         f"({shorten(single[0])} is one), which cannot both train and validate; add rows, "
-        f"or name another label_column than {label!r}"
+        f"or name another --label-column than {label!r}"
     )
 
 

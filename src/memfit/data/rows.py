@@ -160,7 +160,7 @@ def as_text(value: Any, where: str) -> str:
     if isinstance(value, list | dict | tuple | bytes):
         raise DataError(
             f"{where}: the text column holds {type(value).__name__} values; "
-            "name a column of texts with text_column"
+            "name a column of texts with --text-column"
         )
     return str(value)
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def check_share(share: float) -> None:
     """`validation_split` before anything is read."""
     if not 0 < share < 1:  # also refuses nan
-        raise DataError(f"validation_split is {share}; write a share between 0 and 1, such as 0.1")
+        raise DataError(
+            f"--validation-split is {share}; write a share between 0 and 1, such as 0.1"
+        )
 
 
 def split_rows(
@@ -34,8 +36,8 @@ def split_rows(
     wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
     if wanted >= rows:
         raise DataError(
-            f"{where}: {rows} usable rows cannot be split at validation_split={share}; "
-            "add rows or give a validation_file"
+            f"{where}: {rows} usable rows cannot be split at --validation-split {share}; "
+            "add rows or give a --validation-file"
         )
     random = np.random.default_rng(seed)
     if space.task == SINGLE_LABEL:
@@ -65,9 +67,9 @@ def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str
     if min(wanted, len(labels) - wanted) < classes:
         raise DataError(
             f"{where}: {wanted} of {len(labels)} rows for validation leave a label out of one "
-            f"split, as there are {classes} labels; give a validation_split of "
+            f"split, as there are {classes} labels; give a --validation-split of "
             f"{math.ceil(100 * classes / len(labels)) / 100:.2f} to "
-            f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}, or a validation_file"
+            f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}, or a --validation-file"
         )
     quota = totals * (wanted / len(labels))
     counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)
