@@ -75,8 +75,9 @@ def load_for_training(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model with a head for these labels and its tokenizer, frozen or adapted as asked."""
     check_model_folder(config)
-    tokenizer = load_tokenizer(config)
+    # One file, and so the shortest wait for a hub that does not answer.
     settings = _label_settings(load_config(config), labels)
+    tokenizer = load_tokenizer(config)
     _set_padding(settings, tokenizer)
     model: Any
     model, fresh = _load_model(config, settings)

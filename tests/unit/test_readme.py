@@ -217,7 +217,7 @@ def test_the_readmes_commands_run_one_after_the_other(
     capsys.readouterr()
     assert (desk / "again" / "summary.json").is_file()
     labelled = (desk / "labelled.csv").read_text(encoding="utf-8").splitlines()
-    assert labelled[0] == "review,label,score"
+    assert labelled[0] == "\ufeffreview,label,score"
     assert len(labelled) == 6
     assert (desk / "step.html").is_file()
 
