@@ -77,6 +77,9 @@ class GraphedExecutor(SinkExecutor):
         parts = self.weighted_parts(batch)
         self._check(len(parts))
         sink = self.sink()
+        if not sink.capturable or (len(parts) > 1 and not sink.hooked):
+            # Gradients left in `.grad` would be the graph's own memory, written anew each time.
+            return super().run(model, batch)
         packed = [self._packed(part, share) for part, share in parts]
         if len(parts) == 1:
             whole = self._cache("whole", lambda inputs: self._whole_step(model, inputs))

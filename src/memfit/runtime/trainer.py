@@ -13,9 +13,7 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from memfit._compat import without_num_items
@@ -24,7 +22,6 @@ from memfit.errors import ConfigError, ModelError
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatching, trimming_for
 from memfit.runtime.checkpoint import (
-    EpochLengthSampler,
     checkpoint_to_resume,
     preserved_rng,
     record_micro_batching,
@@ -32,6 +29,7 @@ from memfit.runtime.checkpoint import (
 )
 from memfit.runtime.effective import effective_arguments
 from memfit.runtime.lengths import longest_row
+from memfit.runtime.loading import EffectiveLoading
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.step import StepExecutor
@@ -56,7 +54,7 @@ class ChooseMicroBatching(Protocol):
     ) -> MicroBatching: ...
 
 
-class BudgetTrainer(transformers.Trainer):
+class BudgetTrainer(EffectiveLoading):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -271,43 +269,6 @@ class BudgetTrainer(transformers.Trainer):
         with preserved_rng():
             return super().evaluation_loop(*args, **kwargs)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Effective batches stay on the CPU; micro-batches go to the device."""
-        return _kept_on_cpu(super().get_train_dataloader())
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Evaluation batches stay on the CPU; micro-batches go to the device."""
-        return _kept_on_cpu(super().get_eval_dataloader(eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Test batches stay on the CPU; micro-batches go to the device."""
-        return _kept_on_cpu(super().get_test_dataloader(test_dataset))
-
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """As the Trainer's, from the rows a strategy has put in the place of these."""
-        own = self.data_collator
-        dataset, self.data_collator = self.setup.data_for(dataset, own)
-        try:
-            loader: DataLoader[Any] = super()._get_dataloader(dataset, *args, **kwargs)
-            return loader
-        finally:
-            self.data_collator = own
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        sampler = super()._get_train_sampler(train_dataset)
-        if not isinstance(sampler, LengthGroupedSampler):
-            return sampler
-        data_seed = self.args.data_seed
-        seed = self.args.seed if data_seed is None else data_seed
-        return EpochLengthSampler(sampler.batch_size, list(sampler.lengths), seed)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
-        # The stock one shuffles evaluation too when training groups by length: predictions
-        # would come back in another order than the rows.
-        sampler = super()._get_eval_sampler(eval_dataset)
-        is_grouped = isinstance(sampler, LengthGroupedSampler)
-        return SequentialSampler(eval_dataset) if is_grouped else sampler
-
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """As the Trainer's; memfit's progress bar takes the place of the stock one."""
         super().add_callback(callback)
@@ -388,9 +349,3 @@ class BudgetTrainer(transformers.Trainer):
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:
-    if hasattr(dataloader, "device"):
-        dataloader.device = None
-    return dataloader
