@@ -28,6 +28,7 @@ from memfit.runtime.checkpoint import (
     recorded_micro_batching,
 )
 from memfit.runtime.effective import effective_arguments
+from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.lengths import longest_row
 from memfit.runtime.loading import EffectiveLoading
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
@@ -203,6 +204,8 @@ class BudgetTrainer(EffectiveLoading):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
+        if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
+            return_freed_memory()
         return self.executor.run(model, inputs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
