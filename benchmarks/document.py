@@ -79,8 +79,8 @@ BERT_LARGE: dict[str, dict[str, str]] = {
         "zh": "限制在 4 GB 内（含 CUDA 上下文），24 层中 16 层重算",
     },
     "16-bit, release, recompute, graphs, not fused": {
-        "en": "under 2 GB above the context; every layer recomputed",
-        "zh": "上下文之外不到 2 GB，每层重算",
+        "en": "under 2 GB reserved; every layer recomputed",
+        "zh": "预留不到 2 GB，每层重算",
     },
     "24-bit, 8-bit gradients clipped, recompute, graphs, not fused": {
         "en": "with clipping by the global norm; every layer recomputed",
