@@ -159,6 +159,7 @@ class _Run:
         from memfit.probe import MeasureOneStep
         from memfit.runtime.checkpoint import last_complete
         from memfit.runtime.progress import MemfitProgress
+        from memfit.runtime.rehearsal import rehearsed_step_seconds
         from memfit.runtime.trainer import BudgetTrainer
 
         labels, max_length = text.labels, self.config.data.max_length
@@ -203,6 +204,8 @@ class _Run:
         )
         with self.clock.measure("plan"):
             trainer = self._fit(make, last)
+            if not self.quiet and not arguments.torch_compile:
+                bar.step_seconds = rehearsed_step_seconds(trainer)
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
         return trainer, tokens
