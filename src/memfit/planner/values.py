@@ -1,0 +1,109 @@
+"""What the parts of the planner hand each other: the task, one way of doing it, its price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from memfit.strategies import Fidelity, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainingArguments
+
+    from memfit.memory.components import MemoryPeak
+    from memfit.memory.counts import StepCounts
+    from memfit.runtime.batching import MicroBatching
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be trained, whatever the plan: nothing in it may a plan change."""
+
+    config: PretrainedConfig
+    """The model's configuration; no weights are needed to plan."""
+    lengths: tuple[int, ...]
+    """Tokens of every training row, cut at the longest allowed."""
+    args: TrainingArguments
+    """As the user gave them; per-device batch x accumulation is one effective batch."""
+    user_set: frozenset[str] = frozenset()
+    """The training arguments given by name: constraints, not suggestions."""
+    num_labels: int = 2
+    problem_type: str = "single_label_classification"
+    freeze: str | None = None
+    """What the user froze: encoder, embeddings, or a number of layers."""
+    lora: int | None = None
+    """The rank of the user's own adapters."""
+    stock_loss: bool = True
+    eval_rows: int = 0
+
+    @cached_property
+    def effective_rows(self) -> int:
+        """Rows one optimizer step learns from."""
+        return int(
+            self.args.per_device_train_batch_size
+            * self.args.gradient_accumulation_steps
+            * self.args.world_size
+        )
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @cached_property
+    def worst_tokens(self) -> int:
+        """Tokens of the largest effective batch the shuffle can draw."""
+        return sum(sorted(self.lengths, reverse=True)[: self.effective_rows])
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Tokens of an effective batch on average."""
+        return sum(self.lengths) / len(self.lengths) * self.effective_rows
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over the rows."""
+        return -(-len(self.lengths) // self.effective_rows)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of training: strategies with their settings, and what is on the device at once."""
+
+    strategies: tuple[Strategy, ...]
+    micro_batching: MicroBatching
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """That of its least faithful strategy."""
+        return max((one.fidelity for one in self.strategies), default=Fidelity.EXACT)
+
+    def get(self, name: str) -> Any:
+        """The strategy of that name, or None."""
+        return next((one for one in self.strategies if one.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a candidate costs on one card."""
+
+    candidate: Candidate
+    peak: MemoryPeak
+    """The highest moment of all phases."""
+    phases: Mapping[str, MemoryPeak] = field(default_factory=dict)
+    """By name: training, evaluation, saving, resuming."""
+    counts: StepCounts
+    """What an average step does."""
+    step_seconds: float
+    """An average step, by the time model."""
+    host_bytes: int = 0
+    """What the strategies keep in the computer's own memory, above the process itself."""
+    traced: bool = False
+    """Whether the whole step was traced; otherwise it is composed from traced layers."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What must fit into the budget."""
+        return self.peak.device_bytes
