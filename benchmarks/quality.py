@@ -1,7 +1,11 @@
 """What each strategy does to F1, on really pre-trained models, with paired seeds and splits.
 
-    python benchmarks/quality.py --table ChnSentiCorp_htl_all.csv \
-        --model m3e-small=FOLDER:2e-5 --model albert-tiny=FOLDER:1e-4 --out F.json --jobs 8
+    python benchmarks/quality.py --out F.json --jobs 8 \
+        --model m3e-small=FOLDER:2e-5:ChnSentiCorp_htl_all.csv \
+        --model albert-tiny=FOLDER:1e-4:ChnSentiCorp_htl_all.csv \
+        --model minilm=FOLDER:5e-5:movies.csv
+
+A table has the columns `label` (0 or 1) and `review`.
 
 For every model and seed one split (80/20, stratified) and one order of batches serve all variants,
 so that differences are paired. Two epochs, effective batch 32, length 128, linear decay. A run
@@ -157,17 +161,16 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER:RATE")
+    parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER:RATE:TABLE")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("quality.json"))
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        folder, rate, seed = options.one
-        run_seed(folder, float(rate), int(seed), options.table, options.variants)
+        folder, rate, table, seed = options.one
+        run_seed(folder, float(rate), int(seed), Path(table), options.variants)
         return
     result: dict[str, Any] = {"machine": stamp(), "runs": []}
     if options.out.exists():
@@ -176,13 +179,13 @@ def main() -> None:
 
     def job(model: str, seed: int) -> None:
         name, _, where = model.partition("=")
-        folder, _, rate = where.rpartition(":")
+        folder, rate, table = where.rsplit(":", 2)
         due = [v for v in options.variants if (name, seed, v) not in done]
-        command = [sys.executable, __file__, "--table", str(options.table), "--variants", *due]
+        command = [sys.executable, __file__, "--variants", *due]
         if not due:
             return
         with subprocess.Popen(
-            [*command, "--one", folder, rate, str(seed)],
+            [*command, "--one", folder, rate, table, str(seed)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip
             assert process.stdout is not None

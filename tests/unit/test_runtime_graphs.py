@@ -23,3 +23,9 @@ def test_a_size_beyond_all_graphs_gets_its_own_at_once():
 
 def test_a_captured_size_is_used():
     assert BUCKETS.choose(2700, {2816, 3072}, Counter()) == 2816
+
+
+def test_the_largest_batch_there_can_be_is_captured_first():
+    buckets = TokenBuckets(256, largest=4000)
+    assert buckets.choose(900, set(), Counter()) == 4096
+    assert buckets.choose(900, {4096}, Counter({1024: 1})) == 1024

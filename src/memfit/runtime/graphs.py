@@ -26,6 +26,9 @@ class TokenBuckets:
     """The few token counts that batches are filled up to."""
 
     multiple: int = 256
+    largest: int | None = None
+    """Tokens of the largest batch there can be; its graph comes first, and the others fit inside
+    its memory. Captured in any order they would lie between each other."""
 
     def fit(self, tokens: int) -> int:
         """The smallest bucket that holds so many tokens."""
@@ -37,6 +40,8 @@ class TokenBuckets:
         Capturing takes as long as several steps, so a size is worth it when it comes again.
         """
         bucket = self.fit(tokens)
+        if not captured and self.largest is not None:
+            return max(bucket, self.fit(self.largest))
         seen[bucket] += 1
         larger = [size for size in captured if size > bucket]
         if bucket in captured or seen[bucket] > 1 or not larger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,22 +11,34 @@ from torch import nn
 _CHUNK_ROWS = 10_000
 
 
-def longest_row(dataset: Any, model: nn.Module) -> int:
-    """Tokens of the longest row; what the model can take at most where rows cannot be looked at."""
+def row_lengths(dataset: Any) -> list[int]:
+    """Tokens of every row; empty where rows cannot be looked at."""
     if hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
         if "length" in dataset.column_names:
-            return int(max(dataset["length"]))
+            return [int(length) for length in dataset["length"]]
         if "input_ids" in dataset.column_names:
             chunks = range(0, len(dataset), _CHUNK_ROWS)
-            return max(
+            return [
                 len(row)
                 for start in chunks
                 for row in dataset[start : start + _CHUNK_ROWS]["input_ids"]
-            )
+            ]
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
         rows = (dataset[index] for index in range(len(dataset)))
-        lengths = [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
-        if lengths:
-            return max(lengths)
+        return [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
+    return []
+
+
+def longest_row(dataset: Any, model: nn.Module) -> int:
+    """Tokens of the longest row; what the model can take at most where rows cannot be looked at."""
+    if lengths := row_lengths(dataset):
+        return max(lengths)
     config = getattr(model, "config", None)
     return int(getattr(config, "max_position_embeddings", None) or 512)
+
+
+def largest_batch(dataset: Any, model: nn.Module, rows: int) -> int:
+    """Tokens of the largest batch of so many rows that the shuffle can draw."""
+    if lengths := row_lengths(dataset):
+        return sum(heapq.nlargest(rows, lengths))
+    return rows * longest_row(dataset, model)

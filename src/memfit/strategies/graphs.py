@@ -58,15 +58,21 @@ class CudaGraphs(Strategy):
 
     def _graphed(self, executor: Any, setup: Setup) -> Any:
         from memfit.runtime.graphs import TokenBuckets
+        from memfit.runtime.lengths import largest_batch
         from memfit.runtime.sinking import GraphedExecutor
 
         assert setup.packing is not None
         config: Any = getattr(setup.model, "config", None)
+        rows = setup.args.per_device_train_batch_size
+        largest = largest_batch(setup.train_dataset, setup.model, rows)
+        limit = executor.micro_batching.max_tokens
         return GraphedExecutor(
             **vars(executor),
             packing=setup.packing,
             device=setup.device,
             problem_type=getattr(config, "problem_type", None),
-            rows=setup.args.per_device_train_batch_size,
-            buckets=TokenBuckets(self.bucket_tokens),
+            rows=rows,
+            buckets=TokenBuckets(
+                self.bucket_tokens, largest if limit is None else min(largest, limit)
+            ),
         )

@@ -1,0 +1,22 @@
+"""How long rows are, and the largest batch the shuffle can draw."""
+
+from torch import nn
+
+from memfit.runtime.lengths import largest_batch, longest_row, row_lengths
+
+ROWS = [{"input_ids": [1] * length} for length in (3, 9, 4, 7)]
+
+
+def test_lengths_of_plain_rows():
+    assert row_lengths(ROWS) == [3, 9, 4, 7]
+    assert longest_row(ROWS, nn.Identity()) == 9
+
+
+def test_the_largest_batch_is_made_of_the_longest_rows():
+    assert largest_batch(ROWS, nn.Identity(), 2) == 16
+    assert largest_batch(ROWS, nn.Identity(), 9) == 23
+
+
+def test_rows_that_cannot_be_looked_at_count_as_the_longest_the_model_takes():
+    assert row_lengths(iter(ROWS)) == []
+    assert largest_batch(iter(ROWS), nn.Identity(), 2) == 1024
