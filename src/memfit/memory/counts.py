@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """One optimizer step on the device."""
+    """One optimizer step on the device; sums and multiples are counts again."""
 
     half_flops: float = 0.0
     """Multiplications and additions of matrix products in bf16 or fp16."""
     full_flops: float = 0.0
     """The same in fp32."""
+    tf32_flops: float = 0.0
+    """The same of fp32 products that may be rounded to TF32."""
+    half_attention_flops: float = 0.0
+    """Inside attention kernels, which reach a part of a product's rate."""
+    full_attention_flops: float = 0.0
     bytes_moved: float = 0.0
     """Read from and written to the device's memory by kernels that are not matrix products."""
     product_bytes: float = 0.0
     """The same by matrix products, which overlap it with arithmetic."""
-    launches: int = 0
+    launches: float = 0
     """Kernels started from the host; replayed ones are in `replayed`."""
-    replayed: int = 0
+    replayed: float = 0
     """Kernels a captured graph starts."""
     to_host_bytes: float = 0.0
     to_device_bytes: float = 0.0
     """Copies across the bus, overlapped with compute where the strategy does so."""
-    host_parameters: int = 0
+    host_parameters: float = 0
     """Parameters the CPU updates."""
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        return StepCounts(**{name: value + getattr(other, name) for name, value in _items(self)})
+
+    def __sub__(self, other: StepCounts) -> StepCounts:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> StepCounts:
+        return StepCounts(**{name: value * factor for name, value in _items(self)})
+
+    def as_graphs(self) -> StepCounts:
+        """The same step replayed: the host starts one graph instead of every kernel."""
+        return dataclasses.replace(self, launches=0, replayed=self.replayed + self.launches)
+
+
+def _items(counts: StepCounts) -> list[tuple[str, float]]:
+    return [(f.name, getattr(counts, f.name)) for f in dataclasses.fields(counts)]

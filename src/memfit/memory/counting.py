@@ -1,0 +1,286 @@
+"""Counting what a step does while it runs, on fake tensors or on real ones.
+
+    with Counting() as counter:      # from here on `current()` is this counter
+        ...                          # whoever sees operators calls counter.see(...)
+    counter.counts()
+
+The memory trace sees every operator already, so it calls `see`; where nobody does, `mode()` is a
+dispatch mode that does nothing else. Triton kernels are no operators: what stands in for them
+in a trace says by `kernel` what they would have done. Nobody counts: `current()` is None.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from memfit.memory.counts import StepCounts
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+# Operators that start no kernel though they are no views by their schema.
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+    "set_", "resize_", "is_same_size", "record_stream", "is_pinned", "_reshape_alias",
+    "lift_fresh", "sym_size", "sym_numel", "sym_stride", "device",
+}  # fmt: skip
+# What their first argument held is not read: it is written over, or only its shape is asked for.
+_UNREAD_FIRST = {
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "ones_like",
+    "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+# Of a table they read only the rows that are asked for.
+_GATHERS = {"embedding", "index_select", "index", "gather"}
+# Kernels of one operator, where there are several.
+_KERNELS = {
+    "native_layer_norm_backward": 2,
+    "_flash_attention_backward": 3,
+    "_efficient_attention_backward": 3,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 3,
+    "_scaled_dot_product_cudnn_attention_backward": 3,
+}
+_SORTING_KERNELS = 12
+"""An embedding's backward sorts its indices, unless they are few."""
+_SORTED_FROM = 3072
+# One launch over a list of tensors takes 320 blocks of 65,536 elements (multi_tensor_apply).
+_LIST_ELEMENTS = 320 * 65_536
+# Where an attention over packed texts has its offsets and the longest text, and how many
+# products of query by key it computes: two forward, five backward.
+_PACKED_ATTENTION = {
+    "_flash_attention_forward": (0, 3, 5, 2),
+    "_efficient_attention_forward": (0, 4, 6, 2),
+    "_flash_attention_backward": (1, 6, 8, 5),
+    "_efficient_attention_backward": (1, 6, 8, 5),
+}
+
+_current: Counting | None = None
+
+
+def current() -> Counting | None:
+    """Who counts now."""
+    return _current
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known of an operator by its schema."""
+
+    name: str
+    free: bool
+    mutated: tuple[int, ...]
+    """Places of the arguments it writes to."""
+    flops: Callable[..., int] | None
+
+
+class Counting:
+    """Adds up a step's arithmetic, traffic and launches.
+
+    `attended_tokens` is what a token of a packed batch attends to on average (the sum of squared
+    lengths over the sum of lengths), for traces in which the texts' lengths have no values.
+    With `tf32` fp32 products may be rounded as the card likes.
+    """
+
+    def __init__(self, *, attended_tokens: float | None = None, tf32: bool = False) -> None:
+        self._attended_tokens = attended_tokens
+        self._tf32 = tf32
+        self._sums = dict.fromkeys(StepCounts.__dataclass_fields__, 0.0)
+        self._on_host: dict[int, weakref.ref[Any]] = {}
+        self._outer: Counting | None = None
+
+    def __enter__(self) -> Counting:
+        global _current
+        self._outer, _current = _current, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current, self._outer = self._outer, None
+
+    def counts(self) -> StepCounts:
+        """Everything counted so far."""
+        return StepCounts(**self._sums)
+
+    def mode(self) -> TorchDispatchMode:
+        """A dispatch mode that shows this counter every operator."""
+        return _Seeing(self)
+
+    # ---------------------------------------------------------------- what is no operator
+
+    def kernel(
+        self, *, bytes_moved: float = 0.0, flops: float = 0.0, half: bool = True, launches: int = 1
+    ) -> None:
+        """A kernel of our own."""
+        self._sums["bytes_moved"] += bytes_moved
+        self._sums["half_flops" if half else "full_flops"] += flops
+        self._sums["launches"] += launches
+
+    def to_host(self, nbytes: float) -> None:
+        """A copy from the device to the host."""
+        self._sums["to_host_bytes"] += nbytes
+
+    def to_device(self, nbytes: float) -> None:
+        """A copy from the host to the device."""
+        self._sums["to_device_bytes"] += nbytes
+
+    def host_update(self, parameters: float) -> None:
+        """Parameters that the CPU updates."""
+        self._sums["host_parameters"] += parameters
+
+    def on_host(self, tensor: torch.Tensor) -> None:
+        """In the real run this tensor is in host memory, and so is what is made of it alone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._on_host:
+            gone = self._on_host.pop
+            self._on_host[key] = weakref.ref(storage, lambda _: gone(key, None))
+
+    # --------------------------------------------------------------------------- operators
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """One operator that has run."""
+        kind = _kind(func)
+        if kind.free:
+            self._follow(args, out)
+            return
+        read = list(_tensors(args)) + list(_tensors(tuple((kwargs or {}).values())))
+        if self._on_host and self._crosses(kind, read, out):
+            return
+        nbytes = _traffic(kind, args, read, out)
+        if nbytes == 0:
+            return
+        self._sums["launches"] += _launches(kind, args, read)
+        if kind.flops is None:
+            self._sums["bytes_moved"] += nbytes
+            return
+        self._sums["product_bytes"] += nbytes
+        precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
+        self._sums[self._field(kind, precision)] += self._flops(kind, args, kwargs or {}, out)
+
+    def _field(self, kind: _Kind, precision: torch.dtype) -> str:
+        if "attention" in kind.name:
+            return "half_attention_flops" if precision in _HALF else "full_attention_flops"
+        if precision in _HALF:
+            return "half_flops"
+        return "tf32_flops" if self._tf32 else "full_flops"
+
+    def _flops(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        packed = _PACKED_ATTENTION.get(kind.name)
+        if packed is None or args[packed[1]] is None:
+            assert kind.flops is not None
+            return float(kind.flops(*args, **kwargs, out_val=out))
+        query_at, offsets_at, longest_at, products = packed
+        query = args[query_at]
+        attended = self._pairs(args[offsets_at], args[longest_at], query.shape[-3])
+        return float(2 * products * attended * query.shape[-2] * query.shape[-1])
+
+    def _pairs(self, offsets: torch.Tensor, longest: int, tokens: int) -> float:
+        """Pairs of a token and one it attends to, over all texts."""
+        if not isinstance(offsets, FakeTensor):
+            with unset_fake_temporarily():
+                return float(offsets.diff().double().square().sum())
+        return tokens * float(longest if self._attended_tokens is None else self._attended_tokens)
+
+    # --------------------------------------------------------------------- tensors on the host
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._on_host
+
+    def _follow(self, args: tuple[Any, ...], out: Any) -> None:
+        """Memory made beside a host tensor (`empty_like`) is host memory."""
+        if self._on_host and any(map(self._is_on_host, _tensors(args))):
+            for tensor in _tensors(out):
+                self.on_host(tensor)
+
+    def _crosses(self, kind: _Kind, read: list[torch.Tensor], out: Any) -> bool:
+        """Whether this is no kernel: it crosses the bus, or the CPU does it."""
+        places = [self._is_on_host(tensor) for tensor in read]
+        if not any(places):
+            return False
+        if kind.name == "copy_" and len(read) == 2 and places[0] != places[1]:
+            # It travels as it is; where the types differ, one side converts it.
+            nbytes = min(read[0].nbytes, read[1].nbytes)
+            (self.to_host if places[0] else self.to_device)(nbytes)
+            return True
+        if not all(places):
+            return False
+        for tensor in _tensors(out):
+            self.on_host(tensor)
+        if "adam" in kind.name:
+            self.host_update(sum(t.numel() for t in read) / 4)  # weight, gradient, two moments
+        return True
+
+
+class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, counter: Counting) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._counter.see(func, args, kwargs, out)
+        return out
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    schema = func._schema
+    name = schema.name.split("::")[-1]
+    is_view = any(
+        one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
+    )
+    mutated = tuple(
+        place
+        for place, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
+    packet = getattr(func, "overloadpacket", None)
+    return _Kind(name, is_view or name in _FREE, mutated, flop_registry.get(packet))
+
+
+def _traffic(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor], out: Any) -> float:
+    """Bytes an operator reads and writes; each tensor once, however often it is named."""
+    written = {id(t): t for t in _tensors(out)}
+    for place in kind.mutated:
+        if place < len(args):
+            written |= {id(t): t for t in _tensors((args[place],))}
+    writes = sum(map(_extent, written.values()))
+    if kind.name in _GATHERS:
+        return 2 * writes + sum(t.nbytes for t in read[1:])
+    if kind.name == "embedding_dense_backward":
+        return writes + 3 * _extent(read[0])  # zeroed whole; rows are read, added and written
+    unique = {id(t): t for t in (read[1:] if kind.name in _UNREAD_FIRST else read)}
+    return writes + sum(map(_extent, unique.values()))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """What is really there of a tensor: one that was expanded is read from the cache."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _launches(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor]) -> int:
+    if args and isinstance(args[0], (list, tuple)) and kind.name.startswith(("_foreach", "_fused")):
+        elements = sum(t.numel() for t in _tensors((args[0],)))
+        return max(math.ceil(elements / _LIST_ELEMENTS), 1)
+    if kind.name == "embedding_dense_backward":
+        return _SORTING_KERNELS if read[1].numel() > _SORTED_FROM else 2
+    return _KERNELS.get(kind.name, 1)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
