@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from memfit.errors import TraceError
 from memfit.memory.components import Component
+from memfit.memory.counting import current
 from memfit.memory.operators import CudaKernels, supplied_operator
 from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
 
@@ -59,11 +60,15 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
             return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
         kwargs = kwargs or {}
         if self._kernels is not None and func is _ADD and self._accumulates(args):
+            if (counter := current()) is not None:
+                counter.see(func, args, kwargs, args[0])
             return args[0].add_(args[1])
         out = self._run(func, args, kwargs)
         if func is _LAYER_NORM:
             out = self._with_fp32_statistics(args, out)
-        elif func._schema.is_mutable and _is_real(args):
+        if (counter := current()) is not None and not self._on_host:
+            counter.see(func, args, kwargs, out)
+        if func is not _LAYER_NORM and func._schema.is_mutable and _is_real(args):
             return args[0]  # changed in place: no memory is new
         self.record(out)
         if self._kernels is not None:

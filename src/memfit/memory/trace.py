@@ -33,6 +33,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.component = Component.ACTIVATIONS
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
+        self._on_host = False
+        self._hosted: dict[int, int] = {}
         self._log: list[int] = []  # a block's number at its birth, its complement at its death
         self._blocks: list[tuple[int, Component, str]] = []
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -72,11 +76,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _open(self, nbytes: int) -> int:
         block = len(self._blocks)
+        if self._on_host:
+            self._host(block, nbytes)
+            nbytes = 0
         self._blocks.append((nbytes, self.component, self.module))
         self._log.append(block)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return block
+
+    def _host(self, block: int, nbytes: int) -> None:
+        self._hosted[block] = nbytes
+        self.host_bytes += nbytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _died(self, key: int) -> None:
         block, _ = self._live.pop(key)
@@ -85,6 +97,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _close(self, block: int) -> None:
         self._log.append(~block)
         self.live_bytes -= self._blocks[block][0]
+        self.host_bytes -= self._hosted.pop(block, 0)
 
     def transient(self, nbytes: int) -> None:
         """A kernel's own buffer: born and dead within one operator."""
@@ -113,8 +126,34 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._live.get(tensor.untyped_storage()._cdata)
             if found is not None:
                 block = found[0]
-                self.live_bytes -= self._blocks[block][0]
+                nbytes = self._blocks[block][0]
+                self.live_bytes -= nbytes
                 self._blocks[block] = (0, *self._blocks[block][1:])
+                if nbytes:
+                    self._host(block, nbytes)
+
+    def hosted(self, tensor: torch.Tensor) -> None:
+        """A tensor lies on the host in the real run, whether it is followed already or not."""
+        with self.on_host():
+            self._born(tensor)
+        self.forget(iter((tensor,)))
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is born inside lies in host memory."""
+        before, self._on_host = self._on_host, True
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """A weight's storage was emptied or filled again, which no operator shows."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            self._died(key)
+        with self.accounting(Component.WEIGHTS):
+            self._born(tensor)
 
     @contextmanager
     def accounting(self, component: Component) -> Iterator[None]:

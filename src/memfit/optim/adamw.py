@@ -104,15 +104,16 @@ class LowBitAdamW(Optimizer):
         """Make the state of every trained parameter that has none yet, on its device."""
         if self._complete:
             return
+        born = None if self._rows else 0  # a latecomer's moments are as young as it is
         for index, group in enumerate(self.param_groups):
             fresh = [p for p in group["params"] if p.requires_grad and p not in self._row_of]
             if fresh:
-                self.init_group(index, fresh)
+                self.init_group(index, fresh, born)
         self._complete = True
 
     def init_group(self, index: int, params: list[Tensor], born: int | None = None) -> None:
         clock = self.clock
-        if born is None:  # a latecomer's moments are as young as it is
+        if born is None:
             born = int(clock.counters[0]) - self.stepping if self._rows else 0
         row = clock.add_row(born)
         self._rows.append({"group": index, "born": born})

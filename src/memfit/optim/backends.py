@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit import traced
 from memfit.optim.layout import CodedGradient, Kernels, LowBitState, StepScalars
 
 BACKENDS = ("auto", "triton", "torch")
@@ -32,14 +33,16 @@ def pick_kernels(backend: str, tensor: Tensor) -> Kernels:
     if backend not in BACKENDS:
         raise ValueError(f"unknown optimizer backend {backend!r}; one of {', '.join(BACKENDS)}")
     if isinstance(tensor, FakeTensor):
-        return _TRACED
+        on = traced.device()
+        tritons = on is None or (on.cuda and on.triton and backend != "torch")
+        return _TRACED if tritons else _module("traced")
     if backend == "auto":
         backend = "triton" if tensor.is_cuda and has_triton() else "torch"
     return _module(backend)
 
 
 class _TracedKernels:
-    """A memory trace's view of the kernels: they work in place, so nothing is born or dies."""
+    """A memory trace's view of Triton's kernels: in place, so nothing is born or dies."""
 
     # ruff: noqa: ARG002
 

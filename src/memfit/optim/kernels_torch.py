@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memfit import traced
 from memfit.optim import formats
 from memfit.optim.layout import CodedGradient, Hyper, LowBitState, StepScalars
 
@@ -23,7 +24,7 @@ def update(
     state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
 ) -> None:
     """AdamW in place on elements `start` to `start + grad.numel()`; `start` on a block."""
-    if state.weight.device.type == "cpu" and not scalars.gate:
+    if state.weight.device.type == "cpu" and not traced.device() and not scalars.gate:
         return  # only a card's gate is worth not looking at
     count = grad.codes.numel() if isinstance(grad, CodedGradient) else grad.numel()
     key = formats.stream_key(scalars.key, state.stream)
@@ -120,10 +121,17 @@ def _store(target: Tensor, new: Tensor, gate: Tensor) -> None:
 
 
 def _chunks(count: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    size = CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK
+    size = chunk_elements(device)
     size -= size % block
     for low in range(0, count, size):
         yield low, min(low + size, count)
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Elements that are computed at a time."""
+    on = traced.device()
+    on_cuda = device.type == "cuda" if on is None else on.cuda
+    return CUDA_CHUNK if on_cuda else CPU_CHUNK
 
 
 def _slice(state: LowBitState, low: int, high: int) -> LowBitState:

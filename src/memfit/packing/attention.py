@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memfit import traced
 from memfit.packing.kernels import efficient, flash, repadded
 
 IMPLEMENTATION = "memfit_packed"
@@ -78,7 +79,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float | None, int
 
 def choose_kernel(query: Tensor, reach: int | None, dropout: float = 0.0) -> Kernel:
     """The fastest kernel for these tensors; torch's own switches for sdpa kernels are heeded."""
-    if query.device.type != "cuda":
+    on_trace = traced.device()
+    if not (query.device.type == "cuda" if on_trace is None else on_trace.cuda):
         return repadded
     width = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -86,8 +88,7 @@ def choose_kernel(query: Tensor, reach: int | None, dropout: float = 0.0) -> Ker
         half
         and width % 8 == 0
         and width <= 256
-        and _capability(query.device.index) >= (8, 0)
-        and torch.backends.cuda.is_flash_attention_available()
+        and (_has_flash(query) if on_trace is None else on_trace.capability >= (8, 0))
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     ):
         return flash
@@ -110,6 +111,11 @@ def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
     if found is None:
         raise ValueError(f"{type(module).__name__} has no attention implementation {name!r}")
     return found
+
+
+def _has_flash(query: Tensor) -> bool:
+    available: bool = torch.backends.cuda.is_flash_attention_available()
+    return available and _capability(query.device.index) >= (8, 0)
 
 
 @lru_cache

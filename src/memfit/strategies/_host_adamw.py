@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
+from memfit import traced
 from memfit.strategies._hosted import Link, Staging
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +59,8 @@ class Hosted:
 
     def _fingerprint(self) -> tuple[int, int]:
         # Weights that live on the host are somewhere else on the device each time.
-        address = self.parameter.data_ptr() if self.home is None else 0
+        is_here = self.home is None and traced.device() is None
+        address = self.parameter.data_ptr() if is_here else 0
         return address, self.parameter._version
 
     def _own_weights(self) -> Tensor:
@@ -70,7 +72,8 @@ class Hosted:
     def add(self, first: bool, start: int, piece: Tensor) -> None:
         """Take in a piece of a gradient that has arrived."""
         if self.gradient is None:
-            self.gradient = torch.empty_like(self.weights)
+            with traced.on_host():
+                self.gradient = torch.empty_like(self.weights)
         target = self.gradient[start : start + piece.numel()]
         if first:
             target.copy_(piece)
@@ -87,7 +90,7 @@ class Hosted:
     def return_to(self, staging: Staging) -> None:
         """Bring the new weights to where the model reads them."""
         if self.home is not None:
-            if self.home.data_ptr() != self.weights.data_ptr():
+            if self.weights is not self.home:
                 self.home.copy_(self.weights)
             return
         parameter = self.parameter.detach()
@@ -173,7 +176,8 @@ class HostAdamW(Optimizer):
         if p not in self._hosted:
             master = self.state.get(p, {}).get("master")
             master = self._masters.of(p) if master is None else master
-            self._hosted[p] = Hosted(p, master, self._homes.get(p))
+            with traced.on_host():
+                self._hosted[p] = Hosted(p, master, self._homes.get(p))
         return self._hosted[p]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -190,10 +194,11 @@ class HostAdamW(Optimizer):
         if self.norm is None:
             self._staging.flush()
             gradients = list(self._gradients())
-            self.norm = torch.nn.utils.get_total_norm(gradients)
-            if self._max_grad_norm > 0 and gradients:
-                factor = (self._max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
-                torch._foreach_mul_(gradients, factor)
+            with traced.on_host():
+                self.norm = torch.nn.utils.get_total_norm(gradients)
+                if self._max_grad_norm > 0 and gradients:
+                    factor = (self._max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
+                    torch._foreach_mul_(gradients, factor)
         return self.norm
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -218,7 +223,8 @@ class HostAdamW(Optimizer):
         for group in self.param_groups:
             ready = (self._hosted[p] for p in group["params"] if p in self._hosted)
             for bucket in _buckets(hosted for hosted in ready if hosted.has_gradient):
-                self._update(group, bucket)
+                with traced.on_host():
+                    self._update(group, bucket)
                 for hosted in bucket:
                     hosted.return_to(self._staging)
         # What is computed next reads weights that may still be on their way.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memfit import traced
 from memfit.strategies._hosted import Link
 from memfit.strategies._layers import Args, Kwargs, wrap
 
@@ -64,6 +65,7 @@ class LayerWeights:
             return
         for host, flat in self._flats:
             flat.untyped_storage().resize_(host.nbytes)
+            traced.resized(flat)
         self._link.follow()
         for host, flat in self._flats:
             self._link.copy(flat, host)
@@ -96,6 +98,7 @@ class LayerWeights:
 
 def _empty(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
+    traced.resized(flat)
 
 
 class HostWeights:

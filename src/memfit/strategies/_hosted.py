@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from memfit import traced
+
 _ALIGNMENT = 512
 _CHUNK_BYTES = 1 << 26
 
@@ -50,7 +52,7 @@ class PlainLink:
     `on_host` is told of every tensor that would lie in host memory on a real device.
     """
 
-    def __init__(self, on_host: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, on_host: Callable[[Tensor], Any] | None = None) -> None:
         self._on_host = on_host
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -118,6 +120,8 @@ class CudaLink:
 
 def link_to(device: torch.device) -> Link:
     """The link between a device and the host."""
+    if traced.device() is not None:
+        return PlainLink(traced.hosted)
     return CudaLink(device) if device.type == "cuda" else PlainLink()
 
 

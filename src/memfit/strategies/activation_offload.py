@@ -56,8 +56,8 @@ class ActivationOffload(Strategy):
         return Fidelity.EXACT
 
     def unavailable(self, setup: Setup) -> str:
-        if setup.device.type != "cuda":
-            return f"on a {setup.device.type} device activations are in host memory already"
+        if setup.device_type != "cuda":
+            return f"on a {setup.device_type} device activations are in host memory already"
         return stack_problem(setup.model, self.layers)
 
     def apply(self, setup: Setup) -> None:

@@ -52,7 +52,7 @@ class FusedAttention(Strategy):
             return f"{name} has only eager attention"
         if config.output_attentions:
             return "the config asks for attention weights, which only eager attention has"
-        if setup.device.type == "cpu" and _attention_dropout(config):
+        if setup.device_type == "cpu" and _attention_dropout(config):
             return (
                 "a CPU has no fused attention with dropout: it would keep as much as eager "
                 f"attention ({_attention_dropout(config)} is not 0)"

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from memfit.traced import triton_expected
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import TrainingArguments
 
+    from memfit.memory.cards import DeviceProfile
     from memfit.optim import GradientSink
     from memfit.packing import PackedModel
     from memfit.runtime.step import StepExecutor
@@ -41,6 +44,8 @@ class Fidelity(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+
+_FIRST_WITH_BF16 = (8, 0)
 
 OptimizerFactory = Callable[["list[dict[str, Any]]", "TrainingArguments"], "torch.optim.Optimizer"]
 Collator = Callable[[list[Any]], dict[str, Any]]
@@ -75,10 +80,43 @@ class Setup:
     """Asked in turn for every dataset that is loaded from: training, evaluation and test."""
     train_dataset: Any = None
     """The rows to learn from; None where only memory is asked for."""
+    card: DeviceProfile | None = None
+    """The CUDA card to judge by where it need not be here; None: the device is."""
     user_set: frozenset[str] | None = None
     """The training arguments the user gave by name; None where that is not known."""
+    before_move: list[Callable[[torch.device], None]] = field(default_factory=list)
+    """Called before the model goes to the device, for weights that must lie there as one."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives the model back as it was, last change first."""
+
+    @property
+    def device_type(self) -> str:
+        """`cuda` or `cpu`, of the device that is trained on."""
+        return "cuda" if self.card is not None else self.device.type
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The CUDA card's compute capability."""
+        if self.card is not None:
+            return self.card.capability
+        import torch
+
+        return torch.cuda.get_device_capability(self.device)
+
+    @property
+    def lacks_bf16(self) -> str:
+        """Why bfloat16 is no choice there; empty where it is one."""
+        if self.device_type != "cuda" or self.capability >= _FIRST_WITH_BF16:
+            return ""
+        version = ".".join(map(str, self.capability))
+        return f"a card of compute capability {version} has no bfloat16 (from 8.0 on)"
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton's kernels run there: a card that is not here is in a machine like this."""
+        from memfit.optim.backends import has_triton
+
+        return has_triton() if self.card is None else triton_expected()
 
     def restore(self) -> None:
         """Give the model back as it was before any strategy."""

@@ -40,8 +40,8 @@ class CudaGraphs(Strategy):
         return Fidelity.EXACT
 
     def unavailable(self, setup: Setup) -> str:
-        if setup.device.type != "cuda":
-            return f"a {setup.device.type} has no CUDA graphs"
+        if setup.device_type != "cuda":
+            return f"a {setup.device_type} has no CUDA graphs"
         if setup.packing is None or setup.make_optimizer is None:
             return "it captures packed batches and the low-bit optimizer; use both"
         if not setup.stock_loss:
@@ -53,7 +53,8 @@ class CudaGraphs(Strategy):
     def apply(self, setup: Setup) -> None:
         # Reading the loss on the host after every step would make the GPU wait for Python.
         change_arguments(setup, logging_nan_inf_filter=False)
-        _share_one_growing_segment()
+        if setup.card is None:
+            _share_one_growing_segment()
         setup.wrap_executor.append(lambda executor: self._graphed(executor, setup))
 
     def _graphed(self, executor: Any, setup: Setup) -> Any:

@@ -19,7 +19,6 @@ from memfit.strategies._arguments import change_arguments
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-_FIRST_WITH_BF16 = (8, 0)
 _TRIED_DEVICES = ("cuda", "cpu")
 
 
@@ -42,7 +41,7 @@ class HalfPrecision(Strategy):
         return Fidelity.ROUNDING
 
     def unavailable(self, setup: Setup) -> str:
-        return self._chosen_already(setup) or self._missing_on(setup.device)
+        return self._chosen_already(setup) or self._missing_on(setup)
 
     def _chosen_already(self, setup: Setup) -> str:
         for short in _SHORT.values():
@@ -54,19 +53,14 @@ class HalfPrecision(Strategy):
             return f"the weights are {found}; autocast is for weights in float32"
         return ""
 
-    def _missing_on(self, device: torch.device) -> str:
-        if device.type not in _TRIED_DEVICES:
-            return f"autocast has not been tried on {device.type} devices"
-        if self.dtype == "float16" and device.type == "cpu":
+    def _missing_on(self, setup: Setup) -> str:
+        kind = setup.device_type
+        if kind not in _TRIED_DEVICES:
+            return f"autocast has not been tried on {kind} devices"
+        if self.dtype == "float16" and kind == "cpu":
             return "float16 has no effect on a CPU: the Trainer runs in float32; take bfloat16"
-        if self.dtype == "bfloat16" and device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < _FIRST_WITH_BF16:
-                version = ".".join(map(str, capability))
-                return (
-                    f"a card of compute capability {version} has no bfloat16 (from 8.0 on); "
-                    "take float16"
-                )
+        if self.dtype == "bfloat16" and setup.lacks_bf16:
+            return f"{setup.lacks_bf16}; take float16"
         return ""
 
     def apply(self, setup: Setup) -> None:
@@ -76,7 +70,7 @@ class HalfPrecision(Strategy):
         # The Trainer makes its Accelerator from `mixed_precision`, which the arguments derived
         # from bf16 and fp16 when they were made.
         change_arguments(setup, **{short: True, "mixed_precision": short})
-        if setup.device.type == "cpu" and not has_fast_bf16():
+        if setup.device_type == "cpu" and not has_fast_bf16():
             warnings.warn(
                 "this CPU has no bfloat16 instructions: activations shrink, but steps take longer",
                 UserWarning,

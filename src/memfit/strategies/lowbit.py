@@ -57,6 +57,8 @@ class LowBitAdamW(Strategy):
             return "gradients of several processes would be used before they are summed"
         if not any(p.requires_grad and p.dtype == torch.float32 for p in setup.model.parameters()):
             return "no float32 weight learns, so there is nothing to store in fewer bits"
+        if self.dtype == "bfloat16" and setup.lacks_bf16:
+            return f"{setup.lacks_bf16}; take dtype='float16'"
         return ""
 
     def apply(self, setup: Setup) -> None:

@@ -58,9 +58,10 @@ class OptimizerOffload(Strategy):
         return Fidelity.EXACT if self.dtype is None else Fidelity.ROUNDING
 
     def unavailable(self, setup: Setup) -> str:
-        if setup.device.type != "cuda":
-            return f"on a {setup.device.type} device the optimizer is in host memory already"
-        return self._unsuited(setup) or self._too_large(setup.model)
+        if setup.device_type != "cuda":
+            return f"on a {setup.device_type} device the optimizer is in host memory already"
+        # What the host of a card that is not here has free is the planner's to ask.
+        return self._unsuited(setup) or ("" if setup.card else self._too_large(setup.model))
 
     def _unsuited(self, setup: Setup) -> str:
         """What in the model or the arguments stands against it, on any device."""
@@ -76,6 +77,8 @@ class OptimizerOffload(Strategy):
             return "it stores the weights themselves in bfloat16; leave bf16 off"
         if not any(p.requires_grad for p in setup.model.parameters()):
             return "no weight learns, so there is no optimizer state"
+        if self.dtype is not None and setup.lacks_bf16:
+            return f"{setup.lacks_bf16}; leave dtype out"
         return self._weights_stay(setup) if self.weights else ""
 
     def _weights_stay(self, setup: Setup) -> str:

@@ -13,6 +13,8 @@ from memfit.strategies.base import Fidelity, Setup, Strategy
 
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _SMALL = ":4096:2:16:8"
+SETTING = {_VARIABLE: _SMALL}
+"""What it puts into the environment."""
 _LARGE_FROM = (9, 0)
 
 
@@ -29,17 +31,17 @@ class SmallWorkspace(Strategy):
         return Fidelity.EXACT
 
     def unavailable(self, setup: Setup) -> str:
-        import torch
-
-        if setup.device.type != "cuda":
-            return f"a {setup.device.type} has no cuBLAS"
+        if setup.device_type != "cuda":
+            return f"a {setup.device_type} has no cuBLAS"
         if _VARIABLE in os.environ:
             return f"you set {_VARIABLE} yourself"
-        if torch.cuda.get_device_capability(setup.device) < _LARGE_FROM:
+        if setup.capability < _LARGE_FROM:
             return "this card's workspace is small already"
         return ""
 
     def apply(self, setup: Setup) -> None:
+        if setup.card is not None:
+            return  # this process has nothing to do with that card
         import torch
 
         os.environ[_VARIABLE] = _SMALL  # read whenever a workspace is made
