@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +82,14 @@ class KeptInt8(GradientSink):
         self._due = dict.fromkeys(self.optimizer.large) if replayed else {}
         for p in self.optimizer.large:
             self._buffer(p)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """With the buffers that the steps will have."""
+        with super().rehearsal():
+            for p in self.optimizer.large:
+                self._buffer(p)
+            yield
 
     def prepare(self, index: int) -> None:
         """The first micro-batch overwrites what the last step left."""

@@ -29,6 +29,7 @@ class GradientRelease(GradientSink):
     """
 
     name = "release"
+    updates_in_backward = True
 
     def __init__(
         self,
@@ -48,6 +49,9 @@ class GradientRelease(GradientSink):
         self._pending_bytes = 0
         self._prediction: NormPrediction | None = None
         self._learned = False
+        self._settled: set[Tensor] = set()
+        self.by_layers = False
+        """Whether updates wait for `pass_boundary`, so that a failed backward can go on there."""
 
     @classmethod
     def fidelity(cls, *, max_grad_norm: float, micro_batches: int) -> str:
@@ -80,13 +84,41 @@ class GradientRelease(GradientSink):
         """Update with the next few: one launch for all of them."""
         self._pending.append((p, grad))
         self._pending_bytes += grad.numel() * grad.element_size()
-        if self._pending_bytes >= self._flush_bytes:
+        waits = self.by_layers and not self.capturing
+        if self._pending_bytes >= self._flush_bytes and not waits:
             self._flush()
+
+    def arm(self, index: int, phase: str = "apply") -> None:
+        """A micro-batch begins with nothing received."""
+        super().arm(index, phase)
+        self._settled.clear()
+
+    @torch.no_grad()
+    def pass_boundary(self) -> None:
+        """Backward is through with some layers: make their updates."""
+        self._flush()
+        self._settled = set(self._taken)
+
+    def drop_unsettled(self) -> None:
+        """Forget the gradients received since the last boundary; backward will go on from it."""
+        self._pending, self._pending_bytes = [], 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p not in self._settled:
+                    p.grad = None
+        self._taken = set(self._settled)
+
+    def abandon(self) -> None:
+        """As in the base; allowed as long as no update was made."""
+        super().abandon()
+        self._pending, self._pending_bytes = [], 0
+        self._settled.clear()
 
     def _flush(self) -> None:
         params = [p for p, _ in self._pending]
         grads = [grad for _, grad in self._pending]
         self._pending, self._pending_bytes = [], 0
+        self.touched = self.touched or bool(params)
         if self.measures or self.loss_scale is not None:
             self._norm.measure_many(params, grads)
         if self.loss_scale is not None:
@@ -194,6 +226,7 @@ class TwoPassRelease(GradientRelease):
             arena.clear()
         self.phase = phase
         self._taken.clear()
+        self._settled.clear()
 
     def take(self, p: Tensor, grad: Tensor) -> None:
         """Measure and drop, or update."""
@@ -205,6 +238,7 @@ class TwoPassRelease(GradientRelease):
     def _flush(self) -> None:
         work: list[tuple[Tensor, Tensor | CodedGradient]] = [*self._pending]
         self._pending, self._pending_bytes = [], 0
+        self.touched = self.touched or bool(work)
         self.optimizer.update_many(work)
 
     def _settle(self) -> None:

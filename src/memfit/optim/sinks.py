@@ -27,7 +27,8 @@ replays but whose end is not says `begin(n, replayed=True)`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +54,8 @@ class GradientSink(ABC):
     micro_batches: ClassVar[bool] = True
     hooked: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
+    updates_in_backward: ClassVar[bool] = False
+    """Whether weights or moments change before backward has ended."""
 
     def __init__(
         self,
@@ -78,6 +81,10 @@ class GradientSink(ABC):
         self._count = 1
         self._taken: set[Tensor] = set()
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._counted: Tensor | None = None
+        self._rehearsing = False
+        self.touched = False
+        """Whether this step has changed anything that `abandon` cannot take back."""
         optimizer.sink = self
         if self.hooked:
             for group in optimizer.param_groups:
@@ -110,8 +117,11 @@ class GradientSink(ABC):
             )
         self._count = micro_batches
         self._begun, self._armed = True, replayed
+        self.touched = False
         self._taken.clear()
         self.prepare(0)
+        # A capture counts nothing, so there is nothing to take back.
+        self._counted = None if self.capturing else self.optimizer.clock.counters.clone()
         self._norm.begin()
         if replayed:
             for arena in self.optimizer.small:
@@ -166,6 +176,38 @@ class GradientSink(ABC):
         self.optimizer.stepping = False
         return self.norm
 
+    # --------------------------------------------------- steps that do not come to an end
+
+    def abandon(self) -> None:
+        """Back to before `begin`: what was gathered is dropped, the counters are set back."""
+        if self.touched:
+            raise RuntimeError("weights have moved in this step; it can only be finished")
+        if self._begun and self._counted is not None:
+            self.optimizer.clock.counters.copy_(self._counted)
+        self._begun, self._armed = False, False
+        self._counted = None
+        self._taken.clear()
+        self.optimizer.stepping = False
+        for arena in self.optimizer.small:
+            arena.clear()
+        self._drop_gradients()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Gradients of backward passes inside are dropped: nothing moves, nothing is counted."""
+        self.optimizer.init_state()
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
     def remove(self) -> None:
         """Take the hooks off; the optimizer goes back to reading `.grad`."""
         for handle in self._handles.values():
@@ -204,6 +246,9 @@ class GradientSink(ABC):
 
     @torch.no_grad()
     def _receive(self, p: Tensor) -> None:
+        if self._rehearsing:
+            p.grad = None
+            return
         if not self._armed:
             self.arm(0, self.phases[0])
         self.optimizer.ensure_state(p)

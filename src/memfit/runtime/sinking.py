@@ -18,8 +18,10 @@ from torch import nn
 from memfit.errors import MemfitError
 from memfit.packing import PackedBatch, PackedModel, weighted_loss
 from memfit.runtime.batching import Batch, MicroBatch
+from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.graphs import GraphCache, TokenBuckets
+from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.step import Share, StepExecutor
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class SinkExecutor(StepExecutor):
     """Gives the sink once the optimizer is made."""
     single: bool = False
     """Whether a step of several micro-batches would be another update rule nobody allowed."""
+    boundaries: LayerBoundaries | None = None
+    """How a backward pass that moves weights is finished when it fails."""
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Backward into the sink; the optimizer's step then ends what is begun here."""
@@ -48,8 +52,31 @@ class SinkExecutor(StepExecutor):
                 for index, (part, share) in enumerate(parts):
                     sink.arm(index, phase)
                     losses.append(self.micro_step(model, part, share))
-                    sink.end_backward()
+                    self._end_backward(sink)
         return torch.stack(losses).sum()
+
+    def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """As in the base; finished from where it failed once weights have moved."""
+        if self.boundaries is None:
+            return super().micro_step(model, part, share)
+        return self.boundaries.run(
+            lambda: self.forward(model, part, share), self.backward, self.contexts
+        )
+
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """Every gradient is dropped where a sink would take it."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        with self.sink().rehearsal():
+            for part, share in parts:
+                super().micro_step(model, part, share)
+
+    def _end_backward(self, sink: GradientSink) -> None:
+        if sink.updates_in_backward:
+            with retrying(sink.optimizer.clock.device):
+                sink.end_backward()
+        else:
+            sink.end_backward()
 
     def _check(self, count: int) -> None:
         if self.single and count > 1:
@@ -131,16 +158,23 @@ class GraphedExecutor(SinkExecutor):
     ) -> torch.Tensor:
         sink = self.sink()
         sink.arm(index, phase)
-        with ExitStack() as contexts:
-            for context in self.around:
-                contexts.enter_context(context())
+
+        def forward() -> torch.Tensor:
             outputs: Any = model(**inputs.inputs(labels=False))
             assert inputs.labels is not None
-            loss = weighted_loss(
+            return weighted_loss(
                 outputs.logits.float(), inputs.labels, inputs.row_weight, self.problem_type
             )
-            scale = sink.loss_scale
-            total = loss if scale is None else scale.apply(loss)
+
+        def backward(loss: torch.Tensor) -> None:
+            total = loss if sink.loss_scale is None else sink.loss_scale.apply(loss)
             total.backward()  # type: ignore[no-untyped-call]
-        sink.end_backward()
+
+        if self.boundaries is None or sink.capturing:
+            with self.contexts():
+                loss = forward()
+                backward(loss)
+        else:
+            loss = self.boundaries.run(forward, backward, self.contexts)
+        self._end_backward(sink)
         return loss.detach()

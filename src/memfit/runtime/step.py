@@ -7,8 +7,8 @@ This is the one place that decides how an effective batch is run; strategies hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,30 @@ class StepExecutor:
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
         """Forward and backward of one micro-batch; its part of the mean loss, detached."""
-        with ExitStack() as contexts:
-            for context in self.around:
-                contexts.enter_context(context())
-            mean = self.loss(model, self.prepare(part.inputs), share.weight)
-            loss = mean * (share.weight / share.total)
+        with self.contexts():
+            loss = self.forward(model, part, share)
             self.backward(loss)
         return loss.detach()
+
+    def forward(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """A micro-batch's part of the mean loss."""
+        mean = self.loss(model, self.prepare(part.inputs), share.weight)
+        return mean * (share.weight / share.total)
+
+    @contextmanager
+    def contexts(self) -> Iterator[None]:
+        """What is around the loss and the backward of a micro-batch."""
+        with ExitStack() as entered:
+            for context in self.around:
+                entered.enter_context(context())
+            yield
+
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """Forward and backward as in `run`; the gradients are the caller's to drop."""
+        self.run(model, batch)
+
+    def drop(self) -> None:
+        """Give back memory that is only held to be faster."""
 
     def split(self, batch: Batch) -> list[MicroBatch]:
         """How this batch will be run."""

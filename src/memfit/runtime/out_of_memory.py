@@ -1,0 +1,96 @@
+"""What running out of memory looks like, and what can be given back at once.
+
+After backward the weights begin to change, and nothing can be run again as a whole. But an
+operator that finds no memory has written nothing: `Retrying` gives memory back and runs that one
+operator again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATOR_TRIES = 3
+"""How often an operator is run before its step is given up."""
+
+# What allocators other than torch's own say; torch's CUDA allocator has its own exception.
+_SIGNS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
+class BudgetExceeded(torch.OutOfMemoryError):
+    """A tensor was made beyond the budget, on a device that would have had room for it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was what lacked, whoever says it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SIGNS)
+
+
+def let_go(error: BaseException) -> str:
+    """Drop the tensors that the failed call's frames still hold; returns what was said."""
+    said = str(error).strip().split("\n", 1)[0]
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__
+    return said
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody uses: cycles of Python objects, then the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs an operator again, after `free`, when it found no memory.
+
+    Only for the few operators of an update: every operator inside costs some microseconds.
+    """
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free = free
+        self.retried = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for left in reversed(range(OPERATOR_TRIES)):
+            try:
+                return func(*args, **(kwargs or {}))
+            except Exception as error:
+                if left == 0 or not is_out_of_memory(error):
+                    raise
+                let_go(error)
+            self.retried += 1
+            self._free()
+        raise AssertionError("the last try returns or raises")
+
+
+@contextlib.contextmanager
+def retrying(device: torch.device, note: Callable[[], None] | None = None) -> Iterator[None]:
+    """Every operator inside that finds no memory is run again; `note` hears if one was."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield  # nothing is executed, and so nothing half done
+        return
+    mode = Retrying(lambda: free_memory(device))
+    with mode:
+        yield
+    if mode.retried and note is not None:
+        note()
