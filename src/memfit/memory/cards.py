@@ -22,6 +22,29 @@ _MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
 _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
 
+# A lane's bytes a second by PCIe generation, and the generation by capability.
+_LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
+_LANES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What a machine reaches in training steps, as opposed to what its data sheet promises."""
+
+    half_flops: float
+    """Matrix products in bf16 or fp16."""
+    tf32_flops: float
+    fp32_flops: float
+    memory_bytes_per_second: float
+    """Kernels that are not products."""
+    bus_bytes_per_second: float
+    """Between device and pinned host memory, one way."""
+    launch_seconds: float
+    """The host's time for an operator: Python, autograd and the launch itself."""
+    host_parameters_per_second: float
+    """Parameters an AdamW on the CPU updates."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """What decides memory and time on a card, before it is seen."""
@@ -38,6 +61,15 @@ class DeviceProfile:
     half_flops: float
     measured: bool
     """Whether the context was measured; otherwise it follows from the card's size."""
+    bus_bytes_per_second: float = 16 * 0.985e9
+    """One way, by the PCIe generation and lanes."""
+    reached: Speeds | None = None
+    """Speeds as measured; None where only the data sheet speaks."""
+
+    @property
+    def tf32_flops(self) -> float:
+        """Half of the half-precision rate; before 8.0 there is no TF32."""
+        return self.half_flops / 2 if self.has_bf16 else self.fp32_flops
 
     @property
     def has_bf16(self) -> bool:
@@ -126,6 +158,7 @@ def _profile_like(name: str, capability: tuple[int, int], multiprocessors: int) 
         fp32_flops=base.fp32_flops * scale,
         half_flops=base.half_flops * scale,
         measured=False,
+        reached=None,
     )
 
 
@@ -146,7 +179,15 @@ def _profile(card: str) -> DeviceProfile:
         fp32_flops=row["fp32"] * 1e12,
         half_flops=row["half"] * 1e12,
         measured=loaded_mib is not None,
+        bus_bytes_per_second=_bus(capability, row.get("pcie")),
+        reached=Speeds(**row["reached"]) if "reached" in row else None,
     )
+
+
+def _bus(capability: tuple[int, int], pcie: list[int] | None) -> float:
+    generation = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
+    generation, lanes = pcie or (generation, _LANES)
+    return _LANE_BYTES_PER_SECOND[generation] * lanes
 
 
 @functools.cache
