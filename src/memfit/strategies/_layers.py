@@ -91,10 +91,13 @@ def keeps_activations(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
 
 
 class Turns:
-    """Counts the calls in one forward pass, and says which are among the first `limit`."""
+    """Counts the calls in one forward pass, and says which are among the first `limit`.
+
+    The limit may be changed between two steps.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._taken = 0
 
     def restart(self, *_: Any) -> None:
@@ -108,4 +111,4 @@ class Turns:
     def take(self) -> bool:
         """Whether the call that is made now is among the first."""
         self._taken += 1
-        return self._taken <= self._limit
+        return self._taken <= self.limit

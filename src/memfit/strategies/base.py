@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memfit.optim import GradientSink
     from memfit.packing import PackedModel
     from memfit.runtime.step import StepExecutor
+    from memfit.strategies._layers import Turns
 
 
 class Fidelity(IntEnum):
@@ -86,6 +87,8 @@ class Setup:
     """The training arguments the user gave by name; None where that is not known."""
     before_move: list[Callable[[torch.device], None]] = field(default_factory=list)
     """Called before the model goes to the device, for weights that must lie there as one."""
+    recomputed: Turns | None = None
+    """Which layers are recomputed: its limit may be changed from step to step."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Gives the model back as it was, last change first."""
 

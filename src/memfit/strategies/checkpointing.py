@@ -81,6 +81,7 @@ class Checkpointing(Strategy):
             targets = mlp_half(layer) if self.part == "mlp" else [(layer, "__call__")]
             for module, method in targets:
                 setup.undo.append(wrap(module, _recomputing(turns), method))
+        setup.recomputed = turns
 
 
 def mlp_half(layer: nn.Module) -> list[tuple[nn.Module, str]]:
