@@ -27,6 +27,7 @@ from memfit.memory.counts import StepCounts
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_BACKWARD_NODE: Callable[[], Any] = torch._C._current_autograd_node
 # Operators that start no kernel though they are no views by their schema.
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
@@ -122,7 +123,7 @@ class Counting:
         """A kernel of our own."""
         self._sums["bytes_moved"] += bytes_moved
         self._sums["half_flops" if half else "full_flops"] += flops
-        self._sums["launches"] += launches
+        self._launch(launches)
 
     def to_host(self, nbytes: float) -> None:
         """A copy from the device to the host."""
@@ -158,13 +159,19 @@ class Counting:
         nbytes = _traffic(kind, args, read, out)
         if nbytes == 0:
             return
-        self._sums["launches"] += _launches(kind, args, read)
+        self._launch(_launches(kind, args, read))
         if kind.flops is None:
             self._sums["bytes_moved"] += nbytes
             return
         self._sums["product_bytes"] += nbytes
         precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
         self._sums[self._field(kind, precision)] += self._flops(kind, args, kwargs or {}, out)
+
+    def _launch(self, kernels: int) -> None:
+        self._sums["launches"] += kernels
+        # Backward keeps no graph of its own: where one is made, a layer is computed again.
+        if torch.is_grad_enabled() and _BACKWARD_NODE() is not None:
+            self._sums["recomputed"] += kernels
 
     def _field(self, kind: _Kind, precision: torch.dtype) -> str:
         if "attention" in kind.name:

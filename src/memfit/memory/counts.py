@@ -25,6 +25,8 @@ class StepCounts:
     """The same by matrix products, which overlap it with arithmetic."""
     launches: float = 0
     """Kernels started from the host; replayed ones are in `replayed`."""
+    recomputed: float = 0
+    """Those of the launches that compute a layer a second time, with more Python around them."""
     replayed: float = 0
     """Kernels a captured graph starts."""
     to_host_bytes: float = 0.0
@@ -44,7 +46,8 @@ class StepCounts:
 
     def as_graphs(self) -> StepCounts:
         """The same step replayed: the host starts one graph instead of every kernel."""
-        return dataclasses.replace(self, launches=0, replayed=self.replayed + self.launches)
+        replayed = self.replayed + self.launches
+        return dataclasses.replace(self, launches=0, recomputed=0, replayed=replayed)
 
 
 def _items(counts: StepCounts) -> list[tuple[str, float]]:

@@ -1,0 +1,109 @@
+"""How long a step takes, from what it does: arithmetic, traffic, launches, the bus, the host.
+
+    device = products + attention + other kernels' traffic + a fixed time for every kernel
+    launch = what the host needs to start them from Python; graphs need none of it
+    step   = the longest of device, launch and bus, plus the host's own update and loop
+
+The device computes while the host is ahead of it, and copies run beside both, so the longest
+decides. Every constant below was fitted to steps measured on one machine: benchmarks/step_time.py
+made benchmarks/results/step_time_h200.json. Of cards that were never measured the data sheet's
+speeds are taken times the shares the measured one reaches: these seconds rank plans.
+"""
+
+from __future__ import annotations
+
+from memfit.memory.cards import DeviceProfile, Speeds
+from memfit.memory.counts import StepCounts
+
+# What products and other kernels reach of a data sheet's figures at a classifier's sizes.
+HALF_SHARE, TF32_SHARE, FP32_SHARE = 0.65, 0.60, 0.75
+MEMORY_SHARE, BUS_SHARE = 0.75, 0.85
+ATTENTION_SHARE = 0.2
+"""What an attention kernel reaches of a product's rate: texts are short, and so are its tiles."""
+KERNEL_SECONDS = 2e-6
+"""A kernel's start and end on the device, when nothing waits for the host."""
+LAUNCH_SECONDS = 5e-6
+"""The host's time for an operator and its backward in a bare loop, as calibration measures it."""
+PYTHON_FACTOR = 5.0
+"""A step's time for an operator against that: modules, hooks, autocast and the Trainer."""
+RECOMPUTE_FACTOR = 8.0
+"""On top, for an operator that is computed again: every saved tensor passes through Python."""
+STEP_SECONDS = 1.5e-3
+"""The Trainer's loop: the batch, the schedule, callbacks."""
+HOST_PARAMETERS_PER_SECOND = 0.6e9
+"""AdamW on the CPU, of which a card's table knows nothing: bound by its memory."""
+CAPTURE_FACTOR = 2.0
+"""Capturing a graph against launching the same kernels once."""
+
+
+def speeds_of(card: DeviceProfile | None) -> Speeds:
+    """What the card reaches: measured where it was, else shares of its data sheet.
+
+    None is this machine's CPU, which is measured when first asked for.
+    """
+    if card is None:
+        from memfit.planner.calibration import calibrate
+
+        card = calibrate("cpu")
+    if card.reached is not None:
+        return card.reached
+    # Before 7.0 there are no matrix units, and products in half precision are summed in fp32.
+    has_units = card.capability >= (7, 0)
+    fp32 = card.fp32_flops * FP32_SHARE
+    return Speeds(
+        half_flops=card.half_flops * HALF_SHARE if has_units else fp32,
+        tf32_flops=card.tf32_flops * TF32_SHARE if card.has_bf16 else fp32,
+        fp32_flops=fp32,
+        memory_bytes_per_second=card.memory_bytes_per_second * MEMORY_SHARE,
+        bus_bytes_per_second=card.bus_bytes_per_second * BUS_SHARE,
+        launch_seconds=LAUNCH_SECONDS,
+        host_parameters_per_second=HOST_PARAMETERS_PER_SECOND,
+    )
+
+
+def explain(counts: StepCounts, card: DeviceProfile | None) -> dict[str, float]:
+    """Seconds by cause; see `step_seconds` for how they add up."""
+    speeds = speeds_of(card)
+    products = (
+        counts.half_flops / speeds.half_flops
+        + counts.tf32_flops / speeds.tf32_flops
+        + counts.full_flops / speeds.fp32_flops
+    )
+    attention = (
+        counts.half_attention_flops / speeds.half_flops
+        + counts.full_attention_flops / speeds.fp32_flops
+    ) / ATTENTION_SHARE
+    # A product of few rows waits for its weights instead of its arithmetic.
+    waiting = counts.product_bytes / speeds.memory_bytes_per_second - products - attention
+    kernels = (counts.launches + counts.replayed) * (0.0 if is_cpu(card) else KERNEL_SECONDS)
+    operators = counts.launches * PYTHON_FACTOR + counts.recomputed * RECOMPUTE_FACTOR
+    return {
+        "compute": products + attention,
+        "memory": counts.bytes_moved / speeds.memory_bytes_per_second + max(waiting, 0.0) + kernels,
+        "launch": operators * speeds.launch_seconds,
+        "bus": (counts.to_host_bytes + counts.to_device_bytes) / speeds.bus_bytes_per_second,
+        "host": counts.host_parameters / speeds.host_parameters_per_second + STEP_SECONDS,
+    }
+
+
+def step_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
+    """One step; on a CPU nothing runs beside anything else."""
+    parts = explain(counts, card)
+    device, host = parts["compute"] + parts["memory"], parts["host"]
+    if is_cpu(card):
+        return device + parts["launch"] + host
+    if counts.launches == 0:
+        # A replayed step is queued and the loop goes on: what the host does is hidden too.
+        return max(device, parts["bus"], host)
+    return max(device, parts["launch"], parts["bus"]) + host
+
+
+def capture_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
+    """What capturing one graph of such a step takes, once a run for every token bucket."""
+    launched = (counts.launches + counts.replayed) * PYTHON_FACTOR
+    return CAPTURE_FACTOR * launched * speeds_of(card).launch_seconds
+
+
+def is_cpu(card: DeviceProfile | None) -> bool:
+    """Whether this is no card at all."""
+    return card is None or card.capability == (0, 0)
