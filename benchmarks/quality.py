@@ -41,6 +41,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "24-bit masters, 8-bit gradients, clipped": {
         "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease('kept8')"],
     },
+    "24-bit masters, 8-bit gradients, clipped, fused, graphs": {
+        "strategies": [
+            "Packing()", "FusedLayers()", "LowBitAdamW()", "GradientRelease('kept8')",
+            "CudaGraphs()",
+        ],
+    },
+    "24-bit masters, gradients on the host, clipped": {
+        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease('host')"],
+    },
+    "24-bit masters, two passes, clipped": {
+        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease('two_pass')"],
+    },
+    "24-bit masters of fp16, clipped": {
+        "strategies": ["Packing()", "LowBitAdamW(dtype='float16')"],
+    },
+    "optimizer on the host, bf16 weights": {
+        "strategies": ["Packing()", "OptimizerOffload(dtype='bfloat16')"],
+    },
     "24-bit masters, release": {
         "args": {"max_grad_norm": 0.0},
         "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease()"],
@@ -49,6 +67,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease(clip='predicted')"],
     },
     "16-bit stochastic, clipped": {"strategies": ["Packing()", "LowBitAdamW(16)"]},
+    "16-bit stochastic, 8-bit gradients, clipped": {
+        "strategies": ["Packing()", "LowBitAdamW(16)", "GradientRelease('kept8')"],
+    },
     "16-bit stochastic, release": {
         "args": {"max_grad_norm": 0.0},
         "strategies": ["Packing()", "LowBitAdamW(16)", "GradientRelease()"],

@@ -72,7 +72,10 @@ def make_scalars() -> StepScalars:
 
 
 def assert_same_codes(one: LowBitState, other: LowBitState, share: float = 1e-3) -> None:
-    """No code apart by more than one, and few by one; scales and masters alike."""
+    """No code apart by more than one, and few by one; scales and masters alike.
+
+    An update of a thousandth is computed in fp32, so a weight near zero carries its rounding.
+    """
     for name in ("moment1", "moment2"):
         apart = (getattr(one, name).int() - getattr(other, name).int()).abs()
         assert int(apart.max()) <= 1
@@ -83,7 +86,8 @@ def assert_same_codes(one: LowBitState, other: LowBitState, share: float = 1e-3)
     bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 20}[one.weight.dtype]
     bits += 8 if one.correction is not None else 0
     exponent = torch.frexp(torch.maximum(a.abs(), b.abs())).exponent.clamp_min(-13) - 1
-    assert float(((a - b).abs() / torch.exp2(exponent.double() - bits)).max()) <= 1.01
+    allowed = 1.01 * torch.exp2(exponent.double() - bits) + 4e-9
+    assert float(((a - b).abs() / allowed).max()) <= 1
 
 
 @needs_triton

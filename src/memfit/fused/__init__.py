@@ -3,7 +3,13 @@
 from memfit.fused.masks import Drop, Seeds
 from memfit.fused.mlp import mlp_half
 from memfit.fused.norm import dense_dropout_add_norm, dropout_add_norm
-from memfit.fused.qkv import join_parameters, joined_view, project, separate_parameters
+from memfit.fused.qkv import (
+    join_parameters,
+    joined_view,
+    move_joined,
+    project,
+    separate_parameters,
+)
 
 __all__ = [
     "Drop",
@@ -13,6 +19,7 @@ __all__ = [
     "join_parameters",
     "joined_view",
     "mlp_half",
+    "move_joined",
     "project",
     "separate_parameters",
 ]

@@ -53,6 +53,19 @@ def join_parameters(parts: Sequence[Tensor]) -> Tensor | None:
     return joined
 
 
+def move_joined(parts: Sequence[Tensor], device: torch.device) -> None:
+    """Put the parameters on the device as neighbours.
+
+    Joined only after they came there one by one, they would leave holes of their size behind.
+    """
+    if joined_view(parts) is None and not _may_move(parts):
+        return
+    joined = torch.cat([part.detach() for part in parts]).to(device)
+    pieces = torch.split(joined, [len(part) for part in parts])
+    for part, piece in zip(parts, pieces, strict=True):
+        part.data = piece
+
+
 def separate_parameters(parts: Sequence[Tensor]) -> None:
     """Each parameter in memory of its own again."""
     if joined_view(parts) is not None:
