@@ -23,7 +23,13 @@ from memfit.strategies._host_weights import HostWeights
 from memfit.strategies.activation_offload import ActivationOffload
 from memfit.strategies.base import Fidelity
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.fused_layers import FusedLayers, fuse, fusing_problem
+from memfit.strategies.fused_layers import (
+    FusedLayers,
+    fuse,
+    fusing_problem,
+    move_projections,
+    projecting_layers,
+)
 
 FUSED = ("bert", "roberta", "electra", "ernie")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -387,3 +393,14 @@ def test_layers_of_ones_own_are_refused() -> None:
         for part in (layer.attention.output, layer.intermediate):
             part.__class__ = type("Own", (type(part),), {"forward": lambda _, *args: args[0]})
     assert "no layer" in fusing_problem(model)
+
+
+def test_projections_go_to_the_device_as_neighbours() -> None:
+    model = model_of()
+    before = [[part.clone() for part in parts] for parts in projections(model)]
+    layers = projecting_layers(model)
+    fused(model)
+    move_projections(layers, torch.device("cpu"))
+    for parts, were in zip(projections(model), before, strict=True):
+        assert joined_view(parts) is not None
+        assert all(torch.equal(part, was) for part, was in zip(parts, were, strict=True))

@@ -11,7 +11,7 @@ from another stream: the same seed gives other masks than the stock layer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,11 @@ from memfit.fused import (
     Seeds,
     dense_dropout_add_norm,
     mlp_half,
+    move_joined,
     project,
     separate_parameters,
 )
 from memfit.fused.backends import DTYPES, Gelu
-from memfit.optim.backends import has_triton
 from memfit.packing.families import unwrap
 from memfit.strategies._layers import Args, Around, Kwargs, Undo, stack_of, wrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -60,9 +60,9 @@ class FusedLayers(Strategy):
         return Fidelity.EXACT
 
     def unavailable(self, setup: Setup) -> str:
-        if setup.device.type != "cuda":
-            return f"its kernels are for CUDA; on a {setup.device.type} they would save nothing"
-        if not has_triton():
+        if setup.device_type != "cuda":
+            return f"its kernels are for CUDA; on a {setup.device_type} they would save nothing"
+        if not setup.has_triton:
             return "its kernels need Triton, which is not installed"
         if setup.args.bf16 or setup.args.fp16:
             return "under autocast weights and activations are of different types"
@@ -74,7 +74,9 @@ class FusedLayers(Strategy):
         if problem := self.unavailable(setup):
             raise ConfigError(problem)
         # A loss of one's own may run several forward passes before a backward.
+        joined = projecting_layers(setup.model)
         setup.undo += fuse(setup.model, Seeds(per_call=not setup.stock_loss))
+        setup.before_move.append(lambda device: move_projections(joined, device))
 
 
 def fusing_problem(model: nn.Module) -> str:
@@ -225,10 +227,30 @@ def _handed_out(name: str, handoff: _Handoff) -> Around:
     return around
 
 
+def projecting_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers, not fused yet, whose query, key and value can be one product."""
+    return [
+        layer
+        for layer in stack_of(model).layers
+        if "attention_output" in _parts(layer) and _plain_projections(layer)
+    ]
+
+
+def move_projections(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Put query, key and value of these layers on the device as neighbours."""
+    for layer in layers:
+        for parts in _projection_parameters(layer.attention.self):  # type: ignore[union-attr]
+            move_joined(parts, device)
+
+
 def _separate(own: Any) -> None:
+    for parts in _projection_parameters(own):
+        separate_parameters(parts)
+
+
+def _projection_parameters(own: Any) -> tuple[list[Tensor], list[Tensor]]:
     linears = [getattr(own, name) for name in _PROJECTIONS]
-    separate_parameters([one.weight for one in linears])
-    separate_parameters([one.bias for one in linears])
+    return [one.weight for one in linears], [one.bias for one in linears]
 
 
 # -------------------------------------------------------------------- what is stock
