@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memfit.fused.backends import Gelu, Normed, NormGradients, norm_programs, rows_per_program
 from memfit.fused.masks import Drop
+from memfit.memory.counting import count_kernel
 
 
 def add_norm(
@@ -16,6 +17,7 @@ def add_norm(
 ) -> Normed:
     """The output, the sum, and two numbers a row."""
     mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    count_kernel(x, residual, x, x)
     return Normed(torch.empty_like(x), torch.empty_like(x), mean, rstd)
 
 
@@ -26,12 +28,14 @@ def add_norm_backward(
     rows, columns = d_output.shape
     d_residual = torch.empty_like(normed.total)
     d_x = d_residual if drop is None else torch.empty_like(normed.total)
+    count_kernel(d_output, normed.total, d_residual, None if drop is None else d_x)
     sums = _column_sums(weight, norm_programs(rows), 3 * columns).view(3, columns)
     return NormGradients(d_x, d_residual, sums[0], sums[1], sums[2])
 
 
 def gelu(x: Tensor, kind: Gelu) -> Tensor:
     """One matrix."""
+    count_kernel(x, x)
     return torch.empty_like(x)
 
 
@@ -39,6 +43,7 @@ def gelu_backward(x: Tensor, d_output: Tensor, kind: Gelu) -> tuple[Tensor, Tens
     """One matrix; the other takes the gradient's memory."""
     rows, columns = x.shape
     programs = -(-rows // rows_per_program(rows))
+    count_kernel(x, x, d_output, d_output)
     return torch.empty_like(x), d_output, _column_sums(x, programs, columns)
 
 
@@ -47,9 +52,12 @@ def join(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     rows, columns = parts[0].shape
     programs = -(-rows // rows_per_program(rows))
     joined = parts[0].new_empty(rows, 3 * columns)
+    count_kernel(joined, joined)
     return joined, _column_sums(joined, programs, 3 * columns)
 
 
 def _column_sums(like: Tensor, programs: int, columns: int) -> Tensor:
-    like.new_empty(programs, columns, dtype=torch.float32)
+    partial = like.new_empty(programs, columns, dtype=torch.float32)
+    count_kernel(partial, partial)  # written by the kernel before, then summed by one of its own
+    del partial
     return like.new_empty(columns)

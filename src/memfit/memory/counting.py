@@ -53,6 +53,8 @@ _KERNELS = {
 _SORTING_KERNELS = 12
 """An embedding's backward sorts its indices, unless they are few."""
 _SORTED_FROM = 3072
+_ADAM_TENSORS = 4
+"""Its weight, gradient and two moments."""
 # One launch over a list of tensors takes 320 blocks of 65,536 elements (multi_tensor_apply).
 _LIST_ELEMENTS = 320 * 65_536
 # Where an attention over packed texts has its offsets and the longest text, and how many
@@ -70,6 +72,13 @@ _current: Counting | None = None
 def current() -> Counting | None:
     """Who counts now."""
     return _current
+
+
+def count_kernel(*tensors: torch.Tensor | None, launches: int = 1) -> None:
+    """A kernel that reads or writes each of these once; nothing where nobody counts."""
+    if _current is not None:
+        nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        _current.kernel(bytes_moved=nbytes, launches=launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ class Counting:
             self._follow(args, out)
             return
         read = list(_tensors(args)) + list(_tensors(tuple((kwargs or {}).values())))
-        if self._on_host and self._crosses(kind, read, out):
+        if self._on_host and self._crosses(func, read, out):
             return
         nbytes = _traffic(kind, args, read, out)
         if nbytes == 0:
@@ -199,6 +208,13 @@ class Counting:
 
     # --------------------------------------------------------------------- tensors on the host
 
+    def see_on_host(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """One operator that the CPU runs, wherever its inputs are."""
+        for tensor in _tensors(out):
+            self.on_host(tensor)
+        if "adam" in _kind(func).name:
+            self.host_update(sum(t.numel() for t in _tensors(args)) / _ADAM_TENSORS)
+
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
 
@@ -208,22 +224,19 @@ class Counting:
             for tensor in _tensors(out):
                 self.on_host(tensor)
 
-    def _crosses(self, kind: _Kind, read: list[torch.Tensor], out: Any) -> bool:
+    def _crosses(self, func: Any, read: list[torch.Tensor], out: Any) -> bool:
         """Whether this is no kernel: it crosses the bus, or the CPU does it."""
         places = [self._is_on_host(tensor) for tensor in read]
         if not any(places):
             return False
-        if kind.name == "copy_" and len(read) == 2 and places[0] != places[1]:
+        if _kind(func).name == "copy_" and len(read) == 2 and places[0] != places[1]:
             # It travels as it is; where the types differ, one side converts it.
             nbytes = min(read[0].nbytes, read[1].nbytes)
             (self.to_host if places[0] else self.to_device)(nbytes)
             return True
         if not all(places):
             return False
-        for tensor in _tensors(out):
-            self.on_host(tensor)
-        if "adam" in kind.name:
-            self.host_update(sum(t.numel() for t in read) / 4)  # weight, gradient, two moments
+        self.see_on_host(func, tuple(read), out)
         return True
 
 

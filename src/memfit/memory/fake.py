@@ -66,8 +66,11 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
         out = self._run(func, args, kwargs)
         if func is _LAYER_NORM:
             out = self._with_fp32_statistics(args, out)
-        if (counter := current()) is not None and not self._on_host:
-            counter.see(func, args, kwargs, out)
+        if (counter := current()) is not None:
+            if self._on_host:
+                counter.see_on_host(func, args, out)
+            else:
+                counter.see(func, args, kwargs, out)
         if func is not _LAYER_NORM and func._schema.is_mutable and _is_real(args):
             return args[0]  # changed in place: no memory is new
         self.record(out)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit import traced
+from memfit.memory.counting import count_kernel
 from memfit.optim.layout import CodedGradient, Kernels, LowBitState, StepScalars
 
 BACKENDS = ("auto", "triton", "torch")
@@ -49,12 +50,16 @@ class _TracedKernels:
     def update(
         self, state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
     ) -> None:
-        """Nothing to see."""
+        """One launch over the parameter and its state."""
+        _count_update(state, grad, launches=1)
 
     def update_many(
         self, work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
     ) -> None:
-        """Nothing to see."""
+        """One launch for all, with two small copies before it."""
+        count_kernel(launches=3)
+        for state, grad in work:
+            _count_update(state, grad, launches=0)
 
     def accumulate(
         self,
@@ -68,7 +73,16 @@ class _TracedKernels:
         norm: Tensor,
     ) -> None:
         """One partial norm a tile, as the Triton kernel keeps them."""
+        count_kernel(kept.codes, kept.codes, kept.scales, kept.scales, grad)
         torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=norm)
+
+
+def _count_update(state: LowBitState, grad: Tensor | CodedGradient, *, launches: int) -> None:
+    """Its traffic: the gradient is read, the rest is read and written, as far as it reaches."""
+    given = grad.codes if isinstance(grad, CodedGradient) else grad
+    kept = (state.weight, state.correction, state.moment1, state.moment2)
+    parts = [tensor[: given.numel()] for tensor in kept if tensor is not None]
+    count_kernel(given, *parts, *parts, launches=launches)
 
 
 _TRACED = _TracedKernels()
