@@ -25,6 +25,7 @@ from memfit.units import parse_budget
 
 TASKS = ("auto", "single_label", "multi_label", "regression")
 DTYPES = ("float32", "bfloat16", "float16")
+ON_NAN = ("stop", "skip")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -119,10 +120,15 @@ class RunConfig:
     model: ModelConfig
     output_dir: str | None = option("The folder the result is written to.", default=None)
     budget: str = option("Device memory: 4GB, 4GiB, 80% or auto.", default="auto")
+    on_nan: str = option(
+        "What a loss that is not a finite number does: stop the run, or skip the update.",
+        default="stop",
+    )
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
+        _check_choice("on_nan", self.on_nan, ON_NAN)
 
     @classmethod
     def build(cls, config: str | os.PathLike[str] | None = None, **options: Any) -> RunConfig:
@@ -152,6 +158,8 @@ class RunConfig:
         tables: dict[str, Any] = {"budget": self.budget}
         if self.output_dir is not None:
             tables["output_dir"] = self.output_dir
+        if self.on_nan != "stop":
+            tables["on_nan"] = self.on_nan
         for name, part in (("data", self.data), ("model", self.model)):
             tables[name] = {
                 item.name: value

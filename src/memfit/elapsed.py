@@ -1,39 +1,39 @@
 """Training time that is not lost when a run is interrupted: each checkpoint keeps its own."""
 
-# ruff: noqa: ARG002 - the Trainer decides what its callbacks are given.
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from memfit.errors import OutputError
-from memfit.files import read_json, write_json
+from memfit.files import read_json
 
-_FILE = "elapsed.json"
+_FILE = "trainer_state.json"
 
 
-class KeepElapsed(TrainerCallback):
-    """Writes the seconds trained so far beside each checkpoint; `earlier` are other sessions'."""
+class KeepElapsed(TrainerCallback, ExportableState):
+    """The seconds trained so far are part of the Trainer's state; `earlier` are other sessions'.
+
+    The Trainer asks for the state while it writes a checkpoint, so they belong to what the
+    checkpoint's manifest lists.
+    """
 
     def __init__(self, earlier_seconds: float = 0.0) -> None:
         self.earlier_seconds = earlier_seconds
-        self._started = 0.0
+        self._started: float | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """The clock of this session."""
         self._started = time.perf_counter()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """The checkpoint is complete and in its place."""
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            seconds = self.earlier_seconds + time.perf_counter() - self._started
-            write_json(folder / _FILE, {"train_seconds": seconds})
+    def state(self) -> dict[str, Any]:
+        """As the Trainer stores it, and makes a callback from again."""
+        session = 0.0 if self._started is None else time.perf_counter() - self._started
+        return {"args": {"earlier_seconds": self.earlier_seconds + session}, "attributes": {}}
 
 
 def elapsed_seconds(checkpoint: Path | None) -> float:
@@ -41,7 +41,7 @@ def elapsed_seconds(checkpoint: Path | None) -> float:
     if checkpoint is None:
         return 0.0
     try:
-        seconds = read_json(checkpoint / _FILE).get("train_seconds")
-    except OutputError:
+        kept = read_json(checkpoint / _FILE)["stateful_callbacks"][KeepElapsed.__name__]
+        return float(kept["args"]["earlier_seconds"])
+    except (OutputError, KeyError, TypeError, ValueError):
         return 0.0
-    return float(seconds) if isinstance(seconds, int | float) else 0.0

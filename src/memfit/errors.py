@@ -2,6 +2,10 @@
 
     MemfitError              exit code 1: the run failed
     ├── TraceError           the memory trace cannot run this architecture
+    ├── RunStoppedError      training ended early, and what was saved of it is good
+    │   ├── SaveError        a checkpoint or result could not be written
+    │   ├── DeviceLostError  the GPU no longer answers
+    │   └── LossError        the loss or its gradient is not a finite number
     ├── InputError           exit code 2: what was given is wrong
     │   ├── ConfigError      an option, a TOML key or a value
     │   ├── BudgetError      a budget that does not parse
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class MemfitError(Exception):
@@ -28,6 +33,36 @@ class MemfitError(Exception):
 
 class TraceError(MemfitError):
     """The memory trace cannot run this architecture."""
+
+
+class RunStoppedError(MemfitError):
+    """Training ended early; `last_good` is where it can go on from, `resume_with` how."""
+
+    def __init__(
+        self, what: str, last_good: Path | None = None, resume_with: str | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.last_good = last_good
+        self.resume_with = resume_with
+
+    def __str__(self) -> str:
+        if self.last_good is None:
+            return f"{self.what}; no checkpoint had been written"
+        how = f"; go on with: {self.resume_with}" if self.resume_with else ""
+        return f"{self.what}; the last good checkpoint is {self.last_good}{how}"
+
+
+class SaveError(RunStoppedError):
+    """A checkpoint or result could not be written."""
+
+
+class DeviceLostError(RunStoppedError):
+    """The GPU no longer answers."""
+
+
+class LossError(RunStoppedError):
+    """The loss or its gradient is not a finite number."""
 
 
 class InputError(MemfitError):

@@ -1,18 +1,36 @@
-"""Files that are never seen half-written, and JSON in and out of them."""
+"""Files that are never seen half-written, and JSON in and out of them.
+
+What is being written has a name of its own (`leftovers`), so that the next run can remove what
+a killed one left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from memfit.errors import OutputError
+from memfit.units import format_bytes
+
+UNFINISHED = ".unfinished"
+"""The folder that holds what is not complete yet, beside where it will be."""
+_DISK_ERRORS = frozenset(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM", "ENODEV", "ESTALE")
+    if hasattr(errno, name)
+)
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
 
 
 @contextmanager
@@ -38,6 +56,59 @@ def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
     except BaseException:
         Path(handle.name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def staged_files(folder: Path) -> Iterator[Path]:
+    """A place to write several files; they come to the folder when all are complete.
+
+    They replace what is there, a link as well, and never write through it.
+    """
+    place = folder / UNFINISHED
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        yield place
+        written = [item for item in place.rglob("*") if item.is_file()]
+        for item in written:
+            with item.open("r+b") as file:
+                os.fsync(file.fileno())
+        for item in written:
+            target = folder / item.relative_to(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(item, target)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
+    """What killed writes of these files have left in a folder."""
+    known = set(names)
+    with contextlib.suppress(OSError):
+        return [
+            item
+            for item in folder.iterdir()
+            if item.name == UNFINISHED
+            or ((match := _TEMPORARY.fullmatch(item.name)) and match[1] in known)
+        ]
+    return []
+
+
+def is_disk_problem(error: BaseException) -> bool:
+    """Whether what is wrong is the disk; libraries not written in Python only say it in words."""
+    if isinstance(error, OSError):
+        return error.errno in _DISK_ERRORS
+    text = str(error)
+    return "os error" in text or "No space left" in text or "PytorchStreamWriter" in text
+
+
+def why_not_written(error: BaseException, folder: Path) -> str:
+    """The system's words and the room that is left, since libraries hide which of them it was."""
+    reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__)
+    with contextlib.suppress(OSError):
+        free = format_bytes(shutil.disk_usage(folder).free)
+        return f"{reason.splitlines()[0]} ({free} are free in {folder})"
+    return str(reason.splitlines()[0])
 
 
 def _umask() -> int:

@@ -1,18 +1,38 @@
-"""The configuration a run keeps in its folder, and what may change when it is resumed."""
+"""What a run keeps in its folder to be resumed from, and what may change when it is."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
 from memfit.errors import OutputError
 from memfit.results import RunFolder
 
-# It changes how the run is done, not what comes out.
-RESUME_MAY_CHANGE = ("budget:", "output_dir:")
+if TYPE_CHECKING:
+    from memfit.runtime.checkpoint import Search
+
+# It changes how the run is done, or what happens where it could not have gone on.
+RESUME_MAY_CHANGE = ("budget:", "output_dir:", "on_nan:")
+
+
+def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
+    """Where a resumed run goes on; damaged checkpoints are named, never quietly started over."""
+    from memfit.runtime.checkpoint import newest_good, nothing_good
+    from memfit.runtime.scratch import tidy
+
+    tidy(folder.checkpoints_dir)
+    found = newest_good(folder.checkpoints_dir)
+    if found.good is None and found.passed_over:
+        raise OutputError(
+            f"{nothing_good(folder.checkpoints_dir, found)}; start anew in another --output-dir"
+        )
+    for note in found.notes():
+        say(f"note     {note}")
+    return found
 
 
 def resumed_config(

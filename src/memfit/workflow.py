@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit import announce
 from memfit.config import RunConfig
-from memfit.errors import OutputError, TraceError
+from memfit.errors import LossError, OutputError, RunStoppedError, SaveError, TraceError
 from memfit.evaluation import (
     Evaluation,
     best_metric,
@@ -21,7 +22,13 @@ from memfit.evaluation import (
     evaluate_predictions,
     worst_mistakes,
 )
-from memfit.files import atomic_writer, plain
+from memfit.files import (
+    atomic_writer,
+    is_disk_problem,
+    plain,
+    staged_files,
+    why_not_written,
+)
 from memfit.models import check_model_folder, load_for_training
 from memfit.report import terminal
 from memfit.results import (
@@ -38,11 +45,12 @@ from memfit.results import (
     write_summary,
 )
 from memfit.settings import check_training, training_arguments
-from memfit.stored import with_absolute_paths
+from memfit.stored import last_checkpoint, with_absolute_paths
 from memfit.units import Budget, format_both, parse_budget
 
 if TYPE_CHECKING:
     from memfit.data.values import TextData, TokenizedData
+    from memfit.runtime.checkpoint import Search
     from memfit.runtime.trainer import BudgetTrainer
 
 
@@ -120,10 +128,35 @@ class _Run:
     resume: bool
     callbacks: tuple[Any, ...]
     clock: _Clock = field(default_factory=_Clock)
+    found: Search | None = None
+    """The checkpoint a resumed run goes on from."""
 
     def finish(self) -> RunResult:
-        """Everything, in order."""
+        """Everything, in order; what stops it says how to go on."""
+        try:
+            return self._finish()
+        except RunStoppedError as error:
+            raise self._with_command(error) from error
+        except Exception as error:
+            if not is_disk_problem(error):
+                raise
+            what = f"the run could not be written: {why_not_written(error, self.claim.path)}"
+            raise self._with_command(SaveError(what, self._last_good())) from error
+
+    def _with_command(self, error: RunStoppedError) -> RunStoppedError:
+        again = f"memfit train --resume --output-dir {shlex.quote(str(self.claim.path))}"
+        error.resume_with = again + " --on-nan skip" * isinstance(error, LossError)
+        return error
+
+    def _last_good(self) -> Path | None:
+        from memfit.runtime.checkpoint import newest_listed
+
+        return newest_listed(self.claim.folder.checkpoints_dir)
+
+    def _finish(self) -> RunResult:
         started = time.perf_counter()
+        if self.resume:
+            self.found = last_checkpoint(self.claim.folder, self.say)
         with self.clock.measure("data"):
             text = self._read()
         with announce.no_progress_bars():
@@ -157,7 +190,6 @@ class _Run:
         from memfit.interrupt import StopAfterStep
         from memfit.planner import free_strategies
         from memfit.probe import MeasureOneStep
-        from memfit.runtime.checkpoint import last_complete
         from memfit.runtime.progress import MemfitProgress
         from memfit.runtime.rehearsal import rehearsed_step_seconds
         from memfit.runtime.trainer import BudgetTrainer
@@ -175,7 +207,7 @@ class _Run:
             model, tokenizer = load_for_training(self.config.model, labels, max_length)
             tokens = tokenize(text, tokenizer, max_length)
         self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
-        last = last_complete(self.claim.folder.checkpoints_dir) if self.resume else None
+        last = self.found.good if self.found is not None else None
         self.elapsed = KeepElapsed(elapsed_seconds(last))
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
@@ -189,6 +221,7 @@ class _Run:
             model,
             arguments,
             strategies=strategies,
+            on_nan=self.config.on_nan,
             train_dataset=tokens.train,
             eval_dataset=tokens.validation,
             processing_class=tokenizer,
@@ -245,17 +278,15 @@ class _Run:
             self.say(f"memory   {needs} at the peak by prediction, {share} of the budget")
 
     def _train(self, trainer: BudgetTrainer) -> None:
-        from memfit.runtime.checkpoint import last_complete
-
         with atomic_writer(self.claim.folder.config) as file:
             file.write(self.config.to_toml())
         self.claim.keep()
-        checkpoint: str | bool | None = trainer.args.resume_from_checkpoint
-        if self.resume:
-            checkpoint = last_complete(self.claim.folder.checkpoints_dir) is not None
+        checkpoint: Any = trainer.args.resume_from_checkpoint
+        if self.found is not None:
+            checkpoint = self.found if self.found.good is not None else None
             self.say(
-                "resuming from the last checkpoint"
-                if checkpoint
+                f"resuming from the last checkpoint, {self.found.good.name}"
+                if self.found.good is not None
                 else "no checkpoint was written yet; starting from the beginning"
             )
         try:
@@ -288,13 +319,14 @@ class _Run:
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
-        model.save_pretrained(self.claim.path)
-        for weights in self.claim.path.glob("*.safetensors"):
-            # Written as a private file; the result should be as readable as the rest of it.
-            weights.chmod((self.claim.path / "config.json").stat().st_mode)
         tokenizer: Any = trainer.processing_class
-        tokenizer.save_pretrained(self.claim.path)
-        trainer.state.save_to_json(str(self.claim.path / "trainer_state.json"))
+        with staged_files(self.claim.path) as folder:
+            model.save_pretrained(folder)
+            for weights in folder.glob("*.safetensors"):
+                # Written as a private file; the result should be as readable as the rest of it.
+                weights.chmod((folder / "config.json").stat().st_mode)
+            tokenizer.save_pretrained(folder)
+            trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _summary(
         self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData, evaluation: Evaluation

@@ -3,6 +3,8 @@
 # ruff: noqa: ARG002 - the Trainer decides what callbacks are given.
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ def test_resuming_at_any_step_gives_the_weights_bit_for_bit(strategy, tmp_path):
         assert all(torch.equal(weights[name], expected[name]) for name in expected), step
         for later in folders[1].glob("checkpoint-*"):
             if int(later.name.split("-")[1]) > step:
-                (later / "trainer_state.json").unlink()
+                shutil.rmtree(later)
 
 
 def test_without_our_sampler_grouping_by_length_would_not_resume(tmp_path):
@@ -133,11 +135,32 @@ def test_a_checkpoint_cut_off_while_being_written_is_passed_over(tmp_path):
     trainer_in(tmp_path, max_steps=3).train()
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3, "lo')
     interrupt = InterruptAfter(2)
-    with pytest.raises(Interruption):
+    with (
+        pytest.warns(UserWarning, match=r"checkpoint-3 is passed over: trainer_state.json has 2"),
+        pytest.raises(Interruption),
+    ):
         trainer_in(tmp_path, interrupt, max_steps=3).train(resume_from_checkpoint=True)
     assert interrupt.steps_begun == 1  # it went on from checkpoint-2
     with pytest.raises(OutputError, match="checkpoint-3 is not a complete checkpoint"):
         trainer_in(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for damaged in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        (damaged / "manifest.json").unlink()
+    with pytest.raises(OutputError, match=r"no checkpoint in .* is whole.*manifest.json.*missing"):
+        trainer_in(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_trainer_is_taken_unchecked_and_that_is_said(tmp_path):
+    trainer_in(tmp_path, max_steps=2).train()
+    for name in ("manifest.json", "memfit.json"):
+        for checkpoint in tmp_path.glob("checkpoint-*"):
+            (checkpoint / name).unlink()
+    interrupt = InterruptAfter(2)
+    with (
+        pytest.warns(UserWarning, match=r"checkpoint-2 has no manifest.json.*taken unchecked"),
+        pytest.raises(Interruption),
+    ):
+        trainer_in(tmp_path, interrupt, max_steps=3).train(resume_from_checkpoint=True)
+    assert interrupt.steps_begun == 1
 
 
 def test_nothing_to_resume_is_said(tmp_path):
@@ -171,9 +194,54 @@ def test_checkpoints_stay_within_the_limit_and_the_best_model_is_loaded(tmp_path
     saved = BertForSequenceClassification.from_pretrained(best).state_dict()
     weights = weights_of(trainer)
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    written = json.loads((best / "trainer_state.json").read_text())
+    assert written["best_model_checkpoint"] == str(best)  # its own place, not where it was written
 
 
-def test_a_checkpoint_holds_the_users_own_arguments(tmp_path):
-    trainer_in(tmp_path, max_steps=1).train()
+def test_a_run_that_was_moved_still_finds_its_best_model(tmp_path):
+    settings = {"save_strategy": "epoch", "load_best_model_at_end": True,
+                "metric_for_best_model": "mse", "num_train_epochs": 3}  # fmt: skip
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    first = trainer_in(before, InterruptAfter(2 * STEPS_AN_EPOCH + 1), **settings)
+    scores = iter([0.1, 0.5])
+    first.compute_metrics = lambda _: {"mse": next(scores)}
+    with pytest.raises(Interruption):
+        first.train()
+    before.rename(after)
+    resumed = trainer_in(after, **settings)
+    resumed.compute_metrics = lambda _: {"mse": 0.7}
+    resumed.train(resume_from_checkpoint=True)
+    best = after / f"checkpoint-{STEPS_AN_EPOCH}"
+    assert resumed.state.best_model_checkpoint == str(best)
+    saved = BertForSequenceClassification.from_pretrained(best).state_dict()
+    weights = weights_of(resumed)
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_not_loaded_and_that_is_said(tmp_path):
+    trainer = trainer_in(
+        tmp_path, save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="mse"
+    )
+
+    scores = iter([0.1, 0.5])
+
+    def spoil_the_first(_):
+        for weights in tmp_path.glob("checkpoint-5/model.safetensors"):
+            weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        return {"mse": next(scores)}
+
+    trainer.compute_metrics = spoil_the_first
+    with pytest.warns(UserWarning, match=r"checkpoint-5 is damaged.*of the last step, 10, are"):
+        trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+
+
+def test_a_checkpoint_holds_the_users_own_arguments_without_a_token(tmp_path):
+    token = "hf_" + "a1B2" * 9
+    trainer_in(tmp_path, max_steps=1, hub_token=token).train()
     args = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
+    assert args.hub_token is None
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or token.encode() not in path.read_bytes(), path

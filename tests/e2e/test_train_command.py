@@ -19,6 +19,7 @@ import memfit
 from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.errors import OutputError
+from memfit.runtime.manifest import write_manifest
 
 PRAISE = (
     "服務人員都很親切",
@@ -270,9 +271,13 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert signal.getsignal(signal.SIGINT) is before
     assert (output / "checkpoints" / "checkpoint-41" / "trainer_state.json").is_file()
     assert not (output / "summary.json").exists()
-    kept = output / "checkpoints" / "checkpoint-41" / "elapsed.json"
-    assert json.loads(kept.read_text())["train_seconds"] > 0
-    kept.write_text('{"train_seconds": 1000.0}')
+    checkpoint = output / "checkpoints" / "checkpoint-41"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    kept = state["stateful_callbacks"]["KeepElapsed"]["args"]
+    assert kept["earlier_seconds"] > 0
+    kept["earlier_seconds"] = 1000.0
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(checkpoint)
     assert run(["train", "--resume", "--output-dir", str(output), "--quiet"]) == 0
     assert summary_of(output)["training"]["steps"] == 108
     assert summary_of(output)["seconds"]["train"] > 1000

@@ -1,4 +1,8 @@
-"""Checkpoints that a run can be continued from exactly, and how to tell them from halves."""
+"""Checkpoints that a run can be continued from exactly, and how to tell them from halves.
+
+A checkpoint is good when its files are those its manifest lists (runtime/manifest.py), byte for
+byte. One that another Trainer wrote has no manifest: it is taken where there are no others.
+"""
 
 from __future__ import annotations
 
@@ -8,61 +12,129 @@ import random
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from memfit.errors import OutputError
 from memfit.runtime.batching import MicroBatching
+from memfit.runtime.manifest import MANIFEST, problem_with
 
-_FOLDER = re.compile(r"checkpoint-(\d+)")
+_FOLDER = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 # The Trainer writes this file last: a checkpoint without it was interrupted while being written.
 _WRITTEN_LAST = "trainer_state.json"
 _OPTIMIZER = "optimizer.pt"
 _OURS = "memfit.json"
 
 
-def checkpoint_to_resume(output_dir: str | Path, wanted: str | bool) -> str:
-    """The checkpoint to continue from: the one named, or the newest complete one."""
-    if isinstance(wanted, str):
-        if not is_complete(Path(wanted)):
-            raise OutputError(f"{wanted} is not a complete checkpoint: no {_WRITTEN_LAST} to read")
-        found = Path(wanted)
-    else:
-        newest = last_complete(output_dir)
-        if newest is None:
-            raise OutputError(f"nothing to resume: no complete checkpoint in {output_dir}")
-        found = newest
-    if not (found / _OPTIMIZER).is_file():
-        warnings.warn(
-            f"{found} has no optimizer state (save_only_model): the run goes on from its weights, "
-            "not exactly",
-            UserWarning,
-            stacklevel=3,
-        )
-    return str(found)
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The newest good checkpoint, if there is one, and why each newer one is none."""
+
+    good: Path | None
+    passed_over: tuple[tuple[Path, str], ...] = ()
+
+    def notes(self) -> list[str]:
+        """One sentence for each that was passed over."""
+        return [f"{path} is passed over: {why}" for path, why in self.passed_over]
 
 
-def last_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that was written to its end, if there is one."""
+def step_of(checkpoint: Path) -> int | None:
+    """The step a folder of this name was written after; None where it is no checkpoint."""
+    match = _FOLDER.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """All folders that are called checkpoints, newest first, whatever is in them."""
     folder = Path(output_dir)
-    found = [
-        (int(match[1]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _FOLDER.fullmatch(path.name)) and is_complete(path)
-    ]
-    return max(found)[1] if found else None
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether the file written last is there and whole."""
     try:
-        return isinstance(json.loads((checkpoint / _WRITTEN_LAST).read_bytes()), dict)
-    except (OSError, ValueError):
-        return False
+        found = [item for item in folder.iterdir() if item.is_dir() and step_of(item) is not None]
+    except OSError:
+        return []
+    return sorted(found, key=lambda item: (step_of(item) or 0, item.name), reverse=True)
+
+
+def newest_good(output_dir: str | Path) -> Search:
+    """Looks from the newest on; every byte of the one that is taken has been read."""
+    found = checkpoints_in(output_dir)
+    if found and all(_is_foreign(item) for item in found):
+        whole = [item for item in found if not foreign_problem(item)]
+        return Search(whole[0] if whole else None, tuple(_passed_over(found, whole)))
+    passed_over: list[tuple[Path, str]] = []
+    for item in found:
+        problem = problem_with(item)
+        if not problem:
+            return Search(item, tuple(passed_over))
+        passed_over.append((item, problem))
+    return Search(None, tuple(passed_over))
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, whoever wrote it; empty where nothing is."""
+    return foreign_problem(checkpoint) if _is_foreign(checkpoint) else problem_with(checkpoint)
+
+
+def newest_listed(output_dir: str | Path) -> Path | None:
+    """The newest that has a manifest, unread: for a sentence, not to go on from."""
+    return next((item for item in checkpoints_in(output_dir) if (item / MANIFEST).is_file()), None)
+
+
+def _passed_over(found: list[Path], whole: list[Path]) -> Iterator[tuple[Path, str]]:
+    for item in found[: found.index(whole[0])] if whole else found:
+        yield item, foreign_problem(item)
+
+
+def _is_foreign(checkpoint: Path) -> bool:
+    """Whether another Trainer wrote it: one of ours that lost its manifest is damaged."""
+    return not (checkpoint / MANIFEST).exists() and not (checkpoint / _OURS).exists()
+
+
+def foreign_problem(checkpoint: Path) -> str:
+    """Why a checkpoint without manifest is none; all that can be told is whether it was ended."""
+    try:
+        TrainerState.load_from_json(str(checkpoint / _WRITTEN_LAST))
+    except FileNotFoundError:
+        return f"{_WRITTEN_LAST}, which is written last, is missing"
+    except Exception as error:  # whatever half a file makes of JSON and of the state's fields
+        return f"{_WRITTEN_LAST} cannot be read: {error}"
+    return ""
+
+
+def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) -> Path:
+    """The checkpoint to continue from: the one named, or the one found."""
+    if not isinstance(wanted, Search):
+        found = Path(wanted)
+        if problem := damage(found.resolve()):
+            raise OutputError(f"{wanted} is not a complete checkpoint: {problem}")
+    elif wanted.good is None:
+        raise OutputError(nothing_good(output_dir, wanted))
+    else:
+        found = wanted.good
+    if _is_foreign(found):
+        _warn(f"{found} has no {MANIFEST}, since another Trainer wrote it: it is taken unchecked")
+    if not (found / _OPTIMIZER).is_file():
+        _warn(
+            f"{found} has no optimizer state (save_only_model): the run goes on from its weights, "
+            "not exactly"
+        )
+    return found
+
+
+def nothing_good(output_dir: str | Path, search: Search) -> str:
+    """Why a run cannot be resumed."""
+    if not search.passed_over:
+        return f"nothing to resume: no complete checkpoint in {output_dir}"
+    damaged = "; ".join(search.notes())
+    return f"nothing to resume: no checkpoint in {output_dir} is whole. {damaged}"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def record_micro_batching(folder: str | Path, micro_batching: MicroBatching) -> None:

@@ -84,6 +84,8 @@ def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:
         ours.dataloader_pin_memory = False  # there is nothing to pin for, and torch warns
     if ours.fp16 and ours.device.type == "cpu":
         _warn("fp16 has no effect on a CPU: training runs in the weights' own precision")
+    # It reads every step's loss and so makes a GPU wait; runtime/health.py looks at them instead.
+    ours.logging_nan_inf_filter = False
     metric = ours.metric_for_best_model
     derived = not isinstance(ours, OurTrainingArguments) and ours.greater_is_better
     if metric is not None and derived and smaller_is_better(metric):

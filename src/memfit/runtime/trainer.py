@@ -22,7 +22,7 @@ from memfit.errors import ConfigError, ModelError
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatching, trimming_for
 from memfit.runtime.checkpoint import (
-    checkpoint_to_resume,
+    Search,
     preserved_rng,
     record_micro_batching,
     recorded_micro_batching,
@@ -30,10 +30,11 @@ from memfit.runtime.checkpoint import (
 from memfit.runtime.effective import effective_arguments
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.lengths import longest_row
-from memfit.runtime.loading import EffectiveLoading
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.progress import MemfitProgress
+from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
+from memfit.runtime.watched import WatchedTraining
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.units import Budget, parse_budget
 
@@ -55,13 +56,14 @@ class ChooseMicroBatching(Protocol):
     ) -> MicroBatching: ...
 
 
-class BudgetTrainer(EffectiveLoading):
+class BudgetTrainer(WatchedTraining):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
     accumulation rows, so 1 x 32 and 32 are the same training; what is on the device at once is
     `micro_batching`, or what `budget` allows. `class_weights` are exact however batches are cut.
-    `strategies` are the memory techniques to use (memfit.strategies).
+    `strategies` are the memory techniques to use (memfit.strategies). `on_nan` says what a loss
+    that is not finite does: `stop` the run, or `skip` the update.
     """
 
     model: PreTrainedModel
@@ -75,6 +77,7 @@ class BudgetTrainer(EffectiveLoading):
         micro_batching: MicroBatching | None = None,
         class_weights: Sequence[float] | torch.Tensor | None = None,
         strategies: Sequence[Strategy] = (),
+        on_nan: str = "stop",
         **named: Any,
     ) -> None:
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
@@ -100,6 +103,7 @@ class BudgetTrainer(EffectiveLoading):
         try:
             apply_all(strategies, self.setup)
             self._initialise(effective, positional, named, class_weights, budget, micro_batching)
+            self.watch_training(on_nan)
         except BaseException:
             self.setup.restore()  # the user keeps the model that was given
             raise
@@ -171,21 +175,23 @@ class BudgetTrainer(EffectiveLoading):
     # ---- the Trainer's own methods ----
 
     def train(
-        self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | Path | bool | Search | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> TrainOutput:
-        """As the Trainer's; `True` takes the newest checkpoint that was written to its end."""
+        """As the Trainer's; `True` takes the newest checkpoint that is whole."""
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
                 "no parameter of the model can learn: every requires_grad is False; "
                 "leave at least the classification head unfrozen"
             )
-        checkpoint = None
-        if resume_from_checkpoint not in (None, False):
-            wanted = True if resume_from_checkpoint is True else str(resume_from_checkpoint)
-            checkpoint = checkpoint_to_resume(str(self.args.output_dir), wanted)
-            self._compare_micro_batching(checkpoint)
+        checkpoint = self._continued_from(resume_from_checkpoint)
+        if checkpoint is not None:
+            self._compare_micro_batching(str(checkpoint))
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            with self._ending_in_words():
+                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         finally:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, MemfitProgress):
@@ -206,7 +212,7 @@ class BudgetTrainer(EffectiveLoading):
             clear_device_cache()
         if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
-        return self.executor.run(model, inputs)
+        return self._seen(self.executor.run(model, inputs))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the Trainer's, or the optimizer a strategy brings."""
@@ -222,10 +228,8 @@ class BudgetTrainer(EffectiveLoading):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.setup.sink is not None and grad_norm is None:
-            return self._finish_sink(model)
-        return super()._get_grad_norm(  # type: ignore[no-untyped-call]
-            model, grad_norm=grad_norm
-        )
+            grad_norm = self._finish_sink(model)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _finish_sink(self, model: nn.Module) -> torch.Tensor:
         """End the step here, since the norm is only now complete; the optimizer finds it done."""
@@ -286,7 +290,7 @@ class BudgetTrainer(EffectiveLoading):
         super().save_model(output_dir, _internal_call)
         folder = Path(str(output_dir or self.args.output_dir))
         if self.args.should_save and (folder / _ARGUMENTS_FILE).is_file():
-            torch.save(self.user_args, folder / _ARGUMENTS_FILE)
+            torch.save(without_secrets(self.user_args), folder / _ARGUMENTS_FILE)
             if _internal_call:
                 record_micro_batching(folder, self.micro_batching)
 

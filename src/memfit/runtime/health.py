@@ -1,0 +1,218 @@
+"""Losses and gradients that are no longer finite: the run stops and names the batch, or skips it.
+
+A GPU is never made to wait for this. Every step leaves one number on its way to the host, and it
+is looked at when it has arrived, a step or two later; before a checkpoint is written all of them
+have been looked at, so no checkpoint holds what a bad batch made of the weights. On a CPU the
+number is there at once, and the weights are still those before the batch.
+
+Skipping, too, is decided where the gradient is. The update is left out as a whole: weights and
+optimizer state stay as they are; the step counts, the learning rate's schedule and the order of
+the rows go on as if it had been made. How:
+
+    no sink, an optimizer of torch that knows `found_inf`   the kernel looks at it itself
+    no sink, any other optimizer                            the host looks, once a step
+    a sink of the low-bit optimizer                         its gate, as for an fp16 overflow
+    another sink                                            refused before the run
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memfit.errors import ConfigError, LossError
+
+ON_NAN = ("stop", "skip")
+SKIPS_IN_A_ROW = 20
+"""After so many the weights themselves are broken, and no batch will be better."""
+_SHOWN_ROWS = 64
+
+
+class GatedSink(Protocol):
+    """A sink whose optimizer leaves a step out when its gradient is not finite."""
+
+    loss_scale: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    step: int
+    numbers: Tensor
+    """Loss and gradient norm, on the host or on their way there."""
+    arrived: Any
+
+
+class LossWatch:
+    """Looks at every step's loss and gradient norm; `rows_of` names the rows of a step."""
+
+    def __init__(
+        self,
+        on_nan: str = "stop",
+        *,
+        rows_of: Callable[[int], Sequence[int] | None] = lambda _: None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        if on_nan not in ON_NAN:
+            raise ConfigError(f"on_nan is {on_nan!r}; it is one of {', '.join(ON_NAN)}")
+        self.skips = on_nan == "skip"
+        self.rows_of = rows_of
+        self.record = record
+        self.skipped_steps: list[int] = []
+        self._pending: deque[_Watched] = deque()
+
+    def to_log(self, loss: Tensor, usual: Tensor) -> Tensor:
+        """What the log adds up: a step that is left out counts as the usual loss."""
+        return torch.where(torch.isfinite(loss), loss, usual)
+
+    def after_backward(
+        self, step: int, loss: Tensor, norm: Tensor | float | None, optimizer: Any
+    ) -> bool:
+        """Look at a step before its update; whether the host must leave the update out.
+
+        `norm` is None where a gradient that is not finite is nothing unusual.
+        """
+        numbers = _numbers(loss, norm)
+        if numbers.device.type == "cpu":
+            self._judge(step, numbers)
+            return bool(self.skipped_steps) and self.skipped_steps[-1] == step
+        left_out = False
+        if self.skips and optimizer is not None:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.found_inf = (~torch.isfinite(numbers).all()).float()
+            else:
+                left_out = not bool(torch.isfinite(numbers).all())
+        self._send(step, numbers)
+        return left_out
+
+    def _send(self, step: int, numbers: Tensor) -> None:
+        host = numbers.to("cpu", non_blocking=True)  # pinned: the copy waits for nothing
+        arrived = None
+        if numbers.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(numbers.device))
+        self._pending.append(_Watched(step, host, arrived))
+        while self._pending and (arrived := self._pending[0].arrived) and arrived.query():
+            first = self._pending.popleft()
+            self._judge(first.step, first.numbers)
+
+    def settle(self) -> None:
+        """Look at everything that is still on its way; a GPU is waited for here."""
+        while self._pending:
+            first = self._pending.popleft()
+            if first.arrived is not None:
+                first.arrived.synchronize()
+            elif torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            self._judge(first.step, first.numbers)
+
+    def _judge(self, step: int, numbers: Tensor) -> None:
+        loss, norm = numbers.tolist()
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        rows = self.rows_of(step)
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient is {norm}"
+        where = f"step {step}{_named(rows)}"
+        if not self.skips:
+            raise LossError(f"{what} in {where}")
+        self.skipped_steps.append(step)
+        if _in_a_row(self.skipped_steps) >= SKIPS_IN_A_ROW:
+            raise LossError(
+                f"{what} in {where}, the {SKIPS_IN_A_ROW}th step in a row: the weights no longer "
+                "work; try a smaller learning rate"
+            )
+        self.record({"step": step, "skipped": what, "rows": list(rows or ())})
+        warnings.warn(
+            f"{where} is skipped, {what}: weights and optimizer stay as they were, the schedule "
+            "and the order of the rows go on",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def gate_sink(sink: GatedSink, device: torch.device) -> None:
+    """Let a sink of the low-bit optimizer leave out steps whose gradient is not finite."""
+    from memfit.optim.scaling import LossScale
+
+    if not hasattr(sink, "loss_scale"):
+        raise ConfigError(
+            "on_nan='skip' cannot be used here: this optimizer updates weights while the "
+            "gradient is still being made; leave it at 'stop'"
+        )
+    if sink.loss_scale is None:
+        # A scale of 1 that stays: only the gate of it is wanted.
+        sink.loss_scale = LossScale(device, initial=1.0, growth=1.0, backoff=1.0, largest=1.0)
+
+
+def check_weights(model: torch.nn.Module, step: int) -> None:
+    """LossError where a weight is not finite: such a checkpoint would be good for nothing."""
+    by_place: dict[Any, list[Tensor]] = {}
+    for weight in (p.detach() for p in model.parameters() if p.requires_grad):
+        # Weights that wait in host memory have an empty storage here.
+        if weight.numel() and weight.untyped_storage().nbytes():
+            by_place.setdefault((weight.device, weight.dtype), []).append(weight)
+    for alike in by_place.values():
+        sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
+        if not bool(torch.isfinite(sums).all()):
+            raise LossError(f"after step {step} weights of the model are not finite numbers")
+
+
+def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
+    """The dataset's rows that a step learned from, drawn again from the loader's own sampler."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    try:
+        epoch, index = divmod(step - 1, len(dataloader))
+        drawn = _drawn(batches, epoch, index)
+    except (TypeError, ValueError, AttributeError):  # a stream, or a sampler of another kind
+        return None
+    return drawn
+
+
+def _drawn(batches: Any, epoch: int, index: int) -> list[int] | None:
+    """One batch of an epoch's order; the samplers are left as they were."""
+    before: list[tuple[Any, int, Any]] = []
+    part = batches
+    while part is not None:
+        if isinstance(getattr(part, "epoch", None), int):
+            generator = getattr(part, "generator", None)
+            state = generator.get_state() if isinstance(generator, torch.Generator) else None
+            before.append((part, part.epoch, state))
+            part.epoch = epoch
+        part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+    try:
+        found = next(islice(iter(batches), index, None), None)
+    finally:
+        for one, was, state in before:
+            one.epoch = was
+            if state is not None:
+                one.generator.set_state(state)
+    return None if found is None else [int(row) for row in found]
+
+
+def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
+    """Loss and norm as two fp32 numbers on the loss's device."""
+    measured = 0.0 if norm is None else norm
+    other = torch.as_tensor(measured, dtype=torch.float32, device=loss.device).detach()
+    return torch.stack([loss.detach().float().reshape(()), other.reshape(())])
+
+
+def _named(rows: Sequence[int] | None) -> str:
+    if not rows:
+        return ""
+    more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
+    shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
+    return f" (rows {shown}{more} of the training dataset)"
+
+
+def _in_a_row(steps: Sequence[int]) -> int:
+    count = 1
+    while count < len(steps) and steps[-count - 1] == steps[-count] - 1:
+        count += 1
+    return count

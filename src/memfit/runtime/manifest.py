@@ -1,0 +1,121 @@
+"""The list of a checkpoint's files with their sizes and checksums, and the check against it.
+
+SHA-256, because anybody can check it (`sha256sum`) and processors of the last years have
+instructions for it: 1.8 GB/s on one core, faster than the disks that checkpoints go to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+_VERSION = 1
+_CHUNK_BYTES = 1 << 22
+
+
+def write_manifest(folder: Path) -> Path:
+    """List all files of a finished folder and bring everything to the disk itself.
+
+    The data, then the list, then the folders: after this a power cut loses nothing.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(_files(folder)):
+        with path.open("r+b") as file:  # Windows flushes only what may be written to
+            digest = _digest(file)
+            os.fsync(file.fileno())
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": digest}
+    listed = {"version": _VERSION, "files": files}
+    manifest = folder / MANIFEST
+    with manifest.open("w", encoding="utf-8") as file_:
+        json.dump({**listed, "sha256": _own_digest(listed)}, file_, indent=1)
+        file_.write("\n")
+        file_.flush()
+        os.fsync(file_.fileno())
+    for directory in [*(item for item in folder.rglob("*") if item.is_dir()), folder]:
+        sync_directory(directory)
+    return manifest
+
+
+def problem_with(folder: Path) -> str:
+    """Why the folder is not what its manifest says, in words; empty where it is."""
+    if folder.is_symlink():
+        return "it is a link to somewhere else"
+    try:
+        files = _read(folder / MANIFEST)
+    except FileNotFoundError:
+        return f"{MANIFEST}, which is written last, is missing"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for name, entry in files.items():
+        try:
+            problem = _problem(folder, name, entry)
+        except OSError as error:
+            problem = f"{name} cannot be read: {error.strerror or error}"
+        if problem:
+            return problem
+    return ""
+
+
+def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+        return f"{name} is a link to somewhere else"
+    size_bytes = path.stat().st_size
+    if size_bytes != entry["bytes"]:
+        return f"{name} has {size_bytes:,} of its {entry['bytes']:,} bytes"
+    with path.open("rb") as file:
+        if _digest(file) != entry["sha256"]:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The files it lists; ValueError where it is none, or names files outside its folder."""
+    if path.is_symlink():
+        raise ValueError("it is a link")
+    values = json.loads(path.read_bytes())
+    if not isinstance(values, dict) or values.get("version") != _VERSION:
+        raise ValueError("it is not a list of files that memfit wrote")
+    stated = values.pop("sha256", None)
+    if stated != _own_digest(values):
+        raise ValueError("it does not match its own checksum")
+    files: dict[str, dict[str, Any]] = values["files"]
+    for name in files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
+            raise ValueError(f"it names {name!r}, which is outside the checkpoint")
+    return files
+
+
+def sync_directory(folder: Path) -> None:
+    """Bring a folder's list of names to the disk; Windows does that by itself."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (item for item in folder.rglob("*") if item.is_file() and item.name != MANIFEST)
+
+
+def _digest(file: Any) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _own_digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

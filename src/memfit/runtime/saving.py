@@ -1,0 +1,228 @@
+"""A Trainer whose checkpoints are good or not there at all.
+
+    written beside  ->  listed with checksums  ->  on the disk  ->  renamed  ->  older ones go
+
+A save that fails ends the run. Going on would be worse: the best model could no longer be
+loaded at the end, and hours of work would have nowhere to go; what was saved before is intact,
+and one command goes on from there once there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from memfit.errors import (
+    DeviceLostError,
+    MemfitError,
+    OutputError,
+    RunStoppedError,
+    SaveError,
+)
+from memfit.files import why_not_written
+from memfit.runtime.checkpoint import (
+    Search,
+    checkpoint_to_resume,
+    damage,
+    newest_good,
+    newest_listed,
+)
+from memfit.runtime.loading import EffectiveLoading
+from memfit.runtime.manifest import write_manifest
+from memfit.runtime.scratch import place_for, publish, rotate, tidy
+from memfit.training_fields import SECRET_FIELDS
+
+_STATE_FILE = "trainer_state.json"
+# After one of these every further call to the device fails, whatever it is.
+_DEVICE_IS_GONE = (
+    "unspecified launch failure", "device-side assert", "illegal memory access",
+    "illegal instruction", "misaligned address", "device lost", "gpu is lost", "unknown error",
+    "uncorrectable ecc", "hardware stack error", "driver shutting down", "launch timed out",
+    "devices unavailable", "no cuda-capable device",
+)  # fmt: skip
+
+
+class SafeSaving(EffectiveLoading):
+    """What BudgetTrainer changes in how checkpoints are written, removed and read."""
+
+    _last_good: Path | None = None
+    _writing: bool = False
+    _push_due: bool = False
+    _damaged: tuple[Path, ...] = ()
+
+    def before_saving(self) -> None:
+        """Called before each checkpoint; raise to keep one from being written."""
+
+    @property
+    def last_good_checkpoint(self) -> Path | None:
+        """Written or continued from by this run; else the newest that is there."""
+        return self._last_good or newest_listed(str(self.args.output_dir))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.before_saving()
+        final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        best_before = self.state.best_model_checkpoint
+        try:
+            self._write_beside(final, model, trial)
+            if self.args.should_save:
+                publish(final)
+        except BaseException as error:
+            self.state.best_model_checkpoint = best_before
+            with contextlib.suppress(OSError):
+                tidy(final.parent)
+            if isinstance(error, MemfitError) or not isinstance(error, Exception):
+                raise
+            what = f"{final.name} could not be written: {why_not_written(error, final.parent)}"
+            raise SaveError(what, self.last_good_checkpoint) from error
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._last_good = final
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            rotate(final.parent, limit, newest=final, best=best, damaged=self._damaged)
+        if self._push_due:
+            super()._push_from_checkpoint(str(final))
+
+    def _write_beside(self, final: Path, model: nn.Module, trial: Any) -> None:
+        """All the Trainer writes, and the manifest, in the place of what is unfinished."""
+        if self.args.should_save:
+            tidy(final.parent)
+        self.accelerator.wait_for_everyone()
+        self._writing, self._push_due = True, False
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing = False
+        self.accelerator.wait_for_everyone()  # every rank has written its random state
+        if self.args.should_save:
+            unfinished = place_for(final)
+            self._note_best(final, unfinished)
+            write_manifest(unfinished)
+
+    def _note_best(self, final: Path, unfinished: Path) -> None:
+        """The state names the best checkpoint by the place it will have."""
+        named = final.with_name(f"checkpoint-{self.state.best_global_step}")
+        if named.is_dir() or named == final:
+            self.state.best_model_checkpoint = str(named)
+            self.state.save_to_json(str(unfinished / _STATE_FILE))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = str(super()._get_output_dir(trial))
+        return str(place_for(Path(folder) / "x").parent) if self._writing else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploaded in the background, so only under the name that stays."""
+        if self._writing:
+            self._push_due = True
+            return
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    # ---- going on ----
+
+    def _continued_from(self, wanted: str | Path | bool | Search | None) -> Path | None:
+        """The checkpoint to load, once what was cut off is removed and the others are looked at."""
+        folder = Path(str(self.args.output_dir))
+        if self.args.should_save:
+            tidy(folder)
+        self._last_good, self._damaged = None, ()
+        if wanted is None or wanted is False:
+            return None
+        if wanted is True:
+            wanted = newest_good(folder)
+            for note in wanted.notes() if wanted.good is not None else ():
+                warnings.warn(note, UserWarning, stacklevel=3)
+        if isinstance(wanted, Search):
+            self._damaged = tuple(path for path, _ in wanted.passed_over)
+        self._last_good = checkpoint_to_resume(folder, wanted)
+        return self._last_good
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        with _reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        """No stored path is followed: the best checkpoint lies beside the one continued from."""
+        started = super()._init_training_state(*args, **kwargs)
+        if self._last_good is not None:
+            best = self._last_good.with_name(f"checkpoint-{self.state.best_global_step}")
+            found = best.is_dir() and not best.is_symlink()
+            self.state.best_model_checkpoint = str(best) if found else None
+        return started
+
+    def _load_best_model(self) -> None:
+        """Only from a checkpoint that is whole."""
+        best = Path(str(self.state.best_model_checkpoint))
+        if problem := damage(best):
+            warnings.warn(
+                f"the best model cannot be loaded, {best} is damaged: {problem}; "
+                f"the weights of the last step, {self.state.global_step}, are kept instead",
+                UserWarning,
+                stacklevel=2,
+            )
+            self.state.best_model_checkpoint = None
+            return
+        super()._load_best_model()
+
+    @contextlib.contextmanager
+    def _ending_in_words(self) -> Iterator[None]:
+        """What ends the run names the last good checkpoint; of a lost device nothing is asked."""
+        try:
+            yield
+        except RunStoppedError as error:
+            error.last_good = error.last_good or self.last_good_checkpoint
+            raise
+        except RuntimeError as error:
+            if not is_device_lost(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise DeviceLostError(
+                f"the GPU no longer answers, after step {self.state.global_step}: {reason}",
+                self.last_good_checkpoint,
+            ) from error
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether the process can do nothing more with its GPU; out of memory is another matter."""
+    text = str(error).lower()
+    return any(name in text for name in ("cuda", "hip", "cudnn", "cublas", "device lost")) and any(
+        reason in text for reason in _DEVICE_IS_GONE
+    )
+
+
+def without_secrets(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
+    """What may be written to a file: a copy without tokens."""
+    copied = copy.copy(args)
+    for name in SECRET_FIELDS:
+        if getattr(copied, name, None) is not None:
+            setattr(copied, name, None)
+    return copied
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        raise OutputError(f"cannot go on from {checkpoint}: {lines[0].rstrip(' .:')}") from error
