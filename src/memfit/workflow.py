@@ -317,11 +317,13 @@ class _Run:
     def _save_model(self, trainer: BudgetTrainer) -> None:
         """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
-        if hasattr(model, "merge_and_unload"):
+        adapted = hasattr(model, "merge_and_unload")
+        if adapted:
             model = model.merge_and_unload()
         tokenizer: Any = trainer.processing_class
         with staged_files(self.claim.path) as folder:
-            model.save_pretrained(folder)
+            if adapted or not trainer.export_weights(folder):
+                model.save_pretrained(folder)
             for weights in folder.glob("*.safetensors"):
                 # Written as a private file; the result should be as readable as the rest of it.
                 weights.chmod((folder / "config.json").stat().st_mode)

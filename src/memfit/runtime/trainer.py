@@ -28,13 +28,13 @@ from memfit.runtime.checkpoint import (
     recorded_micro_batching,
 )
 from memfit.runtime.effective import effective_arguments
+from memfit.runtime.export import FullPrecisionExport
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.lengths import longest_row
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
-from memfit.runtime.watched import WatchedTraining
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.units import Budget, parse_budget
 
@@ -56,7 +56,7 @@ class ChooseMicroBatching(Protocol):
     ) -> MicroBatching: ...
 
 
-class BudgetTrainer(WatchedTraining):
+class BudgetTrainer(FullPrecisionExport):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -213,6 +213,11 @@ class BudgetTrainer(WatchedTraining):
         if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
         return self._seen(self.executor.run(model, inputs))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        for before_move in self.setup.before_move:
+            before_move(device)
+        super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the Trainer's, or the optimizer a strategy brings."""

@@ -1,0 +1,84 @@
+"""A model trained in few bits is saved with all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
+
+from test_against_stock import collate
+from test_strategies import model_of, texts
+
+from memfit import BudgetTrainer
+from memfit.strategies import LowBitAdamW, Packing
+
+
+def trained(folder: Path, **arguments: Any) -> BudgetTrainer:
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=8, max_steps=4, learning_rate=1e-3,
+        report_to="none", disable_tqdm=True, **{"save_strategy": "no", **arguments},
+    )  # fmt: skip
+    calls: list[Any] = []
+
+    def earlier_is_better(found: Any) -> dict[str, float]:
+        calls.append(found)
+        return {"earliness": -float(len(calls))}
+
+    trainer = BudgetTrainer(
+        model_of(0.0), args, compute_metrics=earlier_is_better, train_dataset=texts(), eval_dataset=texts()[:8],
+        data_collator=collate, strategies=[Packing(), LowBitAdamW()],
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_a_saved_model_is_the_masters_in_float32(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    trainer.save_model(str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    masters = optimizer.fp32_state_dict(trainer.model)
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    assert all(torch.equal(value, masters[name]) for name, value in saved.items())
+    finer = [name for name, value in saved.items() if not torch.equal(value, _halved(value))]
+    assert finer  # bits that half precision does not have
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == torch.float32
+
+
+def test_the_best_model_is_saved_with_the_masters_of_its_own_step(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    trainer = trained(
+        tmp_path, load_best_model_at_end=True, metric_for_best_model="earliness",
+        greater_is_better=True, **best,
+    )  # fmt: skip
+    assert trainer.state.best_model_checkpoint is not None
+    assert trainer.state.best_global_step == 2
+    trainer.save_model(str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    kept = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    for name, value in saved.items():
+        half = kept[name].float()
+        # A master rounds to its half-precision value, or lies within half a step of it.
+        torch.testing.assert_close(value, half, rtol=2**-8, atol=1e-6)
+    assert any(not torch.equal(saved[name], kept[name].float()) for name in saved)
+
+
+def test_without_their_masters_weights_are_saved_as_they_are(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    trainer = trained(tmp_path, load_best_model_at_end=True, save_only_model=True, **best)
+    trainer.save_model(str(tmp_path / "model"))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    kept = load_file(Path(str(trainer.state.best_model_checkpoint)) / "model.safetensors")
+    assert all(torch.equal(value, kept[name].float()) for name, value in saved.items())
+
+
+def _halved(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16().float()
