@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from memfit.safe_text import printable
 from memfit.units import Budget, format_both, parse_budget
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ def voice(quiet: bool) -> Callable[[Any], None]:
     lines, tables = plain_console(), terminal.console(stderr=True)
 
     def say(what: Any) -> None:
-        (lines if isinstance(what, str) else tables).print(what)
+        if isinstance(what, str):
+            lines.print(printable(what))
+        else:
+            tables.print(what)
 
     return say
 

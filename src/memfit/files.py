@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from memfit.errors import OutputError
+from memfit.safe_text import without_tokens
 from memfit.units import format_bytes
 
 UNFINISHED = ".unfinished"
@@ -118,10 +119,10 @@ def _umask() -> int:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> Path:
-    """Atomic, readable, UTF-8."""
+    """Atomic, readable, UTF-8, without access tokens."""
+    text = json.dumps(plain(values), ensure_ascii=False, indent=2, allow_nan=False)
     with atomic_writer(path) as file:
-        json.dump(plain(values), file, ensure_ascii=False, indent=2, allow_nan=False)
-        file.write("\n")
+        file.write(without_tokens(text) + "\n")
     return path
 
 

@@ -26,11 +26,12 @@ from typing import Any
 from memfit._version import __version__
 from memfit.errors import OutputError
 from memfit.evaluation import Evaluation, Mistake
-from memfit.files import plain, read_json, write_json
+from memfit.files import leftovers, plain, read_json, write_json
 from memfit.memory.components import Component, MemoryPeak
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 # What file managers and version control leave in a folder nobody has used yet.
+_WRITTEN = ("run.toml", "summary.json", "evaluation.json", "report.html", "trainer_state.json")
 _NOT_A_RUN = frozenset({".DS_Store", "Thumbs.db", "desktop.ini", ".gitkeep", ".gitignore"})
 
 
@@ -174,6 +175,7 @@ def claim_output_folder(
     A run that fails before `keep()` leaves the disk as it found it.
     """
     folder = Path(path)
+    _remove_leftovers(folder)
     before = _entries(folder)
     if resume:
         _check_resumable(folder, before)
@@ -191,6 +193,16 @@ def claim_output_folder(
         if not claim.kept and not resume:
             _clean(folder, before, made)
         raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a run that was killed while writing has left is nobody's."""
+    for item in leftovers(folder, _WRITTEN):
+        with suppress(OSError):
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
 
 
 def _entries(folder: Path) -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError
+from memfit.safe_text import without_tokens
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -27,7 +28,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def dumps(tables: Mapping[str, Any]) -> str:
-    """Top-level values first, then one [table] for each mapping; deeper mappings stay inline."""
+    """Top-level values first, then one [table] for each mapping; deeper mappings stay inline.
+
+    No access token is written, wherever it was put.
+    """
     lines = [
         f"{_key(key)} = {_value(value)}"
         for key, value in tables.items()
@@ -37,7 +41,7 @@ def dumps(tables: Mapping[str, Any]) -> str:
         if isinstance(table, Mapping):
             lines += ["", f"[{_key(name)}]"]
             lines += [f"{_key(key)} = {_value(value)}" for key, value in table.items()]
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return without_tokens("\n".join(lines).lstrip("\n") + "\n")
 
 
 def _key(key: str) -> str:

@@ -1,6 +1,7 @@
 """The `memfit` command. One file a command; torch is imported only when one runs.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 nothing fits, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 nothing fits; 130 after Ctrl-C and
+143 after SIGTERM, once a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import typer
 
 from memfit._version import __version__
 from memfit.cli import console, estimate, evaluate, predict, report, train
+from memfit.cli.flags import CommandStopped
 from memfit.errors import MemfitError
-
-INTERRUPTED = 130
+from memfit.signals import INTERRUPTED
 
 app = typer.Typer(
     name="memfit",
@@ -60,6 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; every error becomes one sentence on stderr."""
     try:
         code = app(list(arguments), prog_name="memfit", standalone_mode=False)
+    except CommandStopped as stopped:
+        console.say("memfit: interrupted")
+        return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
         console.say("memfit: interrupted")
         return INTERRUPTED

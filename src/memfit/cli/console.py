@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.files import plain
+from memfit.safe_text import escaped_json, printable, without_tokens
 
 
 def set_up_streams() -> None:
@@ -54,7 +55,7 @@ def debugging() -> bool:
 
 def say(text: str) -> None:
     """One line on the way."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def be_silent(_: str) -> None:
@@ -63,12 +64,13 @@ def be_silent(_: str) -> None:
 
 def show(text: str) -> None:
     """The result, for a person."""
-    print(text, flush=True)
+    print(printable(text), flush=True)
 
 
 def show_json(values: Any) -> None:
     """The result, for a machine."""
-    print(json.dumps(plain(values), ensure_ascii=False, indent=2, allow_nan=False), flush=True)
+    text = json.dumps(plain(values), ensure_ascii=False, indent=2, allow_nan=False)
+    print(escaped_json(without_tokens(text)), flush=True)
 
 
 @contextlib.contextmanager

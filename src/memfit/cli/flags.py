@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from memfit._compat import OLD_FIELDS, RENAMED
 from memfit.errors import ConfigError, nearest
+from memfit.signals import INTERRUPTED, handled, stop_at_once
 from memfit.training_fields import SHORT_NAMES, is_switch, takes_several, training_fields
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
@@ -157,6 +158,14 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
     return text
 
 
+class CommandStopped(Exception):  # noqa: N818 - it is no error to stop when asked to
+    """A signal ended the command; typer would forget which."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
 class PlainCommand(TyperCommand):
     """A command whose options may be written with dashes or underscores."""
 
@@ -173,6 +182,14 @@ class PlainCommand(TyperCommand):
         rest, ctx.obj = split_flags(args, own, training=self.takes_training)
         parsed: list[str] = super().parse_args(ctx, rest)
         return parsed
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it; signals that end it are told apart."""
+        try:
+            with handled(stop_at_once):
+                return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise CommandStopped(getattr(error, "exit_code", INTERRUPTED)) from error
 
 
 def _takes(param: Any, flag: str) -> str:

@@ -100,14 +100,13 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
         console.show_json([_row(*pair) for pair in zip(texts, answers, strict=True)])
         return
     from memfit.report import terminal
+    from memfit.safe_text import clean
 
     shown = terminal.table("label", "score", "text")
     shown.columns[2].justify = "left"
     for text, answer in zip(texts, answers, strict=True):
         words = " / ".join([text] if isinstance(text, str) else text)
-        shown.add_row(
-            terminal.clean(answer.label), f"{answer.score:.4f}", terminal.shorten(words, 60)
-        )
+        shown.add_row(clean(answer.label), f"{answer.score:.4f}", terminal.shorten(words, 60))
     terminal.console().print(shown)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from memfit.files import atomic_writer
 from memfit.report import plots, sections
-from memfit.report.terminal import METRIC_NAMES, clean
+from memfit.report.terminal import METRIC_NAMES
 from memfit.results import RunFolder, RunSummary, read_evaluation, read_summary
+from memfit.safe_text import clean
 
 _HERE = Path(__file__).resolve().parent
 # What the Trainer logs after an evaluation that is about the machine, not the model.

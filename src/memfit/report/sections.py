@@ -10,8 +10,9 @@ from typing import Any
 
 from memfit.evaluation import ClassRow, Evaluation, Mistake
 from memfit.memory.components import Component, MemoryPeak
-from memfit.report.terminal import METRIC_NAMES, clean, metric, peak_components, percent
+from memfit.report.terminal import METRIC_NAMES, metric, peak_components, percent
 from memfit.results import RunSummary
+from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
 LARGEST_MATRIX = 20

@@ -7,7 +7,6 @@ control characters prints as what it is and never acts on the terminal.
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import Component, MemoryPeak
+from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ METRIC_NAMES = {
     "r2": "R²",
     "pearson": "Pearson",
 }
-# Characters that turn text around or hide it: a terminal is not the place to find out.
-_BIDI = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -60,14 +58,6 @@ def console(*, stderr: bool = False) -> Console:
         # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
         stream.reconfigure(errors="replace")
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-def clean(text: object) -> str:
-    """Data made safe for a terminal: control and direction characters become spaces."""
-    return "".join(
-        " " if char in _BIDI or unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs") else char
-        for char in str(text)
-    )
 
 
 def shorten(text: object, cells: int) -> str:

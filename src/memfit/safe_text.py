@@ -1,0 +1,55 @@
+"""Text that may be shown: nothing in it acts on a terminal, and no token is in it.
+
+File names, column names, labels and texts come from anywhere. Everything a command prints goes
+through `printable`, everything it writes about itself through `without_tokens`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+
+# Characters that turn text around or hide it: a terminal is not the place to find out.
+_BIDI = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
+_ACTING = ("Cc", "Zl", "Zp", "Cs")
+_TOKENS = (
+    re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{16,}"),
+    re.compile(r"\b(ms-)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"),
+    re.compile(r"(://)[^/\s:@]*:[^/\s@]+(?=@)"),
+)
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN", "WANDB_API_KEY")
+_SHORTEST_TOKEN = 8
+
+
+def clean(text: object) -> str:
+    """On one line: control and direction characters become spaces."""
+    return "".join(" " if _acts(char) else char for char in str(text))
+
+
+def printable(text: object) -> str:
+    """The same, but lines stay lines; and without tokens."""
+    return without_tokens("\n".join(clean(line) for line in str(text).split("\n")))
+
+
+def without_tokens(text: str) -> str:
+    """Access tokens, by their form or because the environment holds them, become dots."""
+    for name in _TOKEN_VARIABLES:
+        token = os.environ.get(name, "")
+        if len(token) >= _SHORTEST_TOKEN:
+            text = text.replace(token, "…")
+    for form in _TOKENS:
+        text = form.sub(r"\1…", text)
+    return text
+
+
+def escaped_json(text: str) -> str:
+    """JSON whose strings hold no character that acts: written as JSON's own escapes."""
+    return "".join(f"\\u{ord(char):04x}" if char != "\n" and _acts(char) else char for char in text)
+
+
+def _acts(char: str) -> bool:
+    # Most text is ASCII; asking for the category of each letter would take ten times as long.
+    if " " <= char <= "~":
+        return False
+    return char in _BIDI or unicodedata.category(char) in _ACTING
