@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,8 +72,9 @@ def test_addition_and_norm_equal_the_stock_modules(shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(("kind", "approximate"), [("erf", "none"), ("tanh", "tanh")])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_the_mlp_half_equals_the_stock_modules(
-    shape: tuple[int, ...], kind: Any, approximate: str
+    shape: tuple[int, ...], kind: Any, approximate: str, pieces: int
 ) -> None:
     def stock(
         x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, g: Tensor, b: Tensor
@@ -82,7 +84,7 @@ def test_the_mlp_half_equals_the_stock_modules(
 
     sizes = ((INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,), (WIDTH,), (WIDTH,))
     inputs = leaves(shape, *sizes)
-    agree(lambda *given: mlp_half(*given, 1e-12, kind, None), stock, inputs)
+    agree(lambda *given: mlp_half(*given, 1e-12, kind, None, pieces), stock, inputs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -159,6 +161,17 @@ def test_what_is_kept_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         mlp_half(x, *parameters, 1e-12, "erf", Drop(0.1, seed_of(3), 1))  # type: ignore[call-arg]
     assert sum(kept) == 4 * rows * (WIDTH + INNER + WIDTH + 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pieces_drop_what_the_whole_drops(shape: tuple[int, ...]) -> None:
+    sizes = ((INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,), (WIDTH,), (WIDTH,))
+    drop = Drop(0.3, seed_of(3), 1)
+
+    def run(*given: Tensor, pieces: int) -> Tensor:
+        return mlp_half(*given, 1e-12, "erf", drop, pieces)  # type: ignore[arg-type, misc]
+
+    agree(partial(run, pieces=3), partial(run, pieces=1), leaves(shape, *sizes))
 
 
 # ------------------------------------------------------------------------------ dropout

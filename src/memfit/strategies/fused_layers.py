@@ -55,6 +55,13 @@ class FusedLayers(Strategy):
     shrinks = ("activations", "time")
     conflicts = frozenset({"half_precision"})
 
+    mlp_pieces: int = 1
+    """The MLP half runs on so many parts of the rows in turn, and keeps less: slower, smaller."""
+
+    def __post_init__(self) -> None:
+        if self.mlp_pieces < 1:
+            raise ConfigError(f"the MLP half runs in at least 1 piece, not {self.mlp_pieces}")
+
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
@@ -75,7 +82,8 @@ class FusedLayers(Strategy):
             raise ConfigError(problem)
         # A loss of one's own may run several forward passes before a backward.
         joined = projecting_layers(setup.model)
-        setup.undo += fuse(setup.model, Seeds(per_call=not setup.stock_loss))
+        seeds = Seeds(per_call=not setup.stock_loss)
+        setup.undo += fuse(setup.model, seeds, self.mlp_pieces)
         setup.before_move.append(lambda device: move_projections(joined, device))
 
 
@@ -97,7 +105,7 @@ def fusing_problem(model: nn.Module) -> str:
     return ""
 
 
-def fuse(model: nn.Module, seeds: Seeds) -> list[Undo]:
+def fuse(model: nn.Module, seeds: Seeds, mlp_pieces: int = 1) -> list[Undo]:
     """Fuse what can be fused; returns what gives the model back, to be called last first."""
     if problem := fusing_problem(model):
         raise ConfigError(problem)
@@ -114,7 +122,8 @@ def fuse(model: nn.Module, seeds: Seeds) -> list[Undo]:
                 if _plain_projections(layer):
                     undo += _fuse_projections(layer, handoff)
             else:
-                undo.append(wrap(layer, _mlp(seeds, 2 * index + 1, kind), "feed_forward_chunk"))
+                half = _mlp(seeds, 2 * index + 1, kind, mlp_pieces)
+                undo.append(wrap(layer, half, "feed_forward_chunk"))
     return undo
 
 
@@ -149,7 +158,7 @@ def _attention_output(seeds: Seeds, site: int, handoff: _Handoff) -> Around:
     return around
 
 
-def _mlp(seeds: Seeds, site: int, kind: Gelu) -> Around:
+def _mlp(seeds: Seeds, site: int, kind: Gelu, pieces: int) -> Around:
     def around(call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         own: Any = module
         (x,) = (*args, *kwargs.values())
@@ -160,7 +169,7 @@ def _mlp(seeds: Seeds, site: int, kind: Gelu) -> Around:
             return call(*args, **kwargs)
         drop = Drop(p, seeds.take(x.device), site) if p else None
         weights = (up.weight, up.bias, down.weight, down.bias, norm.weight, norm.bias)
-        return mlp_half(x, *weights, norm.eps, kind, drop)
+        return mlp_half(x, *weights, norm.eps, kind, drop, pieces)
 
     return around
 
