@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from memfit.fused.backends import pick_kernels
 from memfit.fused.norm import rows_of
+from memfit.memory.counting import count_product
 
 _Function: Any = torch.autograd.Function
 
@@ -109,6 +110,7 @@ class _Project(_Function):  # type: ignore[misc]
         rows = rows_of(x)
         width = x.shape[-1]
         if isinstance(x, FakeTensor):
+            count_product(len(rows), width, 3 * width, rows.dtype)
             joined = rows.new_empty(len(rows), 3 * width)
         else:
             joined = torch.addmm(bias, rows, weight.t())
@@ -139,6 +141,7 @@ class _Project(_Function):  # type: ignore[misc]
 
 def _gradient_of_x(joined: Tensor, weight: Tensor, d_passed: Tensor | None) -> Tensor:
     if isinstance(joined, FakeTensor):
+        count_product(len(joined), joined.shape[1], weight.shape[1], joined.dtype)
         return joined.new_empty(len(joined), weight.shape[1]) if d_passed is None else d_passed
     if d_passed is None:
         return joined @ weight

@@ -39,6 +39,8 @@ _UNREAD_FIRST = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "ones_like",
     "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
+# What makes a new tensor of one in host memory, unless it is said to be there too, moves it.
+_MOVES = {"clone", "_to_copy"}
 # Of a table they read only the rows that are asked for.
 _GATHERS = {"embedding", "index_select", "index", "gather"}
 # Kernels of one operator, where there are several.
@@ -79,6 +81,12 @@ def count_kernel(*tensors: torch.Tensor | None, launches: int = 1) -> None:
     if _current is not None:
         nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         _current.kernel(bytes_moved=nbytes, launches=launches)
+
+
+def count_product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
+    """[rows, inner] by [inner, columns], where a trace leaves the product itself out."""
+    if _current is not None:
+        _current.product(rows, inner, columns, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,13 @@ class Counting:
         self._sums["half_flops" if half else "full_flops"] += flops
         self._launch(launches)
 
+    def product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
+        """A matrix product of our own."""
+        self._sums[self._field("mm", dtype)] += 2.0 * rows * inner * columns
+        elements = rows * inner + inner * columns + rows * columns
+        self._sums["product_bytes"] += elements * dtype.itemsize
+        self._launch(1)
+
     def to_host(self, nbytes: float) -> None:
         """A copy from the device to the host."""
         self._sums["to_host_bytes"] += nbytes
@@ -147,12 +162,16 @@ class Counting:
         self._sums["host_parameters"] += parameters
 
     def on_host(self, tensor: torch.Tensor) -> None:
-        """In the real run this tensor is in host memory, and so is what is made of it alone."""
+        """In the real run this tensor is in host memory; copying it is moving it to the device."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._on_host:
             gone = self._on_host.pop
             self._on_host[key] = weakref.ref(storage, lambda _: gone(key, None))
+
+    def on_device(self, tensor: torch.Tensor) -> None:
+        """It was in host memory and has been moved."""
+        self._on_host.pop(tensor.untyped_storage()._cdata, None)
 
     # --------------------------------------------------------------------------- operators
 
@@ -174,7 +193,7 @@ class Counting:
             return
         self._sums["product_bytes"] += nbytes
         precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
-        self._sums[self._field(kind, precision)] += self._flops(kind, args, kwargs or {}, out)
+        self._sums[self._field(kind.name, precision)] += self._flops(kind, args, kwargs or {}, out)
 
     def _launch(self, kernels: int) -> None:
         self._sums["launches"] += kernels
@@ -182,8 +201,8 @@ class Counting:
         if torch.is_grad_enabled() and _BACKWARD_NODE() is not None:
             self._sums["recomputed"] += kernels
 
-    def _field(self, kind: _Kind, precision: torch.dtype) -> str:
-        if "attention" in kind.name:
+    def _field(self, name: str, precision: torch.dtype) -> str:
+        if "attention" in name:
             return "half_attention_flops" if precision in _HALF else "full_attention_flops"
         if precision in _HALF:
             return "half_flops"
@@ -236,6 +255,9 @@ class Counting:
             return True
         if not all(places):
             return False
+        if _kind(func).name in _MOVES:
+            self.to_device(sum(tensor.nbytes for tensor in read))
+            return True
         self.see_on_host(func, tuple(read), out)
         return True
 
@@ -265,8 +287,10 @@ def _kind(func: Any) -> _Kind:
         for place, one in enumerate(schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
     )
-    packet = getattr(func, "overloadpacket", None)
-    return _Kind(name, is_view or name in _FREE, mutated, flop_registry.get(packet))
+    flops = flop_registry.get(getattr(func, "overloadpacket", None))
+    if flops is None and name.endswith("_"):
+        flops = flop_registry.get(getattr(_aten, name.removesuffix("_"), None))
+    return _Kind(name, is_view or name in _FREE, mutated, flops)
 
 
 def _traffic(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor], out: Any) -> float:

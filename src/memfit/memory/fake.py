@@ -79,6 +79,12 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
                 self.transient(nbytes)
         return out
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        """As in the base; what has a size anew is on the device."""
+        super().resized(tensor)
+        if (counter := current()) is not None:
+            counter.on_device(tensor)
+
     def _with_fp32_statistics(self, args: tuple[Any, ...], out: Any) -> Any:
         """Layer norm's mean and deviation of half inputs: fp32 on CUDA, or beside fp32 weights."""
         weight = args[2]

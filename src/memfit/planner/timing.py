@@ -92,7 +92,7 @@ def step_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
     device, host = parts["compute"] + parts["memory"], parts["host"]
     if is_cpu(card):
         return device + parts["launch"] + host
-    if counts.launches == 0:
+    if counts.replayed > counts.launches:
         # A replayed step is queued and the loop goes on: what the host does is hidden too.
         return max(device, parts["bus"], host)
     return max(device, parts["launch"], parts["bus"]) + host
