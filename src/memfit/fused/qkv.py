@@ -77,12 +77,12 @@ def separate_parameters(parts: Sequence[Tensor]) -> None:
 def joined_view(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor that the parameters lie in one after another, if they do."""
     first = parts[0]
-    storage = first.untyped_storage().data_ptr()
+    storage = first.untyped_storage()._cdata
     offset = first.storage_offset()
     for part in parts:
         if (
             not part.is_contiguous()
-            or part.untyped_storage().data_ptr() != storage
+            or part.untyped_storage()._cdata != storage
             or part.storage_offset() != offset
             or part.dtype != first.dtype
             or part.shape[1:] != first.shape[1:]

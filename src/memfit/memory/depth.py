@@ -29,12 +29,12 @@ class Depths:
     """How often what the deeper one has more is inserted into the shallow one."""
 
 
-def plan_depths(layers: list[Any]) -> Depths | None:
+def plan_depths(layers: list[Any], *, least: int = 2) -> Depths | None:
     """The cheapest pair of depths for these layers; None where the full trace costs no more."""
     prints = [fingerprint(layer) for layer in layers]
     count = len(prints)
     for period in range(1, count // 2):
-        for shallow in range(max(2, period + 1), count - 2 * period):
+        for shallow in range(max(least, period + 1), count - 2 * period):
             if (count - shallow) % period:
                 continue
             if shallow + shallow + period >= count:
@@ -109,7 +109,7 @@ def _grow(marks: list[Mark], found: Difference, repeats: int) -> list[Mark]:
     stack = ""
     rises = False  # the last insertion went up through the layers: what follows lies above
     for start, length in found.inserts:
-        slope, stack = _slope(marks, start, length)
+        slope, stack = slope_of(marks, start, length)
         above = (repeats - 1) * abs(slope)
         out += _move(marks[at:start], stack, above if rises or slope < 0 else 0)
         for number in range(repeats):
@@ -119,7 +119,7 @@ def _grow(marks: list[Mark], found: Difference, repeats: int) -> list[Mark]:
     return out + _move(marks[at:], stack, above if rises else 0)
 
 
-def _slope(marks: list[Mark], start: int, length: int) -> tuple[int, str]:
+def slope_of(marks: list[Mark], start: int, length: int) -> tuple[int, str]:
     """How many layers up an inserted stretch leads, negative in the backward pass; and where."""
     inside = (layer_of(mark.module) for mark in reversed(marks[start : start + length]))
     last = next((layer for layer in inside if layer is not None), None)

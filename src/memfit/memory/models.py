@@ -83,7 +83,7 @@ def materialize(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Ten
     """Give every parameter and buffer its place on the device, in the order `to` does it."""
     made: dict[int, Any] = {}
     kept: list[Any] = []  # an id is only a name while its owner lives
-    for module in _children_first(model):
+    for module in children_first(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 kept.append(parameter)
@@ -102,7 +102,7 @@ def materialize(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Ten
                     place[name] = made[id(tensor)]
 
 
-def _children_first(model: torch.nn.Module) -> list[torch.nn.Module]:
+def children_first(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Every module once, after those inside it."""
     seen: dict[int, torch.nn.Module] = {}
 
@@ -113,6 +113,12 @@ def _children_first(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     visit(model)
     return list(seen.values())
+
+
+def has_bias(module: torch.nn.Module) -> bool:
+    """Whether it is a linear layer with one: these run through another library."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return weight is not None and weight.dim() == 2 and bias is not None
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ first, and has the optimizer's state before the first step instead of after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.memory.allocator import Allocator, Block, round_request
@@ -49,10 +50,16 @@ def play_run(segments: Segments, order: Sequence[str]) -> Run:
 
 
 def with_workspaces(
-    segments: Segments, capability: tuple[int, int], *, recompute: bool, biases: bool
+    segments: Segments,
+    capability: tuple[int, int],
+    *,
+    recompute: bool,
+    biases: bool,
+    environment: Mapping[str, str] = os.environ,
 ) -> Segments:
     """What the libraries take at the first product of each thread, forward and backward."""
-    product, linear = handle_workspace_bytes(capability), lt_workspace_bytes()
+    product = handle_workspace_bytes(capability, environment)
+    linear = lt_workspace_bytes(environment)
     taken = [product, product]
     taken += [linear] * (biases + (biases and recompute))
     marks = [Mark(True, (size, Component.WORKSPACE, ""), "") for size in taken if size]
@@ -79,13 +86,14 @@ def peaks(
     device: DeviceProfile | None,
     *,
     expandable_segments: bool = False,
+    books: Books | None = None,
 ) -> list[MemoryPeak]:
     """The highest moment of each stretch of events, as the device's allocator sees them.
 
     A stretch begins with what is alive before its first event. Reserved bytes are those of
     the process up to then: the allocator gives nothing back by itself.
     """
-    books = _Books(device, expandable_segments=expandable_segments)
+    books = books or Books(device, expandable_segments=expandable_segments)
     highest = [(-1, -1, 0)] * len(stretches)
     for index in range(len(run.events) + 1):
         for number, (start, stop) in enumerate(stretches):
@@ -99,7 +107,7 @@ def peaks(
     return [_peak(run.events, *found, device) for found in highest]
 
 
-class _Books:
+class Books:
     """What is allocated and reserved while events happen."""
 
     def __init__(self, device: DeviceProfile | None, *, expandable_segments: bool) -> None:

@@ -19,6 +19,7 @@ from memfit.memory.flash import flash_attention, is_flash
 from memfit.memory.models import (
     build_on_meta,
     empty_like,
+    has_bias,
     materialize,
     model_config,
     small_random,
@@ -57,7 +58,7 @@ def _predict(spec: StepSpec, device: DeviceProfile | None) -> Prediction:
     counts = (
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
-        any(_is_linear_with_bias(module) for module in model.modules()),
+        any(map(has_bias, model.modules())),
     )
     layers = layers_of(getattr(model, "base_model", model) if spec.lora else model)
     depths = plan_depths(layers) if _can_cut(config, layers) else None
@@ -67,11 +68,6 @@ def _predict(spec: StepSpec, device: DeviceProfile | None) -> Prediction:
             return Prediction(segments, *counts, (depths.shallow, depths.deeper))
     traced = trace_segments(spec, config, model, device)
     return Prediction(traced, *counts, (len(layers),))
-
-
-def _is_linear_with_bias(module: torch.nn.Module) -> bool:
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    return weight is not None and weight.dim() == 2 and bias is not None
 
 
 def _can_cut(config: Any, layers: list[Any]) -> bool:
@@ -113,7 +109,7 @@ def trace_segments(
     kernels = None
     if device is not None:
         kernels = CudaKernels(device.capability, device.multiprocessors, autocast=spec.autocast)
-    with _no_collection(), fake_trace(kernels) as tracker:
+    with no_collection(), fake_trace(kernels) as tracker:
         try:
             return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
         except MemfitError:
@@ -134,7 +130,7 @@ def run_segments(spec: StepSpec) -> Segments:
     """The same parts run for real on this machine's CPU: what the trace must be equal to."""
     config = model_config(spec)
     model = build_on_meta(spec, config)
-    with _no_collection(), Tracker() as tracker:
+    with no_collection(), Tracker() as tracker:
         return _trace(spec, config, model, tracker, small_random, cuda=False)
 
 
@@ -199,7 +195,7 @@ class Recorder:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection: it would end storages at moments that mean nothing."""
     enabled = gc.isenabled()
     gc.disable()

@@ -147,6 +147,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._on_host = before
 
+    def moved(self, tensor: torch.Tensor) -> None:
+        """A weight that lay on the host goes to the device; one that is there stays."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0] in self._hosted:
+            self.resized(tensor)
+
     def resized(self, tensor: torch.Tensor) -> None:
         """A weight's storage was emptied or filled again, which no operator shows."""
         key = tensor.untyped_storage()._cdata

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.optim.formats import split_master
 from memfit.optim.layout import SMALL_NUMEL, flat
@@ -68,6 +69,8 @@ def _split(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Weight and correction of a large parameter, without several fp32 copies of it at once."""
     weight = torch.empty_like(p, dtype=dtype)
     correction = torch.empty_like(p, dtype=torch.int8)
+    if isinstance(p, FakeTensor):
+        return weight, correction  # a trace has no values to split
     chunks = (torch.split(flat(t), _CHUNK) for t in (p, weight, correction))
     for full, low, rest in zip(*chunks, strict=True):
         new, units = split_master(full, dtype, correct=True)

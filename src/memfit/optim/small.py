@@ -7,6 +7,7 @@ free here, and 8-bit state would only add noise and launches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class SmallParameters:
     def __init__(self, params: Sequence[Tensor], row: int) -> None:
         self.params = list(params)
         self.row = row
-        total = sum(p.numel() for p in params)
+        self._starts = [0, *accumulate(p.numel() for p in params)]
+        total = self._starts[-1]
         device = self.params[0].device
         self.remainder, self.moment1, self.moment2, self.grad, self._work = (
             torch.zeros(total, device=device) for _ in range(5)
@@ -98,10 +100,10 @@ class SmallParameters:
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The entries of `optimizer.state` for one parameter: views of the flat buffers."""
+        p, start = self.params[index], self._starts[index]
+        parts = {"remainder": self.remainder, "moment1": self.moment1, "moment2": self.moment2}
         return {
-            "remainder": self.views(self.remainder)[index],
-            "moment1": self.views(self.moment1)[index],
-            "moment2": self.views(self.moment2)[index],
+            name: buffer[start : start + p.numel()].view(p.shape) for name, buffer in parts.items()
         }
 
 

@@ -1,0 +1,286 @@
+"""What a candidate needs: memfit's own step traced for a card that need not be here, or a CPU.
+
+    trace_step(workload, candidate, card)      the step's parts at full depth, and what it does
+    price_memory(workload, candidate, card)    the peak of training, evaluation, saving, resuming
+    unavailable_reason(candidate, ...)         why a candidate cannot run there, in a sentence
+
+Shallow traces are kept for as long as their task is: candidates that differ only in how many
+layers are recomputed, offloaded or frozen share them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.errors import ConfigError, MemfitError, TraceError
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import MemoryPeak
+from memfit.memory.counting import Counting
+from memfit.memory.counts import StepCounts
+from memfit.memory.depth import deepen, with_layers
+from memfit.memory.fake import fake_trace
+from memfit.memory.models import has_bias
+from memfit.memory.operators import CudaKernels
+from memfit.memory.predict import no_collection
+from memfit.memory.segments import Segments, cut
+from memfit.parts import layers_of
+from memfit.planner.trace_batch import TracedRows, graph_count, rows_for
+from memfit.planner.trace_depth import compose, plan_runs, shortened
+from memfit.planner.trace_price import Priced, price
+from memfit.planner.trace_run import TracedRun
+from memfit.planner.trace_setup import autocast_dtype, build_model, full_config
+from memfit.planner.values import Candidate, Workload
+from memfit.strategies import Strategy, ordered
+
+_KEPT_TASKS = 4
+_KEPT_TRACES = 512
+_OLDEST_FIRST = ("update_first", "clear", "update")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A traced step at the depth asked for."""
+
+    segments: Segments
+    """Births and deaths, by part of the run."""
+    counts: StepCounts
+    """What one optimizer step does: all its micro-batches and the update."""
+    parameters: int
+    trainable_parameters: int
+    host_bytes: int
+    """What strategies keep in the computer's own memory."""
+    rows: TracedRows
+    """The micro-batch that was traced."""
+    biases: bool
+    """Whether a linear layer has one: such layers run through another library."""
+    traced_layers: tuple[int, ...]
+
+
+def trace_step(
+    workload: Workload,
+    candidate: Candidate,
+    card: DeviceProfile | None,
+    *,
+    tokens: int | None = None,
+    layers: int | None = None,
+) -> StepTrace:
+    """The candidate's step on a CUDA card, or on a CPU (None).
+
+    `tokens` are those of one micro-batch on the device; by default the most the candidate's
+    micro-batching and the data allow. `layers` traces a model of only so many, as it is.
+    """
+    return _tracer(workload, card).step(candidate, tokens=tokens, layers=layers)
+
+
+def price_memory(
+    workload: Workload, candidate: Candidate, card: DeviceProfile | None
+) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
+    """The highest peak of all phases, each phase's own, and the trace they come from."""
+    trace = trace_step(workload, candidate, card)
+    phases = price(_priced(trace, candidate, workload), card)
+    return max(phases.values(), key=lambda peak: peak.device_bytes), phases, trace
+
+
+def unavailable_reason(
+    strategies: Strategy | Iterable[Strategy], workload: Workload, card: DeviceProfile | None
+) -> str:
+    """Why these cannot be used together for this task on this card; empty where they can.
+
+    Each is asked after those that come before it were applied, to a model of two layers.
+    """
+    chosen = [strategies] if isinstance(strategies, Strategy) else list(strategies)
+    return _tracer(workload, card).reason(chosen)
+
+
+def _priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced:
+    is_graphed = "static" in trace.segments.parts
+    checkpointing = candidate.get("checkpointing") is not None
+    return Priced(
+        segments=trace.segments,
+        parts=trace.rows.parts,
+        biases=trace.biases,
+        recompute=checkpointing or bool(workload.args.gradient_checkpointing),
+        small_workspace=candidate.get("small_workspace") is not None,
+        graphs=graph_count(workload, candidate) if is_graphed else 0,
+        graphed_kernels=trace.counts.replayed / trace.rows.parts,
+    )
+
+
+class _Tracer:
+    """One task on one card, and the shallow traces made for it."""
+
+    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+        self.workload, self.card = workload, card
+        self._config = full_config(workload)
+        self._kept: OrderedDict[Any, _Traced] = OrderedDict()
+        model = build_model(workload, self._config)
+        inner = model.get_base_model() if workload.lora is not None else model
+        self._layers = layers_of(inner)
+        text = self._config.get_text_config()
+        self._is_cut = getattr(text, "num_hidden_layers", None) == len(self._layers)
+
+    def step(
+        self, candidate: Candidate, *, tokens: int | None, layers: int | None = None
+    ) -> StepTrace:
+        """At full depth, from shallow traces where they suffice."""
+        count = len(self._layers)
+        packed = candidate.get("packing") is not None
+        rows = rows_for(self.workload, candidate, packed=packed, tokens=tokens)
+        if layers is not None and self._is_cut:
+            return self._trace(candidate, self.workload, layers, rows).step(rows, (layers,))
+        if self._is_cut:
+            found = self._from_shallow(candidate, count, rows)
+            if found is not None:
+                return found
+        return self._trace(candidate, self.workload, None, rows).step(rows, (count,))
+
+    def _from_shallow(self, candidate: Candidate, count: int, rows: TracedRows) -> StepTrace | None:
+        shallow = plan_runs(self.workload, candidate, self._layers)
+        if shallow is None:
+            return None
+        traces = []
+        for runs in shallow.runs:
+            short, workload = shortened(self.workload, candidate, count, runs)
+            traces.append(self._trace(short, workload, sum(runs), rows))
+        base, deeper = traces[0], traces[1:]
+        repeats = [number for number in shallow.repeats if number]
+        if len(deeper) == 1:
+            segments = deepen(base.segments, deeper[0].segments, repeats[0])
+        else:
+            pairs = [(one.segments, times) for one, times in zip(deeper, repeats, strict=True)]
+            segments = compose(base.segments, pairs)
+        if segments is None:
+            return None
+        whole = base.with_more(deeper, repeats, segments)
+        return whole.step(rows, tuple(sum(runs) for runs in shallow.runs))
+
+    def _trace(
+        self, candidate: Candidate, workload: Workload, layers: int | None, rows: TracedRows
+    ) -> _Traced:
+        key = (candidate.strategies, candidate.micro_batching, workload.freeze, layers, rows)
+        if key not in self._kept:
+            self._kept[key] = _trace(
+                workload, candidate, self.card, self._config_of(layers), rows, layers
+            )
+            if len(self._kept) > _KEPT_TRACES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _config_of(self, layers: int | None) -> Any:
+        return self._config if layers is None else with_layers(self._config, layers)
+
+    def reason(self, strategies: Sequence[Strategy]) -> str:
+        """The first objection of a strategy, or of the registry."""
+        from memfit.planner.trace_reasons import first_objection
+
+        try:
+            chosen = ordered(strategies)
+        except ConfigError as error:
+            return str(error)
+        return first_objection(self.workload, self.card, self._config, chosen)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    segments: Segments
+    counts: StepCounts
+    parameters: int
+    trainable_parameters: int
+    host_bytes: int
+    biases: bool
+
+    def with_more(
+        self, deeper: Sequence[_Traced], repeats: Sequence[int], segments: Segments
+    ) -> _Traced:
+        """What is added up grows by what each deeper one has more, so many times."""
+
+        def grown(name: str) -> Any:
+            mine = getattr(self, name)
+            total = mine
+            for one, times in zip(deeper, repeats, strict=True):
+                total = total + (getattr(one, name) - mine) * times
+            return total
+
+        return _Traced(
+            segments,
+            grown("counts"),
+            grown("parameters"),
+            grown("trainable_parameters"),
+            grown("host_bytes"),
+            self.biases,
+        )
+
+    def step(self, rows: TracedRows, layers: tuple[int, ...]) -> StepTrace:
+        """As others see it."""
+        return StepTrace(
+            segments=self.segments,
+            counts=self.counts,
+            parameters=self.parameters,
+            trainable_parameters=self.trainable_parameters,
+            host_bytes=self.host_bytes,
+            rows=rows,
+            biases=self.biases,
+            traced_layers=layers,
+        )
+
+
+def _trace(
+    workload: Workload,
+    candidate: Candidate,
+    card: DeviceProfile | None,
+    config: Any,
+    rows: TracedRows,
+    layers: int | None,
+) -> _Traced:
+    half = autocast_dtype(workload, candidate, cuda=card is not None)
+    model = build_model(workload, config, layers)
+    kernels = None
+    if card is not None:
+        kernels = CudaKernels(card.capability, card.multiprocessors, autocast=half is not None)
+    run = TracedRun(workload, candidate, card, model, rows, half)
+    tf32 = bool(workload.args.tf32)
+    with no_collection(), fake_trace(kernels) as tracker, Counting(tf32=tf32) as counter:
+        try:
+            events = run.run(tracker, counter)
+        except MemfitError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            where = f" in {tracker.module}" if tracker.module else ""
+            name = type(model).__name__
+            raise TraceError(f"{name} cannot be traced{where}: {error}") from error
+    gc.collect(0)
+    trained = run.setup.model
+    return _Traced(
+        segments=cut(events, oldest_first=_OLDEST_FIRST),
+        counts=run.step_counts(),
+        parameters=sum(p.numel() for p in trained.parameters()),
+        trainable_parameters=sum(p.numel() for p in trained.parameters() if p.requires_grad),
+        host_bytes=tracker.host_peak_bytes,
+        biases=any(map(has_bias, trained.modules())),
+    )
+
+
+_tracers: OrderedDict[tuple[int, DeviceProfile | None], _Tracer] = OrderedDict()
+
+
+def _tracer(workload: Workload, card: DeviceProfile | None) -> _Tracer:
+    """The one for this task; it holds the task, so its id is not another's meanwhile."""
+    key = (id(workload), card)
+    if key not in _tracers:
+        _tracers[key] = _Tracer(workload, card)
+        if len(_tracers) > _KEPT_TASKS:
+            _tracers.popitem(last=False)
+    _tracers.move_to_end(key)
+    return _tracers[key]

@@ -1,0 +1,151 @@
+"""The rows a trace runs on: the worst a shuffle can draw, or as many tokens as are asked for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
+
+Batch = dict[str, Any]
+
+_MOST_BATCHES = 400
+"""Drawn to see which sizes come again; more make no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRows:
+    """One micro-batch: the length of each row, and how many such parts a step has."""
+
+    lengths: tuple[int, ...]
+    parts: int
+
+    @property
+    def tokens(self) -> int:
+        """Without padding."""
+        return sum(self.lengths)
+
+
+def cut_lengths(workload: Workload, candidate: Candidate) -> list[int]:
+    """Tokens of every row as the candidate trains them, longest first."""
+    truncation = candidate.get("truncation")
+    longest = truncation.max_length if truncation else workload.longest_tokens
+    return sorted((min(length, longest) for length in workload.lengths), reverse=True)
+
+
+def rows_for(
+    workload: Workload, candidate: Candidate, *, packed: bool, tokens: int | None = None
+) -> TracedRows:
+    """The largest micro-batch there can be, or one of so many tokens (padding counted)."""
+    lengths = cut_lengths(workload, candidate)
+    rows = min(workload.effective_rows, len(lengths))
+    worst = lengths[:rows]
+    limits = candidate.micro_batching
+    most_rows = min(rows, limits.max_rows or rows)
+    whole = sum(worst) if packed else rows * worst[0]
+    if tokens is None:
+        tokens = sum(worst[:most_rows]) if packed else most_rows * worst[0]
+        if limits.max_tokens is not None:
+            tokens = max(min(tokens, limits.max_tokens), worst[0])
+        if packed and tokens == whole:
+            return TracedRows(tuple(worst), 1)
+    parts = _parts(limits, whole, rows, most_rows)
+    if packed and parts == 1:
+        return TracedRows(_spread(lengths, rows, tokens), 1)
+    # A part of a step that is split has rows of like length, the first one the longest.
+    count = min(most_rows, rows if parts == 1 else max(tokens // worst[0], 1))
+    return TracedRows(_shared(tokens, count, worst[0]), parts)
+
+
+def _parts(limits: MicroBatching, whole: int, rows: int, most_rows: int) -> int:
+    """How many micro-batches the largest effective batch falls into."""
+    by_rows = -(-rows // most_rows)
+    by_tokens = 1 if limits.max_tokens is None else min(-(-whole // limits.max_tokens), rows)
+    return max(by_rows, by_tokens)
+
+
+def _spread(lengths: Sequence[int], rows: int, tokens: int) -> tuple[int, ...]:
+    """So many rows spread over the lengths there are, shrunk or grown to this sum."""
+    step = len(lengths) / rows
+    chosen = [lengths[int((row + 0.5) * step)] for row in range(rows)]
+    return _fitted(chosen, tokens, lengths[0])
+
+
+def _shared(tokens: int, rows: int, longest: int) -> tuple[int, ...]:
+    return _fitted([tokens // rows or 1] * rows, tokens, longest)
+
+
+def _fitted(chosen: list[int], tokens: int, longest: int) -> tuple[int, ...]:
+    """Scaled to the sum as far as the longest row allows, at least a token each."""
+    factor = tokens / sum(chosen)
+    scaled = [max(1, min(round(length * factor), longest)) for length in chosen]
+    missing = tokens - sum(scaled)
+    for row, length in enumerate(scaled):
+        change = max(1 - length, min(missing, longest - length))
+        scaled[row] += change
+        missing -= change
+    return tuple(sorted(scaled, reverse=True))
+
+
+def graph_count(workload: Workload, candidate: Candidate) -> int:
+    """How many token buckets an epoch captures: the largest, and those that come twice."""
+    graphs = candidate.get("cuda_graphs")
+    lengths = cut_lengths(workload, candidate)
+    rows = min(workload.effective_rows, len(lengths))
+    limit = candidate.micro_batching.max_tokens
+    draw = random.Random(0)
+    seen: Counter[int] = Counter()
+    for _ in range(min(workload.steps_per_epoch, _MOST_BATCHES)):
+        tokens = sum(draw.sample(lengths, rows))
+        seen[-(-min(tokens, limit or tokens) // graphs.bucket_tokens)] += 1
+    largest = -(-min(sum(lengths[:rows]), limit or sum(lengths[:rows])) // graphs.bucket_tokens)
+    return len({bucket for bucket, times in seen.items() if times > 1} | {largest})
+
+
+def make_batch(workload: Workload, config: Any, lengths: Sequence[int]) -> Batch:
+    """A batch as a collator hands it over, padded on the right: real tensors."""
+    text = config.get_text_config()
+    pad, end = text.pad_token_id or 0, getattr(text, "eos_token_id", None)
+    token = next(id_ for id_ in (5, 1, 2, 3) if id_ not in (pad, end))
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.where(mask, token, pad)
+    if isinstance(end, int) and 0 <= end < (text.vocab_size or 0) and end != pad:
+        ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = end
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    if (getattr(text, "type_vocab_size", 0) or 0) > 1:
+        batch["token_type_ids"] = torch.zeros_like(ids)
+    batch["labels"] = labels_for(workload, len(lengths))
+    return batch
+
+
+def labels_for(workload: Workload, rows: int) -> torch.Tensor:
+    """Labels of the kind the task has."""
+    if workload.problem_type == "single_label_classification":
+        return torch.zeros(rows, dtype=torch.long)
+    single = workload.problem_type == "regression" and workload.num_labels == 1
+    return torch.zeros((rows,) if single else (rows, workload.num_labels))
+
+
+class LengthRows:
+    """A dataset of which only the lengths are known: rows of special tokens around a text."""
+
+    column_names = ("length", "input_ids")
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "length":
+            return self._lengths
+        length = self._lengths[key]
+        return {"input_ids": [2, *[5] * max(length - 2, 0), 3][:length]}

@@ -1,0 +1,155 @@
+"""A traced step's parts as a run on one card: what each phase allocates, reserves and occupies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memfit.memory.allocator import Allocator, Block
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.events import Event
+from memfit.memory.phases import (
+    EVALUATION,
+    RESUMING,
+    SAVING,
+    TRAINING,
+    Books,
+    Run,
+    peaks,
+    play_run,
+    with_loaded_state,
+    with_workspaces,
+)
+from memfit.memory.segments import Mark, Segments
+from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
+from memfit.strategies.workspace import SETTING
+
+_HANDLES = 2
+_OUTSIDE = 2
+"""cuBLAS holds twice a handle's workspace outside the allocator (memory/context.py)."""
+_GRAPH_BYTES_PER_KERNEL = 4096
+"""What the driver keeps for each kernel of each captured graph, outside the allocator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """What decides a run's memory beside the parts of its step."""
+
+    segments: Segments
+    parts: int
+    biases: bool
+    recompute: bool
+    small_workspace: bool
+    graphs: int = 0
+    """Graphs that will be captured; none where the step is launched."""
+    graphed_kernels: float = 0
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment the run will have."""
+        return {**os.environ, **SETTING} if self.small_workspace else os.environ
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a stock optimizer makes its state in the first update."""
+        return "update" in self.segments.parts
+
+
+def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
+    """The peak of each phase, by name."""
+    segments = with_loaded_state(run.segments)
+    if card is not None:
+        segments = _with_workspaces(run, segments, card)
+        card = dataclasses.replace(card, context_bytes=context_bytes(run, card))
+    first, resumed = _orders(run, cuda=card is not None)
+    whole = play_run(segments, first)
+    end, count = whole.starts[-1][0], len(whole.events)
+    stretches = [(0, end), (end, end), (end, count)]
+    training, saving, evaluation = peaks(whole, stretches, card, books=_books(run, whole, card))
+    again = play_run(segments, resumed)
+    books = _books(run, again, card)
+    (resuming,) = peaks(again, [(0, len(again.events))], card, books=books)
+    return {TRAINING: training, EVALUATION: evaluation, SAVING: saving, RESUMING: resuming}
+
+
+def context_bytes(run: Priced, card: DeviceProfile) -> int:
+    """What lies on the card outside the allocator."""
+    large = handle_workspace_bytes(card.capability)
+    small = handle_workspace_bytes(card.capability, run.environment)
+    graphs = round(run.graphs * run.graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
+    return card.context_bytes - _HANDLES * _OUTSIDE * (large - small) + graphs
+
+
+def _with_workspaces(run: Priced, segments: Segments, card: DeviceProfile) -> Segments:
+    made = with_workspaces(
+        segments,
+        card.capability,
+        recompute=run.recompute,
+        biases=run.biases,
+        environment=run.environment,
+    )
+    if not run.graphs:
+        return made
+    # An evaluation is launched on another stream than the graphs, with a workspace of its own.
+    product = handle_workspace_bytes(card.capability, run.environment)
+    linear = lt_workspace_bytes(run.environment) if run.biases else 0
+    marks = [Mark(True, (size, Component.WORKSPACE, ""), "") for size in (product, linear) if size]
+    return Segments({**made.parts, "evaluate": [*marks, *made.parts["evaluate"]]})
+
+
+def _orders(run: Priced, *, cuda: bool) -> tuple[list[str], list[str]]:
+    """A run from its start, with an evaluation at its end, and one that resumes."""
+    parts = run.segments.parts
+    micro = ["micro"] + ["micro_more"] * ("micro_more" in parts)
+    static = ["static"] if run.graphs else []
+    before = ["build"] + ["workspace"] * cuda + ["features"] * ("features" in parts)
+    later = "update" if run.is_stepped else "update_first"
+    begin = [*before, "start"]
+    second = [*static, *micro, later, "clear"]
+    first = [*static, *micro, "update_first", "clear"]
+    loaded = ["load_state"] if run.is_stepped else []
+    return [*begin, *first, *second, "evaluate"], [*begin, *loaded, *second, *second]
+
+
+def _books(run: Priced, played: Run, card: DeviceProfile | None) -> Books:
+    if card is None or not run.graphs:
+        return Books(card, expandable_segments=False)
+    captured = [at for at, name in played.starts if name == "micro"][1]
+    ends = [at for at, _ in played.starts if at > captured]
+    return GraphBooks(card, captured, ends[0] if ends else len(played.events))
+
+
+class GraphBooks(Books):
+    """The first step is launched; what is captured next lies in a pool of its own."""
+
+    def __init__(self, device: DeviceProfile, start: int, stop: int) -> None:
+        # Captured graphs turn expandable segments on, where the system has them.
+        expandable = sys.platform == "linux"
+        super().__init__(device, expandable_segments=expandable)
+        self._pool = Allocator(expandable_segments=expandable)
+        self._ordinary = Allocator(expandable_segments=expandable)
+        self._owner: dict[int, tuple[Allocator, Block]] = {}
+        self._start, self._stop = start, stop
+        self._at = 0
+
+    def enter(self, event: Event) -> None:
+        """Let an event happen."""
+        if self._at == self._start:
+            self._ordinary.release()  # what the launched step left would lie beside the graphs
+        inside = self._start <= self._at < self._stop
+        self._at += 1
+        if event.birth:
+            allocator = self._pool if inside else self._ordinary
+            block = allocator.allocate(event.nbytes)
+            assert block is not None
+            self._owner[event.block] = (allocator, block)
+        else:
+            allocator, block = self._owner.pop(event.block)
+            allocator.free(block)
+        both = (self._pool, self._ordinary)
+        self.allocated = sum(one.allocated_bytes for one in both)
+        self.reserved = sum(one.reserved_bytes for one in both)
