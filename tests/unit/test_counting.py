@@ -69,9 +69,9 @@ def test_recomputing_every_layer_adds_one_forward_and_is_known_as_such() -> None
     plain, again = traced(), traced(gradient_checkpointing=True)
     forward = 2 * multiplied_parameters() * ROWS * LENGTH
     assert again.full_flops - plain.full_flops == pytest.approx(forward, rel=0.02)
-    assert again.launches - plain.launches == again.recomputed
-    assert plain.recomputed == 0
-    assert again.recomputed > 10 * SHAPE["num_hidden_layers"]
+    assert again.recomputations == SHAPE["num_hidden_layers"]
+    assert plain.recomputations == 0
+    assert again.launches - plain.launches > 10 * SHAPE["num_hidden_layers"]
 
 
 def test_under_autocast_a_product_has_the_precision_of_its_inputs() -> None:
@@ -174,7 +174,7 @@ def test_kernels_of_our_own_are_counted_while_somebody_counts() -> None:
             assert current() is inner
         assert current() is counter
     assert current() is None
-    assert counter.counts() == StepCounts(bytes_moved=100.0, half_flops=7.0, launches=2)
+    assert counter.counts() == StepCounts(bytes_moved=100.0, half_flops=7.0, launches=2, scripted=2)
     assert inner.counts() == StepCounts()
 
 
@@ -236,11 +236,13 @@ def test_a_layer_computed_again_on_real_tensors_is_counted_as_such() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
     x = torch.zeros(4, 8, requires_grad=True)
     counts = counted(lambda: checkpoint(layer, x, use_reentrant=False).sum().backward())
-    assert counts.recomputed == 2  # all but the last product, whose result nothing needs
+    assert counts.recomputations == 1
+    # Two products' forward, four of backward, and one again: the last one's result is not needed.
+    assert counts.full_flops == (2 + 4 + 1) * 2 * 4 * 8 * 8
 
 
 def test_counts_add_up_and_scale() -> None:
-    one = StepCounts(half_flops=2.0, launches=3, recomputed=1)
+    one = StepCounts(half_flops=2.0, launches=3, scripted=2, recomputations=1)
     assert one + one == one * 2
     assert one * 3 - one == one * 2
     assert (one * 2).as_graphs() == StepCounts(half_flops=4.0, replayed=6)

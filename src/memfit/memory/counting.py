@@ -114,6 +114,7 @@ class Counting:
         self._sums = dict.fromkeys(StepCounts.__dataclass_fields__, 0.0)
         self._on_host: dict[int, weakref.ref[Any]] = {}
         self._outer: Counting | None = None
+        self._recomputing_for: int | None = None
 
     def __enter__(self) -> Counting:
         global _current
@@ -137,17 +138,18 @@ class Counting:
     def kernel(
         self, *, bytes_moved: float = 0.0, flops: float = 0.0, half: bool = True, launches: int = 1
     ) -> None:
-        """A kernel of our own."""
+        """A kernel of our own, started from Python."""
         self._sums["bytes_moved"] += bytes_moved
         self._sums["half_flops" if half else "full_flops"] += flops
-        self._launch(launches)
+        self._sums["launches"] += launches
+        self._sums["scripted"] += launches
 
     def product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
         """A matrix product of our own."""
         self._sums[self._field("mm", dtype)] += 2.0 * rows * inner * columns
         elements = rows * inner + inner * columns + rows * columns
         self._sums["product_bytes"] += elements * dtype.itemsize
-        self._launch(1)
+        self._sums["launches"] += 1
 
     def to_host(self, nbytes: float) -> None:
         """A copy from the device to the host."""
@@ -177,6 +179,7 @@ class Counting:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         """One operator that has run."""
+        self._notice_recomputation()
         kind = _kind(func)
         if kind.free:
             self._follow(args, out)
@@ -187,7 +190,7 @@ class Counting:
         nbytes = _traffic(kind, args, read, out)
         if nbytes == 0:
             return
-        self._launch(_launches(kind, args, read))
+        self._sums["launches"] += _launches(kind, args, read)
         if kind.flops is None:
             self._sums["bytes_moved"] += nbytes
             return
@@ -195,11 +198,14 @@ class Counting:
         precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
         self._sums[self._field(kind.name, precision)] += self._flops(kind, args, kwargs or {}, out)
 
-    def _launch(self, kernels: int) -> None:
-        self._sums["launches"] += kernels
-        # Backward keeps no graph of its own: where one is made, a layer is computed again.
-        if torch.is_grad_enabled() and _BACKWARD_NODE() is not None:
-            self._sums["recomputed"] += kernels
+    def _notice_recomputation(self) -> None:
+        """Backward keeps no graph of its own: where one is made, a layer is computed again."""
+        if not torch.is_grad_enabled():
+            return
+        node = _BACKWARD_NODE()
+        if node is not None and node._sequence_nr() != self._recomputing_for:
+            self._recomputing_for = node._sequence_nr()
+            self._sums["recomputations"] += 1
 
     def _field(self, name: str, precision: torch.dtype) -> str:
         if "attention" in name:

@@ -25,8 +25,10 @@ class StepCounts:
     """The same by matrix products, which overlap it with arithmetic."""
     launches: float = 0
     """Kernels started from the host; replayed ones are in `replayed`."""
-    recomputed: float = 0
-    """Those of the launches that compute a layer a second time, with more Python around them."""
+    scripted: float = 0
+    """Those of the launches that Python itself makes, not torch: Triton's kernels."""
+    recomputations: float = 0
+    """How often backward stops to compute a layer, or a part of one, a second time."""
     replayed: float = 0
     """Kernels a captured graph starts."""
     to_host_bytes: float = 0.0
@@ -47,7 +49,9 @@ class StepCounts:
     def as_graphs(self) -> StepCounts:
         """The same step replayed: the host starts one graph instead of every kernel."""
         replayed = self.replayed + self.launches
-        return dataclasses.replace(self, launches=0, recomputed=0, replayed=replayed)
+        return dataclasses.replace(
+            self, launches=0, scripted=0, recomputations=0, replayed=replayed
+        )
 
 
 def _items(counts: StepCounts) -> list[tuple[str, float]]:

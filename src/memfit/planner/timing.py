@@ -26,8 +26,10 @@ LAUNCH_SECONDS = 5e-6
 """The host's time for an operator and its backward in a bare loop, as calibration measures it."""
 PYTHON_FACTOR = 5.0
 """A step's time for an operator against that: modules, hooks, autocast and the Trainer."""
-RECOMPUTE_FACTOR = 8.0
-"""On top, for an operator that is computed again: every saved tensor passes through Python."""
+SCRIPT_FACTOR = 25.0
+"""On top, for a kernel of Triton, which Python itself prepares and starts."""
+RECOMPUTE_FACTOR = 300.0
+"""On top, for a layer that is computed again: random states, hooks on every saved tensor."""
 STEP_SECONDS = 1.5e-3
 """The Trainer's loop: the batch, the schedule, callbacks."""
 HOST_PARAMETERS_PER_SECOND = 0.6e9
@@ -76,7 +78,11 @@ def explain(counts: StepCounts, card: DeviceProfile | None) -> dict[str, float]:
     # A product of few rows waits for its weights instead of its arithmetic.
     waiting = counts.product_bytes / speeds.memory_bytes_per_second - products - attention
     kernels = (counts.launches + counts.replayed) * (0.0 if is_cpu(card) else KERNEL_SECONDS)
-    operators = counts.launches * PYTHON_FACTOR + counts.recomputed * RECOMPUTE_FACTOR
+    operators = (
+        counts.launches * PYTHON_FACTOR
+        + counts.scripted * SCRIPT_FACTOR
+        + counts.recomputations * RECOMPUTE_FACTOR
+    )
     return {
         "compute": products + attention,
         "memory": counts.bytes_moved / speeds.memory_bytes_per_second + max(waiting, 0.0) + kernels,
