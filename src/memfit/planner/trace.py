@@ -49,6 +49,8 @@ class StepTrace:
     """Births and deaths, by part of the run."""
     counts: StepCounts
     """What one optimizer step does: all its micro-batches and the update."""
+    part_counts: dict[str, StepCounts]
+    """What each part does once, as it is launched."""
     parameters: int
     trainable_parameters: int
     host_bytes: int
@@ -189,6 +191,7 @@ class _Tracer:
 class _Traced:
     segments: Segments
     counts: StepCounts
+    part_counts: dict[str, StepCounts]
     parameters: int
     trainable_parameters: int
     host_bytes: int
@@ -206,9 +209,17 @@ class _Traced:
                 total = total + (getattr(one, name) - mine) * times
             return total
 
+        parts = {
+            name: sum(
+                ((one.part_counts[name] - own) * n for one, n in zip(deeper, repeats, strict=True)),
+                own,
+            )
+            for name, own in self.part_counts.items()
+        }
         return _Traced(
             segments,
             grown("counts"),
+            parts,
             grown("parameters"),
             grown("trainable_parameters"),
             grown("host_bytes"),
@@ -220,6 +231,7 @@ class _Traced:
         return StepTrace(
             segments=self.segments,
             counts=self.counts,
+            part_counts=self.part_counts,
             parameters=self.parameters,
             trainable_parameters=self.trainable_parameters,
             host_bytes=self.host_bytes,
@@ -265,6 +277,7 @@ def _trace(
     return _Traced(
         segments=cut(events, oldest_first=_OLDEST_FIRST),
         counts=run.step_counts(),
+        part_counts=run.counts,
         parameters=sum(p.numel() for p in trained.parameters()),
         trainable_parameters=sum(p.numel() for p in trained.parameters() if p.requires_grad),
         host_bytes=tracker.host_peak_bytes,
