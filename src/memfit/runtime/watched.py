@@ -51,7 +51,8 @@ class WatchedTraining(SafeSaving):
             self.state.global_step + 1,
             loss,
             # An overflow of scaled gradients is nothing unusual: the scaler skips and scales down.
-            norm if scaler is None else None,
+            # A sink that nobody asks to clip has no norm.
+            norm if scaler is None and getattr(self.setup.sink, "measures", True) else None,
             inner if self.setup.sink is None and scaler is None else None,
         )
 
