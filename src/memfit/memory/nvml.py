@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
 _MAX_PROCESSES = 256
+_NAME_LENGTH = 96
 _UNKNOWN = 2**64 - 1
 
 
@@ -49,6 +50,63 @@ class DeviceUse:
     driver_bytes: int
     own_bytes: int | None
     """What the driver books to this process; None where it cannot tell (containers, Windows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCard:
+    """A card as the driver names it."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """NVIDIA's driver, whatever torch there is."""
+
+    version: str
+    cuda: tuple[int, int]
+    """The newest CUDA it runs."""
+    cards: tuple[DriverCard, ...]
+
+
+def driver() -> Driver | None:
+    """The driver and its cards; None where there is none."""
+    library = _load()
+    if library is None:
+        return None
+    try:
+        return _described(library)
+    except OSError:  # a driver that answers no question is of no use to anybody
+        return None
+    finally:
+        library.nvmlShutdown()
+
+
+def _described(library: ctypes.CDLL) -> Driver:
+    text = ctypes.create_string_buffer(_NAME_LENGTH)
+    _check(library.nvmlSystemGetDriverVersion(text, _NAME_LENGTH))
+    cuda, count = ctypes.c_int(), ctypes.c_uint()
+    _check(library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
+    _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+    version = text.value.decode(errors="replace")
+    cards = tuple(_card(library, index) for index in range(count.value))
+    return Driver(version, (cuda.value // 1000, cuda.value % 1000 // 10), cards)
+
+
+def _card(library: ctypes.CDLL, index: int) -> DriverCard:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_LENGTH)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)))
+    _check(library.nvmlDeviceGetName(handle, text, _NAME_LENGTH))
+    _check(
+        library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    )
+    use = Nvml(library, handle).use()
+    name = text.value.decode(errors="replace")
+    return DriverCard(name, (major.value, minor.value), use.total_bytes, use.used_bytes)
 
 
 class Nvml:

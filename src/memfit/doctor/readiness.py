@@ -1,0 +1,119 @@
+"""Which strategies can be used on a device, each asked itself, on a small model that suits all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memfit.doctor.environment import Environment
+
+if TYPE_CHECKING:
+    from memfit.memory.cards import DeviceProfile
+    from memfit.strategies import Setup, Strategy
+
+# Packages a strategy cannot work without, and those it is only faster with.
+_NEEDS = {"lora": "peft", "fused_layers": "triton"}
+_FASTER_WITH = {"lowbit_adamw": "triton", "gradient_release": "triton", "cuda_graphs": "triton"}
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether one strategy can be used here."""
+
+    strategy: str
+    fidelity: str
+    reason: str = ""
+    """Why it cannot be used, in its own words; empty where it can."""
+    note: str = ""
+    command: str = ""
+    """What installs what it lacks, where that is all it lacks."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be used."""
+        return not self.reason
+
+
+def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Readiness]:
+    """Every strategy of the registry, in its order; on `card` where one is given."""
+    from memfit.strategies import ORDER
+
+    return [_judged(kind, found, card) for kind in ORDER]
+
+
+def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None) -> Readiness:
+    setup = _setup(found, card)
+    strategy = _made(kind, setup)
+    for one in _beneath(kind.name, setup):
+        if not one.unavailable(setup):
+            one.apply(setup)
+    reason = strategy.unavailable(setup)
+    note = command = ""
+    if kind.name in _NEEDS and reason:
+        package = found.package(_NEEDS[kind.name])
+        command = package.command if package.lacking else ""
+    elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
+        package = found.package(_FASTER_WITH[kind.name])
+        if not setup.has_triton:
+            note, command = f"faster with {package.name}", package.command
+    return Readiness(kind.name, str(strategy.fidelity), reason, note, command)
+
+
+def _setup(found: Environment, card: DeviceProfile | None) -> Setup:
+    import torch
+    from transformers import TrainingArguments
+
+    from memfit.strategies import Setup
+
+    on_gpu = card is None and found.torch.sees_gpu
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, report_to="none", use_cpu=not on_gpu)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return Setup(model=_model(), args=args, device=device, card=card)
+
+
+def _model() -> Any:
+    """One layer that every strategy has something to do for."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config: Any = BertConfig(
+        vocab_size=32,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        attention_probs_dropout_prob=0.0,
+    )
+    config._attn_implementation = "eager"
+    build: Any = BertForSequenceClassification
+    return build(config)
+
+
+def _made(kind: type[Strategy], setup: Setup) -> Strategy:
+    """With the settings that a plan for this device would take."""
+    from memfit.strategies import GradientRelease, HalfPrecision, LowBitAdamW, Truncation
+
+    half: Any = {"dtype": "float16" if setup.lacks_bf16 else "bfloat16"}
+    special: dict[type[Strategy], Callable[[], Strategy]] = {
+        HalfPrecision: lambda: HalfPrecision(**half),
+        LowBitAdamW: lambda: LowBitAdamW(**half),
+        GradientRelease: lambda: GradientRelease("kept8"),
+        Truncation: lambda: Truncation(16),
+    }
+    return special[kind]() if kind in special else kind()
+
+
+def _beneath(name: str, setup: Setup) -> list[Strategy]:
+    """What a strategy stands on."""
+    from memfit.strategies import Freezing, LowBitAdamW, Packing
+
+    low_bit = _made(LowBitAdamW, setup)
+    beneath: dict[str, list[Strategy]] = {
+        "frozen_features": [Freezing("encoder", head_learning_rate=1e-3)],
+        "gradient_release": [low_bit],
+        "cuda_graphs": [Packing(), low_bit],
+    }
+    return beneath.get(name, [])

@@ -1,0 +1,366 @@
+"""`memfit doctor`: what it finds, what it advises, what it says a card can train."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from planner_fixtures import FormulaPricer
+
+from memfit.cli import run
+from memfit.doctor import readiness as readiness_module
+from memfit.doctor.advice import Finding, findings, lacks_kernels, torch_command
+from memfit.doctor.environment import (
+    OPTIONAL,
+    Card,
+    Environment,
+    Package,
+    TorchBuild,
+    look_around,
+)
+from memfit.doctor.reach import model_config, reaches, well_known
+from memfit.doctor.readiness import Readiness, readiness
+from memfit.memory.cards import find_card
+from memfit.memory.nvml import Driver, DriverCard, driver
+from memfit.planner.values import Workload
+from memfit.strategies import ORDER, Setup
+
+GIB = 2**30
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+TURING, AMPERE, BLACKWELL, PASCAL = (7, 5), (8, 6), (12, 0), (6, 1)
+CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+
+
+@pytest.fixture(scope="module")
+def here() -> Environment:
+    return look_around()
+
+
+def nvidia(capability: tuple[int, int] = AMPERE, cuda: tuple[int, int] = (12, 8)) -> Driver:
+    card = DriverCard("NVIDIA GeForce RTX 3060", capability, 12 * GIB, 0)
+    return Driver("570.124", cuda, (card,))
+
+
+def machine(here: Environment, **changes: Any) -> Environment:
+    """This machine, but with the given parts."""
+    return dataclasses.replace(here, **changes)
+
+
+def problems(found: Environment) -> list[Finding]:
+    return [one for one in findings(found) if one.kind == "problem"]
+
+
+# ---- what there is ----
+
+
+def test_every_requirement_is_listed_and_met_here(here: Environment) -> None:
+    required = {one.name: one for one in here.packages if one.required}
+    assert required["torch"].version == importlib.metadata.version("torch")
+    assert required["torch"].wanted == ">=2.11"
+    assert {"transformers", "accelerate", "datasets", "scikit-learn"} <= required.keys()
+    assert [name for name, one in required.items() if one.lacking] == []
+
+
+def test_optional_packages_come_with_what_they_are_for_and_what_installs_them(
+    here: Environment,
+) -> None:
+    optional = [one for one in here.packages if not one.required]
+    assert [one.name for one in optional] == list(OPTIONAL)
+    assert all(one.purpose and one.command.startswith("pip install ") for one in optional)
+    assert here.package("peft").command == 'pip install "peft>=0.21"'
+
+
+def test_on_windows_triton_is_another_package(here: Environment) -> None:
+    from memfit.doctor.environment import packages
+
+    windows = machine(here, system="Windows", packages=tuple(packages("Windows")))
+    assert windows.package("triton").name == "triton-windows"
+    assert windows.package("triton").command == 'pip install "triton-windows>=3.6"'
+
+
+def test_a_version_below_the_bound_is_lacking() -> None:
+    assert Package("torch", "2.10.0+cpu", ">=2.11").lacking
+    assert not Package("torch", "2.11.0+cu130", ">=2.11").lacking
+    assert not Package("torch", "2.16.0.dev1", ">=2.11").lacking
+    assert Package("transformers", "6.0", ">=5.17,<6").lacking
+
+
+def test_torch_is_described_as_it_was_built(here: Environment) -> None:
+    assert here.torch.version == torch.__version__
+    assert here.torch.cuda == torch.version.cuda
+    assert here.torch.error == ""
+
+
+@without_gpu
+def test_without_a_driver_there_are_no_cards(here: Environment) -> None:
+    assert driver() is None
+    assert here.cards == ()
+    (note,) = findings(here)
+    assert note.kind == "note"
+    assert "trains on the CPU" in note.text
+
+
+# ---- what to do ----
+
+
+def test_a_missing_requirement_is_fatal_and_named_with_its_command(here: Environment) -> None:
+    kept = [one for one in here.packages if one.name != "accelerate"]
+    gone = Package("accelerate", None, ">=1.15", required=True)
+    (found,) = problems(machine(here, packages=(*kept, gone)))
+    assert found.fatal
+    assert found.text == "accelerate is not installed; memfit needs >=1.15"
+    assert found.command == 'pip install "accelerate>=1.15"'
+
+
+def test_a_torch_without_cuda_beside_a_card_is_told_with_the_right_build(
+    here: Environment,
+) -> None:
+    build = TorchBuild("2.13.0+cpu")
+    (found,) = problems(machine(here, torch=build, driver=nvidia(), cards=()))
+    assert "built without CUDA and leaves the NVIDIA GeForce RTX 3060 unused" in found.text
+    assert not found.fatal
+    assert found.command == (
+        'pip install --force-reinstall "torch>=2.11" '
+        "--index-url https://download.pytorch.org/whl/cu126"
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "build"),
+    [
+        (PASCAL, (13, 0), "cu126"),  # later builds have no kernels for it
+        (TURING, (12, 4), "cu126"),
+        (TURING, (13, 0), "cu130"),
+        (AMPERE, (12, 8), "cu126"),
+        (BLACKWELL, (12, 8), "cu128"),
+        (BLACKWELL, (13, 2), "cu130"),
+    ],
+)
+def test_the_build_of_torch_follows_card_and_driver(
+    capability: tuple[int, int], cuda: tuple[int, int], build: str
+) -> None:
+    command = torch_command(capability, nvidia(capability, cuda), ">=2.11")
+    assert command.endswith(f"/whl/{build}")
+
+
+def test_a_driver_too_old_for_torch_is_told(here: Environment) -> None:
+    build = TorchBuild("2.13.0+cu130", cuda="13.0")
+    (found,) = problems(machine(here, torch=build, driver=nvidia(cuda=(12, 4)), cards=()))
+    assert "driver 570.124 runs CUDA 12.4 at most" in found.text
+    assert found.command.endswith("/cu126")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "lacks"),
+    [
+        (CU130, PASCAL, True),
+        (CU126, PASCAL, False),
+        (CU126, BLACKWELL, True),
+        (CU130, (12, 1), False),
+        (CU126, (8, 9), False),  # sm_86 runs on Ada
+        (CU130, (8, 7), False),
+        (CU126, (10, 0), True),
+        (CU130, (13, 0), False),  # compute_120 is compiled on the spot
+        ((), AMPERE, False),  # nothing is known
+    ],
+)
+def test_kernels_run_on_their_own_generation(
+    architectures: tuple[str, ...], capability: tuple[int, int], lacks: bool
+) -> None:
+    build = TorchBuild("2.13.0", cuda="13.0", sees_gpu=True, architectures=architectures)
+    assert lacks_kernels(build, capability) is lacks
+
+
+def test_a_card_without_kernels_is_a_problem_with_a_command(here: Environment) -> None:
+    card = Card("NVIDIA GeForce GTX 1080", PASCAL, 8 * GIB, 8 * GIB)
+    build = TorchBuild("2.13.0+cu130", cuda="13.0", sees_gpu=True, architectures=CU130)
+    old = nvidia(PASCAL, (13, 0))
+    (found,) = problems(machine(here, torch=build, driver=old, cards=(card,)))
+    assert "no kernel image is available" in found.text
+    assert found.command.endswith("/cu126")
+
+
+def test_memory_that_others_hold_is_worth_a_word(here: Environment) -> None:
+    build = TorchBuild("2.13.0+cu130", cuda="13.0", sees_gpu=True, architectures=CU130)
+    card = Card("NVIDIA GeForce RTX 3060", AMPERE, 12 * GIB, 8 * GIB)
+    found = machine(here, torch=build, driver=nvidia(), cards=(card,))
+    assert any(
+        "4.00 GiB of the NVIDIA GeForce RTX 3060 are in use" in n.text for n in findings(found)
+    )
+    free = machine(found, cards=(dataclasses.replace(card, free_bytes=11.9 * GIB),))
+    assert findings(free) == []
+
+
+def test_windows_has_its_own_notes(here: Environment) -> None:
+    from memfit.doctor.environment import packages
+
+    build = TorchBuild("2.13.0+cu130", cuda="13.0", sees_gpu=True, architectures=CU130)
+    card = Card("NVIDIA GeForce RTX 3060", AMPERE, 12 * GIB, 12 * GIB)
+    windows = machine(
+        here, system="Windows", packages=tuple(packages("Windows")), torch=build,
+        driver=nvidia(), cards=(card,),
+    )  # fmt: skip
+    triton, fallback = findings(windows)
+    assert triton.command == 'pip install "triton-windows>=3.6"'
+    assert "Sysmem Fallback" in fallback.text
+
+
+def test_a_torch_that_cannot_be_imported_is_fatal(here: Environment) -> None:
+    error = "OSError: [WinError 126] The specified module could not be found"
+    (found,) = findings(machine(here, system="Windows", torch=TorchBuild("2.13.0", error=error)))
+    assert found.fatal
+    assert "Visual C++ Redistributable" in found.text
+
+
+# ---- strategies ----
+
+
+def by_name(found: list[Readiness]) -> dict[str, Readiness]:
+    return {one.strategy: one for one in found}
+
+
+def test_every_strategy_of_the_registry_is_asked_in_its_order(here: Environment) -> None:
+    found = readiness(here, find_card("H200"))
+    assert [one.strategy for one in found] == [kind.name for kind in ORDER]
+    assert [one.strategy for one in found if not one.ready] == []
+
+
+def test_an_older_card_is_judged_in_float16_and_not_refused(here: Environment) -> None:
+    found = by_name(readiness(here, find_card("T4")))
+    assert found["half_precision"].ready
+    assert found["lowbit_adamw"].ready
+    assert found["cuda_graphs"].ready
+
+
+@without_gpu
+def test_on_a_cpu_strategies_say_themselves_why_they_are_of_no_use(here: Environment) -> None:
+    found = by_name(readiness(here))
+    assert found["cuda_graphs"].reason == "a cpu has no CUDA graphs"
+    assert found["packing"].ready
+    assert found["frozen_features"].ready
+    assert all(one.command == "" for one in found.values())
+
+
+def test_without_triton_the_command_that_installs_it_is_given(
+    here: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Setup, "has_triton", False)
+    kept = [one for one in here.packages if one.name != "triton"]
+    lacking = machine(here, packages=(*kept, Package("triton", None, ">=3.6", purpose="kernels")))
+    found = by_name(readiness(lacking, find_card("RTX 3060")))
+    assert found["fused_layers"].reason == "its kernels need Triton, which is not installed"
+    assert found["fused_layers"].command == 'pip install "triton>=3.6"'
+    assert found["lowbit_adamw"].ready
+    assert found["lowbit_adamw"].note == "faster with triton"
+
+
+def test_without_peft_lora_names_its_command(
+    here: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+
+    def without_peft(name: str, package: str | None = None) -> Any:
+        return None if name == "peft" else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_peft)
+    kept = [one for one in here.packages if one.name != "peft"]
+    lacking = machine(here, packages=(*kept, Package("peft", None, ">=0.21", purpose="--lora")))
+    found = by_name(readiness(lacking))["lora"]
+    assert found.command == 'pip install "peft>=0.21"'
+
+
+def test_packages_a_strategy_needs_are_known_packages() -> None:
+    needed = {**readiness_module._NEEDS, **readiness_module._FASTER_WITH}
+    assert needed.keys() <= {kind.name for kind in ORDER}
+    assert set(needed.values()) <= OPTIONAL.keys()
+
+
+# ---- what a card can train ----
+
+
+def formula(workload: Workload, card: Any) -> FormulaPricer:
+    return FormulaPricer(workload, card)
+
+
+def test_well_known_models_have_their_published_sizes() -> None:
+    from memfit.memory.models import build_on_meta
+    from memfit.memory.spec import StepSpec
+
+    published = {
+        "BERT-tiny": 4.4, "BERT-base": 109.5, "BERT-base Chinese": 102.3, "BERT-large": 335.1,
+        "RoBERTa-base": 124.6, "RoBERTa-large": 355.4, "XLM-R-base": 278.0, "XLM-R-large": 559.9,
+        "DeBERTa-v3-base": 184.4, "ModernBERT-base": 149.6, "ModernBERT-large": 395.8,
+    }  # fmt: skip
+    sizes = {}
+    for model in well_known():
+        config = model_config(model)
+        made = build_on_meta(StepSpec(config=config, rows=1, length=1), config)
+        sizes[model.name] = round(sum(one.numel() for one in made.parameters()) / 1e6, 1)
+    assert sizes == published
+
+
+def test_a_larger_budget_never_trains_less_or_slower() -> None:
+    models = [one for one in well_known() if one.name == "BERT-base"]
+    card = find_card("RTX 3060")
+    rows = [
+        row
+        for budget in (1.5e9, 11e9)
+        for row in reaches(card, int(budget), models=models, host_bytes_free=0, pricer_for=formula)
+    ]
+    small, large = rows
+    assert [cell.fits for cell in (small.exact, small.rounding)] == [False, True]
+    assert [cell.fits for cell in (large.exact, large.rounding)] == [True, True]
+    assert large.rounding.texts_per_second > small.rounding.texts_per_second
+    assert large.allowed is small.allowed is None
+
+
+def test_a_cell_that_does_not_fit_says_what_the_smallest_plan_needs() -> None:
+    models = [one for one in well_known() if one.name == "BERT-large"]
+    budget = 10**9
+    (row,) = reaches(
+        find_card("RTX 3060"), budget, models=models, host_bytes_free=0, pricer_for=formula
+    )
+    assert not row.exact.fits
+    assert row.exact.device_bytes > row.rounding.device_bytes > budget
+    assert row.allowed is not None
+    assert row.allowed.device_bytes < row.rounding.device_bytes
+
+
+# ---- the command ----
+
+
+def test_json_has_every_part_and_nothing_else_on_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["doctor", "--json", "--no-table", "--gpu", "RTX 3060"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["works"] is True
+    assert found["torch"]["version"] == torch.__version__
+    assert found["card"]["name"] == "GeForce RTX 3060 12GB"
+    assert found["budget_bytes"] == found["card"]["total_bytes"] - 256 * 2**20
+    assert found["strategies"]["fused_layers"]["ready"] is True
+    assert found["packages"]["peft"]["wanted"] == ">=0.21"
+    assert found["trains"] == []
+
+
+def test_the_text_fits_eighty_columns_and_names_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["doctor", "--no-table"]) == 0
+    text = capsys.readouterr().out
+    tables = text[text.index("optional package") :]
+    assert max(map(len, tables.splitlines())) <= 80
+    assert re.search(r"packing +exact +ready", text)
+    assert "pip install flash-attn --no-build-isolation" in text
+
+
+def test_an_unknown_card_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--gpu", "RTX 30600"]) == 2
+    assert "no card 'RTX 30600' is known" in capsys.readouterr().err
