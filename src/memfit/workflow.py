@@ -191,7 +191,6 @@ class _Run:
         from memfit.planner import free_strategies
         from memfit.probe import MeasureOneStep
         from memfit.runtime.progress import MemfitProgress
-        from memfit.runtime.rehearsal import rehearsed_step_seconds
         from memfit.runtime.trainer import BudgetTrainer
 
         labels, max_length = text.labels, self.config.data.max_length
@@ -237,8 +236,8 @@ class _Run:
         )
         with self.clock.measure("plan"):
             trainer = self._fit(make, last)
-            if not self.quiet and not arguments.torch_compile:
-                bar.step_seconds = rehearsed_step_seconds(trainer)
+        if self.quiet:
+            trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
         return trainer, tokens
@@ -251,14 +250,16 @@ class _Run:
         if last is not None and (recorded := recorded_micro_batching(last)):
             begun_with = RunConfig.from_toml(self.claim.folder.config).budget
             if begun_with == self.config.budget:
-                return make(budget=self.config.budget, micro_batching=recorded)
+                trainer = make(budget=self.config.budget, micro_batching=recorded)
+                trainer.guard.adjuster.keeps_plan = False  # it was the planner's, not the user's
+                return trainer
         try:
             return make(budget=self.config.budget)
         except TraceError as error:
             if parse_budget(self.config.budget) != Budget():
                 raise  # a promise that cannot be checked is not made
             self.say(f"note     memory cannot be predicted: {error}")
-            return make(micro_batching=MicroBatching())
+            return make(budget=self.config.budget, micro_batching=MicroBatching())
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""

@@ -1,43 +1,125 @@
-"""A step tried before training tells the time and leaves no trace."""
+"""The largest batch tried before training: it tells time and memory, and leaves no trace."""
 
 from __future__ import annotations
 
-import sys
+import io
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
-
-from test_against_stock import arguments, collate, model_of, texts
+from rich.console import Console
+from strategy_fixtures import arguments, build, collate, rows_of
 
 from memfit import BudgetTrainer
-from memfit.runtime.rehearsal import rehearsed_step_seconds
-from memfit.strategies import Packing
+from memfit.errors import DoesNotFitError
+from memfit.runtime.batching import MicroBatching
+from memfit.runtime.progress import MemfitProgress
+from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
+
+ROWS = rows_of(48)
+SINKS: dict[str, list[Any]] = {
+    "adamw": [Packing()],
+    "kept": [Packing(), LowBitAdamW()],
+    "kept8": [Packing(), LowBitAdamW(), GradientRelease("kept8")],
+    "release": [Packing(), LowBitAdamW(), GradientRelease()],
+}
 
 
-def trained(folder: Path, *, rehearsed: bool) -> dict[str, torch.Tensor]:
-    model = model_of()
-    model.config.hidden_dropout_prob = 0.1
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
-    args = arguments(folder, max_steps=4, optim="adamw_torch", learning_rate=1e-3)
-    trainer = BudgetTrainer(
-        model, args, train_dataset=texts(80), data_collator=collate, strategies=[Packing()]
-    )
+def trainer_of(
+    folder: Path, strategies: list[Any], budget: str | None, model: Any = None, **named: Any
+) -> BudgetTrainer:
+    model = model or build("bert", hidden_size=128, intermediate_size=160, num_hidden_layers=4)
+    args = arguments(folder, max_steps=4, learning_rate=1e-3, max_grad_norm=0.0, seed=3)
+    given = {"train_dataset": ROWS, "data_collator": collate, **named}
+    trainer = BudgetTrainer(model, args, strategies=strategies, budget=budget, **given)
     trainer.remove_callback(transformers.PrinterCallback)
-    if rehearsed:
-        assert 0 < rehearsed_step_seconds(trainer) < 60
-        assert all(parameter.grad is None for parameter in model.parameters())
+    return trainer
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_rehearsed_run_ends_with_the_weights_of_one_that_was_not(tmp_path, name):
+    ended = []
+    for budget in (None, "10GB"):
+        limits = MicroBatching(max_rows=8)
+        trainer = trainer_of(tmp_path, SINKS[name], budget, micro_batching=limits)
+        torch.manual_seed(7)
+        trainer.train()
+        assert (trainer.rehearsal is None) == (budget is None)
+        ended.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.equal(plain, rehearsed) for plain, rehearsed in zip(*ended, strict=True))
+
+
+def test_the_longest_rows_are_what_is_tried(tmp_path):
+    trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching())
     trainer.train()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    longest = sorted((len(row["input_ids"]) for row in ROWS), reverse=True)[:8]
+    assert trainer.rehearsal is not None
+    assert list(trainer.rehearsal.worst_lengths) == longest
 
 
-def test_a_rehearsed_run_ends_with_the_weights_of_one_that_was_not(tmp_path):
-    torch.manual_seed(7)
-    plain = trained(tmp_path, rehearsed=False)
-    torch.manual_seed(7)
-    rehearsed = trained(tmp_path, rehearsed=True)
-    assert all(torch.equal(plain[name], rehearsed[name]) for name in plain)
+def test_the_time_it_took_is_announced(tmp_path):
+    written = io.StringIO()
+    bar = MemfitProgress(console=Console(file=written))
+    trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching(), callbacks=[bar])
+    trainer.train()
+    assert trainer.rehearsal is not None
+    assert 0 < trainer.rehearsal.step_seconds < 60
+    assert "training: 4 steps, about" in written.getvalue()
+
+
+def test_what_does_not_fit_is_made_smaller_before_the_first_step(tmp_path, caplog):
+    whole = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching())
+    whole.train()
+    assert whole.rehearsal is not None
+    held_bytes = whole.guard._trainer._cap.held_bytes()
+    needed_bytes = whole.rehearsal.peak_bytes
+    # Room for the weights and their state, and half of what else the whole batch takes.
+    budget = held_bytes + (needed_bytes - held_bytes) * 2 // 3
+    tight = trainer_of(tmp_path, [], str(budget), micro_batching=MicroBatching())
+    tight.train()
+    assert tight.state.global_step == 4
+    made = tight.guard.adjustments.made
+    assert made[0].step == 1
+    assert made[0].why.startswith("the largest batch was tried and did not fit")
+    assert tight._cap.peak_bytes <= budget
+    assert "did not fit" in caplog.text
+
+
+def test_a_row_that_never_fits_is_said_before_anything_is_trained(tmp_path):
+    trainer = trainer_of(tmp_path, [], "1MB", micro_batching=MicroBatching())
+    with pytest.raises(DoesNotFitError, match="the longest row alone does not fit"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_what_a_token_takes_is_learnt_from_it(tmp_path):
+    """Against what the counter says of a batch that was not rehearsed."""
+    model = build("bert", num_hidden_layers=4)
+    trainer = trainer_of(tmp_path, [Packing(), Checkpointing(2)], "10GB", model,
+                         micro_batching=MicroBatching())  # fmt: skip
+    trainer.train()
+    memory = trainer.guard.adjuster.memory
+    assert memory is not None
+    assert memory.depth == 4
+    assert memory.layer_bytes > 5 * 32 * 4  # a layer of 32 keeps far more than its input
+    assert trainer.rehearsal is not None
+    from memfit.runtime.ways import Pieces
+
+    tokens = sum(trainer.rehearsal.worst_lengths)
+    predicted = memory.peak_bytes(Pieces(1, tokens, 8), 2)
+    assert predicted == pytest.approx(trainer.rehearsal.peak_bytes, rel=1e-6)
+
+
+def test_a_stream_cannot_be_rehearsed_and_trains(tmp_path):
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    trainer = trainer_of(
+        tmp_path, [], "10GB", micro_batching=MicroBatching(), train_dataset=Stream()
+    )
+    trainer.train()
+    assert trainer.rehearsal is None
+    assert trainer.state.global_step == 4

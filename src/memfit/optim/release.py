@@ -14,7 +14,7 @@ from memfit.optim.norm import NormPrediction
 from memfit.optim.scaling import LossScale
 from memfit.optim.sinks import GradientSink
 
-FLUSH_BYTES = 16 * 2**20
+FLUSH_BYTES = 4 * 2**20
 """Gradients gathered before one launch updates them all: two launches a layer of BERT-Large."""
 
 
@@ -118,7 +118,7 @@ class GradientRelease(GradientSink):
         params = [p for p, _ in self._pending]
         grads = [grad for _, grad in self._pending]
         self._pending, self._pending_bytes = [], 0
-        self.touched = self.touched or bool(params)
+        self.touched = self.touched or (bool(params) and not self.capturing)
         if self.measures or self.loss_scale is not None:
             self._norm.measure_many(params, grads)
         if self.loss_scale is not None:
@@ -238,7 +238,7 @@ class TwoPassRelease(GradientRelease):
     def _flush(self) -> None:
         work: list[tuple[Tensor, Tensor | CodedGradient]] = [*self._pending]
         self._pending, self._pending_bytes = [], 0
-        self.touched = self.touched or bool(work)
+        self.touched = self.touched or (bool(work) and not self.capturing)
         self.optimizer.update_many(work)
 
     def _settle(self) -> None:

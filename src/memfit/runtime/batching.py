@@ -91,10 +91,15 @@ def split(
     """
     count = row_count(batch)
     spans = _spans(batch, trim)
-    groups = _group([stop - start for start, stop in spans], micro_batching, packed=packed)
+    groups = group_rows([stop - start for start, stop in spans], micro_batching, packed=packed)
     if len(groups) <= 1:
         groups = [list(range(count))]
     return [_micro_batch(batch, count, group, spans) for group in groups]
+
+
+def lengths_of(batch: Mapping[str, Any], trim: Trim) -> list[int]:
+    """Columns that each row of a batch needs."""
+    return [stop - start for start, stop in _spans(batch, trim)]
 
 
 def row_count(batch: Mapping[str, Any]) -> int:
@@ -105,7 +110,7 @@ def row_count(batch: Mapping[str, Any]) -> int:
     return 0
 
 
-def _group(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> list[list[int]]:
+def group_rows(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> list[list[int]]:
     """Rows in groups within the limits, longest first: the first row of a group is its width."""
     groups: list[list[int]] = []
     width = tokens = 0

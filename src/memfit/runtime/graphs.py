@@ -85,7 +85,7 @@ class GraphCache:
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One step on a batch from the host; its loss, on the device, yours to keep."""
         key = (batch.total_tokens, batch.rows, batch.max_seqlen)
-        with self._on_stream():
+        with self.on_stream():
             if not self._is_warm:
                 # Kernels are compiled and matrix products choose their algorithms here.
                 loss = self._body(batch.to(self._device, non_blocking=True))
@@ -110,16 +110,23 @@ class GraphCache:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            loss = self._body(static)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                loss = self._body(static)
+        except Exception:
+            graph.reset()  # nothing was executed; its share of the pool goes back
+            raise
         self._pool = self._pool or graph.pool()
         self._captured[key] = _Captured(graph, static, loss)
         return self._captured[key]
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def on_stream(self) -> Iterator[None]:
+        """What is launched inside comes before the graphs' next replay, and after all until now."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
-            yield
-        outside.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)

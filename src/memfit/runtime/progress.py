@@ -166,6 +166,10 @@ class MemfitProgress(TrainerCallback):
     ) -> None:
         self.close()
 
+    def say(self, line: str) -> None:
+        """One line above the bar."""
+        self.console.print(line, highlight=False)
+
     def close(self) -> None:
         """Give the terminal back; also after a training that was interrupted."""
         if self._bar is not None:

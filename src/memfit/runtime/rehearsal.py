@@ -1,42 +1,220 @@
-"""One step tried before the first, to say how long the training will take.
+"""The largest batch there can be, tried before the first step.
 
-It leaves no trace: gradients are dropped, no weight moves, random numbers are put back.
+It goes through forward and backward and leaves no trace: gradients are dropped, where a sink takes
+them too; no weight and no state moves; random numbers are put back. What does not fit is found
+here, and made smaller here. What was measured says how much memory a token takes, and how long the
+training will.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.errors import DoesNotFitError
+from memfit.runtime.batching import Batch, lengths_of
 from memfit.runtime.checkpoint import preserved_rng
+from memfit.runtime.lengths import row_lengths
+from memfit.runtime.live_bytes import LiveBytes
+from memfit.runtime.step import StepExecutor
+from memfit.runtime.ways import MemoryModel, Way, pieces_of
 
 if TYPE_CHECKING:
-    from memfit.runtime.trainer import BudgetTrainer
+    from memfit.runtime.guarded import GuardedTraining
 
-_TRIES = 2
-"""The first also loads kernels and warms caches."""
-_LONG_SECONDS = 5.0
+LONG_SECONDS = 5.0
 """Nobody should wait for a second try of a step that takes this long."""
+_ROOMY = 0.5
+"""A worst batch that needs no more than this of the limit leaves nothing to decide."""
 
 
-def rehearsed_step_seconds(trainer: BudgetTrainer) -> float:
-    """Forward and backward of one effective batch of rows from all over the dataset."""
-    dataset: Any = trainer.train_dataset
-    count = min(trainer.args.per_device_train_batch_size, len(dataset))
-    rows = [dataset[index * len(dataset) // count] for index in range(count)]
-    seconds = 0.0
-    with preserved_rng():
-        batch = trainer.data_collator(rows)
-        trainer.model.train()
-        for _ in range(_TRIES):
-            started = time.perf_counter()
-            trainer.executor.run(trainer.model, batch)
-            if trainer.args.device.type == "cuda":
-                torch.cuda.synchronize(trainer.args.device)
-            seconds = time.perf_counter() - started
-            trainer.model.zero_grad()
-            if seconds > _LONG_SECONDS:
-                break
-    return seconds
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What was found out before the first step."""
+
+    step_seconds: float
+    """Forward and backward of a usual batch."""
+    peak_bytes: int
+    """The highest moment of the largest batch."""
+    worst_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    pieces: int
+    tokens: int
+    """Of the largest micro-batch."""
+    all_tokens: int
+    peak_bytes: int
+    seconds: float
+
+
+def rehearse(trainer: GuardedTraining, loader: Any) -> Rehearsal | None:
+    """The effective batch of the longest rows; None where rows cannot be looked at beforehand."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return None
+    return _Stage(trainer, dataset, loader.collate_fn).play()
+
+
+class _Stage:
+    def __init__(
+        self, trainer: GuardedTraining, dataset: Any, collate: Callable[..., Batch]
+    ) -> None:
+        self._trainer = trainer
+        self._guard = trainer.guard
+        self._dataset = dataset
+        self._collate = collate
+        self._device: torch.device = trainer.args.device
+        self._count = min(trainer.args.per_device_train_batch_size, len(dataset))
+
+    def play(self) -> Rehearsal:
+        model, guard = self._trainer.model, self._guard
+        model.train()
+        with preserved_rng():
+            worst = self._batch(self._longest())
+            lengths = lengths_of(worst, self._trainer.executor.trim)
+            guard.worst_lengths = lengths
+            tried = self._until_it_fits(worst, lengths)
+            if self._may_be_tight(tried):
+                self._learn(lengths, tried)
+            seconds = self._usual_seconds(tried)
+        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths))
+
+    # ---- the batches ----
+
+    def _longest(self) -> list[int]:
+        """The rows with most tokens; any where that cannot be told."""
+        lengths = row_lengths(self._dataset)
+        order = range(len(self._dataset))
+        if len(lengths) == len(self._dataset):
+            order = sorted(order, key=lambda row: -lengths[row])  # type: ignore[assignment]
+        return list(order[: self._count])
+
+    def _batch(self, rows: list[int]) -> Batch:
+        batch: Batch = self._collate([self._dataset[row] for row in rows])
+        return batch
+
+    # ---- trying ----
+
+    def _until_it_fits(self, batch: Batch, lengths: list[int]) -> _Tried:
+        guard = self._guard
+        while True:
+            way = guard.way_for(lengths)
+            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            tried, failed = self._try(batch, way)
+            if tried is not None:
+                return tried
+            smaller = guard.adjuster.failed(way, pieces, guard.limit_bytes)
+            if smaller is None or smaller == way:
+                raise DoesNotFitError(
+                    f"the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                    "choose a shorter --max-length or a smaller model"
+                )
+            tokens = replace(way, max_tokens=pieces.tokens)
+            guard.note(f"the largest batch was tried and did not fit ({failed})", str(tokens),
+                       str(smaller))  # fmt: skip
+
+    def _try(self, batch: Batch, way: Way) -> tuple[_Tried | None, str]:
+        model, guard = self._trainer.model, self._guard
+        lengths = lengths_of(batch, self._trainer.executor.trim)
+        pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+        peak = PeakMeter(self._device, guard.standing_tensors)
+
+        def run(executor: StepExecutor) -> None:
+            with peak.measuring():
+                executor.rehearse(model, batch)
+
+        started = time.perf_counter()
+        failed = guard.attempt(run, way, pieces)
+        seconds = time.perf_counter() - started
+        guard.clear(model, free=bool(failed))
+        if failed:
+            return None, failed
+        return _Tried(pieces.count, pieces.tokens, sum(lengths), peak.bytes, seconds), ""
+
+    # ---- learning ----
+
+    def _may_be_tight(self, tried: _Tried) -> bool:
+        """Whether the limit could make a difference to how some batch is run."""
+        guard = self._guard
+        if guard.watch is None or guard.cap is None:
+            return False
+        planned = guard.adjuster.plan
+        free = planned.max_tokens is None and not planned.recomputed
+        return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
+
+    def _learn(self, lengths: list[int], tried: _Tried) -> None:
+        """Two more tries, of half the rows: what a token takes, and what of it a layer keeps."""
+        guard, depth = self._guard, self._guard.adjuster.abilities.depth
+        way = guard.way_for(lengths)
+        half = self._batch(self._longest()[::2])
+        smaller, _ = self._try(half, replace(way, max_tokens=max(tried.tokens // 2, 1)))
+        if smaller is None or smaller.tokens >= tried.tokens:
+            return
+        gradients = self._gradient_bytes()
+        high = tried.peak_bytes - (gradients if tried.pieces > 1 else 0)
+        low = smaller.peak_bytes - (gradients if smaller.pieces > 1 else 0)
+        token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
+        fixed_bytes = high - token_bytes * tried.tokens
+        other = depth if way.recomputed < depth else 0
+        layer_bytes = 0.0
+        if depth and other != way.recomputed:
+            again, _ = self._try(half, replace(way, recomputed=other,
+                                               max_tokens=max(tried.tokens // 2, 1)))  # fmt: skip
+            if again is not None:
+                saved = (smaller.peak_bytes - again.peak_bytes) / (other - way.recomputed)
+                layer_bytes = max(saved / smaller.tokens, 0.0)
+        token_bytes = max(token_bytes - layer_bytes * (depth - way.recomputed), 0.0)
+        guard.adjuster.learn(MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients))
+
+    def _gradient_bytes(self) -> int:
+        """What several micro-batches add up in, where that is the parameters' own gradient."""
+        sink = self._trainer.setup.sink
+        if sink is not None and getattr(sink, "hooked", True):
+            return 0
+        return sum(p.nbytes for p in self._trainer.model.parameters() if p.requires_grad)
+
+    def _usual_seconds(self, tried: _Tried) -> float:
+        """A batch of rows from all over the data, now that everything is warm."""
+        size = len(self._dataset)
+        usual = self._batch([index * size // self._count for index in range(self._count)])
+        lengths = lengths_of(usual, self._trainer.executor.trim)
+        if tried.seconds <= LONG_SECONDS:
+            again, _ = self._try(usual, self._guard.way_for(lengths))
+            if again is not None:
+                return again.seconds
+        return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
+
+    @property
+    def _packed(self) -> bool:
+        return self._trainer.executor.packed
+
+
+class PeakMeter:
+    """The most that tensors took while something ran."""
+
+    def __init__(self, device: torch.device, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._device = device
+        self._tensors = tensors
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """On CUDA the allocator's own peak is reset for it."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+            return
+        counter = LiveBytes()
+        counter.adopt(self._tensors())
+        with counter:
+            yield
+        self.bytes = counter.peak_bytes

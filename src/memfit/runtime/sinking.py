@@ -109,10 +109,9 @@ class GraphedExecutor(SinkExecutor):
             return super().run(model, batch)
         packed = [self._packed(part, share) for part, share in parts]
         if len(parts) == 1:
-            whole = self._cache("whole", lambda inputs: self._whole_step(model, inputs))
             sink.prepare(0)
-            return whole.run(packed[0])
-        micro = self._cache("micro", lambda inputs: self._micro(model, inputs, 0))
+            return self._cache_of("whole", model).run(packed[0])
+        micro = self._cache_of("micro", model)
         sink.begin(len(parts), replayed=True)
         losses = []
         for index, inputs in enumerate(packed):
@@ -120,14 +119,25 @@ class GraphedExecutor(SinkExecutor):
             losses.append(micro.run(inputs))
         return torch.stack(losses).sum()
 
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """As launched, on the stream of the graphs to come: autograd remembers the first it saw."""
+        name = "whole" if len(self.split(batch)) == 1 else "micro"
+        with self._cache_of(name, model).on_stream():
+            super().rehearse(model, batch)
+
     def drop(self) -> None:
         """Give the graphs' memory back."""
         for cache in self._caches.values():
             cache.drop()
 
-    def _cache(self, name: str, body: Callable[[PackedBatch], torch.Tensor]) -> GraphCache:
+    def _cache_of(self, name: str, model: nn.Module) -> GraphCache:
+        """The graphs of whole steps, or those of single micro-batches."""
         if name not in self._caches:
-            self._caches[name] = GraphCache(body, self.device)
+            bodies: dict[str, Callable[[PackedBatch], torch.Tensor]] = {
+                "whole": lambda inputs: self._whole_step(model, inputs),
+                "micro": lambda inputs: self._micro(model, inputs, 0),
+            }
+            self._caches[name] = GraphCache(bodies[name], self.device)
         return self._caches[name]
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:

@@ -20,7 +20,7 @@ from memfit._compat import without_num_items
 from memfit.arguments import TrainingArguments
 from memfit.errors import ConfigError, ModelError
 from memfit.runtime import predictions
-from memfit.runtime.batching import Batch, MicroBatching, trimming_for
+from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, trimming_for
 from memfit.runtime.checkpoint import (
     Search,
     preserved_rng,
@@ -28,10 +28,11 @@ from memfit.runtime.checkpoint import (
     recorded_micro_batching,
 )
 from memfit.runtime.effective import effective_arguments
-from memfit.runtime.export import FullPrecisionExport
+from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.lengths import longest_row
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
+from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
@@ -56,7 +57,7 @@ class ChooseMicroBatching(Protocol):
     ) -> MicroBatching: ...
 
 
-class BudgetTrainer(FullPrecisionExport):
+class BudgetTrainer(GuardedTraining):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -104,6 +105,8 @@ class BudgetTrainer(FullPrecisionExport):
             apply_all(strategies, self.setup)
             self._initialise(effective, positional, named, class_weights, budget, micro_batching)
             self.watch_training(on_nan)
+            used = frozenset(strategy.name for strategy in strategies)
+            self.guard_training(used, keeps_plan=micro_batching is not None)
         except BaseException:
             self.setup.restore()  # the user keeps the model that was given
             raise
@@ -137,6 +140,7 @@ class BudgetTrainer(FullPrecisionExport):
     @micro_batching.setter
     def micro_batching(self, value: MicroBatching) -> None:
         self.executor = dataclasses.replace(self.executor, micro_batching=value)
+        self.guard.replan()
 
     @property
     def effective_rows(self) -> int:
@@ -212,7 +216,7 @@ class BudgetTrainer(FullPrecisionExport):
             clear_device_cache()
         if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
-        return self._seen(self.executor.run(model, inputs))
+        return self._seen(self.guard.run(model, inputs))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         for before_move in self.setup.before_move:
@@ -229,7 +233,7 @@ class BudgetTrainer(FullPrecisionExport):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.setup.sink is not None:
             return self._finish_sink(model)
-        return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.setup.sink is not None and grad_norm is None:
@@ -239,7 +243,8 @@ class BudgetTrainer(FullPrecisionExport):
     def _finish_sink(self, model: nn.Module) -> torch.Tensor:
         """End the step here, since the norm is only now complete; the optimizer finds it done."""
         assert self.setup.sink is not None
-        norm = self.setup.sink.finish()
+        with retrying(self.args.device):
+            norm = self.setup.sink.finish()
         model.zero_grad()  # what is still kept would be taken for another step's
         return norm
 
@@ -266,15 +271,20 @@ class BudgetTrainer(FullPrecisionExport):
         ignore_keys: list[str] | None = None,
     ) -> predictions.Prediction:
         """The same micro-batches as in training; what comes out does not stay on the device."""
-        parts = self.executor.split(inputs)
-        outcomes = []
-        for part in parts:
-            outcome = super().prediction_step(model, part.inputs, prediction_loss_only, ignore_keys)
-            # Several ranks gather on the device first; eval_accumulation_steps bounds that.
-            alone = self.accelerator.num_processes == 1
-            outcomes.append(predictions.to_cpu(outcome) if alone else outcome)
-        weights = [self.loss_weight(part.inputs) for part in parts]
-        return predictions.merged(parts, weights, outcomes)
+        step = super().prediction_step
+
+        def predict(parts: list[MicroBatch]) -> predictions.Prediction:
+            outcomes = []
+            for part in parts:
+                outcome = step(model, part.inputs, prediction_loss_only, ignore_keys)
+                # Several ranks gather on the device first; eval_accumulation_steps bounds that.
+                alone = self.accelerator.num_processes == 1
+                outcomes.append(predictions.to_cpu(outcome) if alone else outcome)
+            weights = [self.loss_weight(part.inputs) for part in parts]
+            return predictions.merged(parts, weights, outcomes)
+
+        predicted: predictions.Prediction = self.guard.evaluate(inputs, predict)
+        return predicted
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, without a trace in the random numbers of the training."""

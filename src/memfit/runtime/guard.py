@@ -1,0 +1,299 @@
+"""Every step stays inside the budget, or is run again until it does.
+
+    look      how much memory is there for us now                            watch.py
+    choose    micro-batches and recomputed layers for this batch             adjust.py, ways.py
+    run       the step, under the cap                                        cap.py
+    failed    gradients dropped, random state back, memory freed, smaller    here
+
+Nothing a step changes outlives its failure: weights, optimizer, schedule and sampler move once
+the gradient of the whole effective batch is there. (Where gradients are released inside backward
+they move earlier; boundaries.py finishes such a step instead.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import RunStoppedError
+from memfit.memory.measured import state_tensors
+from memfit.runtime.adjust import Adjuster
+from memfit.runtime.adjustments import Adjustment, Adjustments
+from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, lengths_of
+from memfit.runtime.boundaries import LayerBoundaries
+from memfit.runtime.cap import Cap
+from memfit.runtime.live import LiveStrategies
+from memfit.runtime.out_of_memory import free_memory, is_out_of_memory, let_go
+from memfit.runtime.random_state import RandomState
+from memfit.runtime.sinking import GraphedExecutor, SinkExecutor
+from memfit.runtime.spill import SpillWatch
+from memfit.runtime.step import StepExecutor
+from memfit.runtime.watch import Watch
+from memfit.runtime.ways import Abilities, Pieces, Way, pieces_of
+from memfit.units import format_both
+
+if TYPE_CHECKING:
+    from memfit.runtime.guarded import GuardedTraining
+
+_WAIT_SECONDS = 0.5
+"""Before a step with nothing left to change is tried again: a neighbour may be done by then."""
+_WITHOUT_GAPS = 0.95
+"""What of its reserved memory torch's allocator can fill with tensors of changing size."""
+
+
+class Guard:
+    """Runs the steps of one trainer."""
+
+    def __init__(self, trainer: GuardedTraining, used: frozenset[str] = frozenset()) -> None:
+        self._trainer = trainer
+        self._device: torch.device = trainer.args.device
+        self.live = LiveStrategies(trainer.setup, used)
+        self.adjustments = Adjustments(lambda: trainer.state.log_history)
+        self.adjuster = Adjuster(self._planned(), self._abilities())
+        self.watch: Watch | None = None
+        self.cap: Cap | None = None
+        self.spill = SpillWatch()
+        self.worst_lengths: list[int] | None = None
+        """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
+        self._boundaries: LayerBoundaries | None = None
+        self._evaluated: int | None = None
+
+    # ---- what the trainer calls ----
+
+    def replan(self) -> None:
+        """The micro-batching was changed from outside."""
+        self.adjuster.replan(self._planned())
+
+    @contextlib.contextmanager
+    def held(self, cap: Cap | None, watch: Watch) -> Iterator[None]:
+        """Inside, the process keeps to the limit."""
+        if self.watch is not None:
+            yield  # an evaluation inside of a training
+            return
+        self.cap, self.watch = cap, watch
+        if cap is not None:
+            cap.move(watch.limit_bytes)
+        try:
+            yield
+        finally:
+            if cap is not None:
+                cap.release()
+            self.cap = self.watch = None
+
+    def run(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
+        self.look()
+        executor = self._trainer.executor
+        lengths = lengths_of(batch, executor.trim)
+        way = self.way_for(lengths)
+        start = RandomState.now(self._device)
+        while True:
+            pieces = pieces_of(lengths, way.micro_batching, packed=executor.packed)
+            loss, failed = self._attempt(lambda e: e.run(model, batch), way, pieces)
+            if loss is not None:
+                self._went_well()
+                return loss
+            self.clear(model)
+            start.restore(self._device)
+            way = self._smaller(model, way, pieces, failed)
+
+    def evaluate(self, batch: Batch, predict: Callable[[list[MicroBatch]], Any]) -> Any:
+        """Predictions for a batch, in smaller pieces where they do not fit."""
+        executor = self._trainer.executor
+        while True:
+            limits = executor.micro_batching
+            if self._evaluated is not None:
+                limits = MicroBatching(limits.max_rows, self._evaluated)
+            parts = replace(executor, micro_batching=limits).split(batch)
+            try:
+                return predict(parts)
+            except Exception as error:
+                if not is_out_of_memory(error) or max(len(part.rows) for part in parts) == 1:
+                    raise
+                let_go(error)
+            pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
+            self._evaluated = max(pieces.tokens // 2, 1)
+            self.note("out of memory in evaluation", str(pieces.tokens), str(self._evaluated))
+            executor.drop()
+            free_memory(self._device)
+
+    def look(self) -> None:
+        """Follow the memory that others leave, before it is too late."""
+        moved = None if self.watch is None else self.watch.look()
+        if self.watch is None or self.cap is None:
+            return
+        if moved:
+            before, now = moved
+            self.cap.move(now)
+            why = "less memory is free" if now < before else "more memory is free"
+            self.note(why, f"a limit of {format_both(before)}", format_both(now))
+        if spilled := self.spill.spilled_bytes():
+            limit = max(self.watch.limit_bytes - spilled, 0)
+            why = f"{format_both(spilled)} were moved to shared memory"
+            self.note(why, f"a limit of {format_both(self.watch.limit_bytes)}", format_both(limit))
+            self.watch.limit_bytes = limit
+            self.cap.move(limit)
+
+    def note(self, why: str, before: str, after: str) -> None:
+        """Write a change down."""
+        step = self._trainer.state.global_step + 1
+        self.adjustments.note(Adjustment(step, why, before, after))
+
+    # ---- one attempt ----
+
+    def attempt(self, run: Callable[[StepExecutor], None], way: Way, pieces: Pieces) -> str:
+        """Something tried before the first step; empty where it went well, else what was said."""
+
+        def done(executor: StepExecutor) -> Tensor:
+            run(executor)
+            return torch.zeros(())
+
+        return self._attempt(done, way, pieces)[1]
+
+    def _attempt(
+        self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: Pieces
+    ) -> tuple[Tensor | None, str]:
+        executor = self.executor_for(way)
+        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.cap is not None:
+            counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
+        try:
+            with counting:
+                return run(executor), ""
+        except Exception as error:
+            if self._trainer.args.world_size > 1 or not is_out_of_memory(error):
+                raise  # the other ranks would wait for this one
+            return None, let_go(error)
+
+    def executor_for(self, way: Way) -> StepExecutor:
+        """The trainer's executor, running this way."""
+        executor = self._trainer.executor
+        if self.live.apply(way):
+            executor.drop()  # what was captured recomputes other layers
+        around = tuple(self._trainer.setup.around_micro_batch)
+        changes: dict[str, Any] = {"micro_batching": way.micro_batching, "around": around}
+        if isinstance(executor, SinkExecutor):
+            changes["boundaries"] = self._boundaries
+        if isinstance(executor, GraphedExecutor) and way.max_tokens is not None:
+            largest = min(executor.buckets.largest or way.max_tokens, way.max_tokens)
+            changes["buckets"] = replace(executor.buckets, largest=largest)
+        return dataclasses.replace(executor, **changes)
+
+    def clear(self, model: nn.Module, *, free: bool = True) -> None:
+        """As if the step had not begun, but for the random state."""
+        sink = self._trainer.setup.sink
+        if sink is not None and hasattr(sink, "abandon"):
+            sink.abandon()
+        if self._trainer.optimizer is not None:
+            self._trainer.optimizer.zero_grad()
+        model.zero_grad()
+        if free:
+            self._trainer.executor.drop()
+            free_memory(self._device)
+
+    # ---- decisions ----
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the process may hold; 0 where nothing is known of it."""
+        return 0 if self.watch is None else self.watch.limit_bytes
+
+    def way_for(self, lengths: list[int]) -> Way:
+        """How a batch of rows of these lengths is run."""
+        fixed_shapes = isinstance(self._trainer.executor, GraphedExecutor)
+        shown = self.worst_lengths if fixed_shapes and self.worst_lengths else lengths
+        limit = None if self.cap is None else self.usable_bytes
+        return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take: the context and the gaps between blocks left out."""
+        context_bytes = getattr(getattr(self.cap, "read", None), "context_bytes", None)
+        if context_bytes is None:
+            return self.limit_bytes
+        return int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS)
+
+    def standing_tensors(self) -> Iterator[Tensor]:
+        """What is there between two steps: weights, gradients, the optimizer's state."""
+        model, optimizer = self._trainer.model, self._trainer.optimizer
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        yield from state_tensors(optimizer)
+
+    def _smaller(self, model: nn.Module, way: Way, pieces: Pieces, failed: str) -> Way:
+        smaller = self.adjuster.failed(way, pieces, self.limit_bytes)
+        if smaller is None:
+            self._stop(model, way, failed)
+        assert smaller is not None
+        self.note(f"out of memory ({failed})", str(replace(way, max_tokens=pieces.tokens)),
+                  "once more" if smaller == way else str(smaller))  # fmt: skip
+        if smaller == way and self._device.type == "cuda":
+            time.sleep(_WAIT_SECONDS)
+        return smaller
+
+    def _went_well(self) -> None:
+        before = self.adjuster.widest
+        if wider := self.adjuster.succeeded(self.limit_bytes):
+            self.note("there is room", str(before), str(wider))
+
+    def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
+        trainer = self._trainer
+        step = trainer.state.global_step
+        last = trainer.last_good_checkpoint
+        if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
+            trainer._save_checkpoint(model, None)
+        raise RunStoppedError(
+            f"out of memory in step {step + 1}, with nothing left to make smaller ({way}): "
+            f"{failed}; give it a larger --budget, a shorter --max-length or a smaller model",
+            trainer.last_good_checkpoint,
+        )
+
+    # ---- what there is to change ----
+
+    def _planned(self) -> Way:
+        limits = self._trainer.executor.micro_batching
+        return Way(limits.max_tokens, limits.max_rows, self.live.recomputed)
+
+    def _abilities(self) -> Abilities:
+        on_cuda = self._device.type == "cuda"
+        return Abilities(
+            splits=not self._trainer.setup.single_micro_batch,
+            depth=self.live.depth,
+            offloads=self.live.offloads,
+            piece_tokens=512 if on_cuda else 32,
+        )
+
+    def watch_layers(self) -> None:
+        """Where backward moves weights, note how far it has come (boundaries.py)."""
+        setup = self._trainer.setup
+        sink: Any = setup.sink
+        if self._boundaries is not None or not getattr(sink, "updates_in_backward", False):
+            return
+        if not self.live.depth and not self._has_layers():
+            return
+        self._boundaries = LayerBoundaries(setup.model, sink, self._device, self._make_room)
+        setup.undo.append(self._boundaries.remove)
+
+    def _has_layers(self) -> bool:
+        from memfit.strategies._layers import stack_problem
+
+        return not stack_problem(self._trainer.setup.model, None)
+
+    def _make_room(self, tries: int) -> None:
+        """Before a backward pass goes on where it failed: recompute all, then wait a little."""
+        turns = self._trainer.setup.recomputed
+        if turns is not None:
+            turns.limit = self.live.depth
+        free_memory(self._device)
+        if tries and self._device.type == "cuda":
+            time.sleep(_WAIT_SECONDS)

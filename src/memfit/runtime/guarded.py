@@ -1,0 +1,106 @@
+"""A Trainer whose steps stay inside a budget: guard.py runs them, this puts it in their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from memfit.runtime.cap import Cap, CpuCap, CudaCap
+from memfit.runtime.export import FullPrecisionExport
+from memfit.runtime.guard import Guard
+from memfit.runtime.out_of_memory import retrying
+from memfit.runtime.progress import MemfitProgress
+from memfit.runtime.rehearsal import Rehearsal, rehearse
+from memfit.runtime.step import StepExecutor
+from memfit.runtime.updates import allocate_state, careful
+from memfit.runtime.watch import CpuReader, CudaReader, Read, Watch
+from memfit.units import Budget
+
+
+class GuardedTraining(FullPrecisionExport):
+    """What BudgetTrainer adds around steps, updates and evaluations."""
+
+    model: PreTrainedModel
+    guard: Guard
+    executor: StepExecutor
+    budget: Budget | None
+    rehearsal: Rehearsal | None = None
+    """What the largest batch showed before the first step."""
+    _cap: Cap | None = None
+
+    def guard_training(self, used: frozenset[str], *, keeps_plan: bool) -> None:
+        """Begin, once the executor is made; `used` are the names of the strategies."""
+        self.guard = Guard(self, used)
+        self.guard.adjuster.keeps_plan = keeps_plan
+        # First of all callbacks: what it finds out is what the others announce.
+        self.callback_handler.callbacks.insert(0, _BeforeTraining(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As the Trainer's, inside the budget."""
+        with self.guard.held(*self._limits()):
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the Trainer's, inside the budget."""
+        with self.guard.held(*self._limits()):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As the Trainer's; a step that has begun is finished."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        careful(optimizer, self.args.device, self._room_bytes)
+        return optimizer
+
+    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        with retrying(self.args.device):
+            return super()._clip_grad_norm(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        with retrying(self.args.device):
+            return super()._get_grad_norm(*args, **kwargs)
+
+    def prepare_steps(self, loader: Any) -> None:
+        """All that is done between loading and the first step."""
+        optimizer: Any = self.optimizer
+        if optimizer is not None:
+            allocate_state(getattr(optimizer, "optimizer", optimizer))
+        self.guard.watch_layers()
+        bars = [bar for bar in self.callback_handler.callbacks if isinstance(bar, MemfitProgress)]
+        if bars:
+            self.guard.adjustments.say = bars[0].say
+        if self.budget is None or self.args.torch_compile or self.args.world_size > 1:
+            return  # a compiled step wants the same shapes, and ranks want to fail together
+        self.rehearsal = rehearse(self, loader)
+        for bar in bars:
+            if self.rehearsal is not None and bar.step_seconds is None:
+                bar.step_seconds = self.rehearsal.step_seconds
+
+    def _room_bytes(self) -> int | None:
+        return None if self.guard.cap is None else self.guard.cap.room_bytes()
+
+    def _limits(self) -> tuple[Cap | None, Watch]:
+        """The cap where a budget was given; what is free is watched in any case."""
+        on_cuda = self.args.device.type == "cuda"
+        if self.budget is not None and self._cap is None:
+            tensors = self.guard.standing_tensors
+            self._cap = CudaCap(self.args.device) if on_cuda else CpuCap(tensors)
+        read: Read
+        if self._cap is not None:
+            read = self._cap.read
+        else:
+            read = CudaReader(self.args.device) if on_cuda else CpuReader(lambda: 0)
+        return self._cap, Watch(self.budget or Budget(), read)
+
+
+class _BeforeTraining(TrainerCallback):
+    """Rehearses when everything is loaded and nothing has begun."""
+
+    def __init__(self, trainer: GuardedTraining) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **parts: Any) -> None:
+        """Called by the Trainer."""
+        self._trainer.prepare_steps(parts.get("train_dataloader"))

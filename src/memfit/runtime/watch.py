@@ -1,0 +1,93 @@
+"""How much memory there is for this run now: other processes take some and give it back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
+
+LOOK_SECONDS = 0.25
+"""Asking the driver takes up to a millisecond: some times a second is enough, and costs nothing."""
+_MARGIN_BYTES = 32 * MIB
+"""Left free where a size was asked for: the driver itself takes a little now and then."""
+SHRUNK, GROWN = 0.99, 1.05
+"""A limit moves when it has fallen by one hundredth or risen by five: free memory flickers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a device has, what is free of it, and what this process holds."""
+
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+
+    def limit_bytes(self, budget: Budget) -> int:
+        """What this process may hold: the budget, as far as others leave room for it."""
+        within_reach = self.free_bytes + self.own_bytes
+        if budget == Budget():
+            return max(within_reach - DISPLAY_HEADROOM_BYTES, 0)
+        asked = budget.resolve(total_bytes=self.total_bytes, free_bytes=within_reach)
+        return max(min(asked, within_reach - _MARGIN_BYTES), 0)
+
+
+Read = Callable[[], Reading]
+
+
+class CudaReader:
+    """A card's memory; the context, which torch does not count, is measured once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        properties = torch.cuda.get_device_properties(self.index)
+        capability = (properties.major, properties.minor)
+        predicted = predicted_context_bytes(capability, properties.multi_processor_count)
+        # Libraries load when they are first used: the context of a training process is larger.
+        self.context_bytes = max(measured_context_bytes(self.index) or 0, predicted)
+
+    def __call__(self) -> Reading:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        own_bytes = torch.cuda.memory_reserved(self.index) + self.context_bytes
+        return Reading(total_bytes, free_bytes, own_bytes)
+
+
+class CpuReader:
+    """The machine's memory; of this process' own only tensors are counted, as in the budget."""
+
+    def __init__(self, held_bytes: Callable[[], int]) -> None:
+        self._held_bytes = held_bytes
+
+    def __call__(self) -> Reading:
+        memory = psutil.virtual_memory()
+        return Reading(int(memory.total), int(memory.available), self._held_bytes())
+
+
+class Watch:
+    """Follows the limit from step to step."""
+
+    def __init__(
+        self, budget: Budget, read: Read, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget = budget
+        self.read = read
+        self._clock = clock
+        self._looked: float | None = None
+        self.limit_bytes = read().limit_bytes(budget)
+
+    def look(self) -> tuple[int, int] | None:
+        """The limit before and now, where it has moved; rarely asks."""
+        now = self._clock()
+        if self._looked is not None and now - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = now
+        before, limit = self.limit_bytes, self.read().limit_bytes(self.budget)
+        if before * SHRUNK <= limit <= before * GROWN:
+            return None
+        self.limit_bytes = limit
+        return before, limit
