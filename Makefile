@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: env demo test test-fast lint types coverage clean
+.PHONY: env demo test test-fast test-faults lint types coverage clean
 
 env: $(STAMP)
 
@@ -29,6 +29,10 @@ test: env
 
 test-fast: env
 	$(BIN)/python -m pytest -n 2 tests/unit
+
+# Kills, full disks, damaged checkpoints, memory that runs out, three hundred wrong inputs.
+test-faults: env
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
 
 coverage: env
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=90

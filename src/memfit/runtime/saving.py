@@ -85,6 +85,7 @@ class SafeSaving(EffectiveLoading):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._last_good = final
+            self._damaged = tuple(item for item in self._damaged if item != final)
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             rotate(final.parent, limit, newest=final, best=best, damaged=self._damaged)
         if self._push_due:

@@ -31,7 +31,8 @@ def publish(final: Path) -> None:
     if os.path.lexists(final):
         os.rename(final, replaced)
     os.rename(unfinished, final)
-    sync_directory(final.parent)
+    with contextlib.suppress(OSError):  # all of it is on the disk already, under one name or other
+        sync_directory(final.parent)
     _remove(replaced)
     _remove_if_empty(final.parent)
 
