@@ -38,6 +38,15 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a m
         ("H100 PCIe", "H100 PCIe 80GB"),
         ("h100", "H100 80GB"),
         ("NVIDIA H200", "H200 141GB"),
+        ("NVIDIA GeForce RTX 2050", "GeForce RTX 2050 4GB"),
+        ("RTX 3050 6GB", "GeForce RTX 3050 6GB"),
+        ("RTX 3080 Ti Laptop", "GeForce RTX 3080 Ti Laptop 16GB"),
+        ("RTX4090D", "GeForce RTX 4090 D 24GB"),
+        ("RTX 5090 laptop", "GeForce RTX 5090 Laptop 24GB"),
+        ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
+        ("RTX 6000 Ada", "RTX 6000 Ada 48GB"),
+        ("H20", "H20 96GB"),
+        ("NVIDIA H800", "H800 80GB"),
     ],
 )
 def test_a_card_is_found_by_the_name_people_use(loose: str, card: str) -> None:
@@ -95,6 +104,41 @@ def test_every_card_is_sane() -> None:
         assert card.context_bytes < card.total_bytes / 8
         assert card.half_flops >= card.fp32_flops
         assert card.has_bf16 == (card.capability[0] >= 8)
+
+
+def test_speeds_are_a_data_sheets_until_somebody_measured() -> None:
+    for name in known_cards():
+        card = find_card(name)
+        if card.reached is not None:
+            assert card.reached.half_flops < card.half_flops
+            assert card.reached.memory_bytes_per_second < card.memory_bytes_per_second
+    assert find_card("T4").reached is None
+
+
+def test_tf32_is_half_the_half_precision_rate_from_ampere_on() -> None:
+    assert find_card("A100 80GB").tf32_flops == 156e12
+    assert find_card("RTX 3090").tf32_flops == pytest.approx(35.6e12, rel=0.01)
+    assert find_card("T4").tf32_flops == find_card("T4").fp32_flops
+
+
+def test_the_bus_follows_from_the_generation_and_the_lanes() -> None:
+    full = find_card("RTX 3090").bus_bytes_per_second
+    assert full == pytest.approx(31.5e9, rel=0.01)  # PCIe 4.0 x16
+    assert find_card("RTX 3050 4GB").bus_bytes_per_second == full / 2  # eight lanes
+    assert find_card("T4").bus_bytes_per_second == pytest.approx(full / 2, rel=0.01)  # 3.0 x16
+    assert find_card("H200").bus_bytes_per_second == pytest.approx(2 * full, rel=0.01)  # 5.0 x16
+
+
+def test_newer_cards_of_a_generation_are_never_slower_by_name() -> None:
+    for slower, faster in (
+        ("RTX 3060 12GB", "RTX 3090 24GB"),
+        ("RTX 4070 Laptop", "RTX 4070 12GB"),
+        ("RTX 5080 Laptop", "RTX 5080 16GB"),
+        ("GTX 1650 4GB", "GTX 1660 Ti 6GB"),
+    ):
+        less, more = find_card(slower), find_card(faster)
+        assert less.fp32_flops < more.fp32_flops
+        assert less.memory_bytes_per_second < more.memory_bytes_per_second
 
 
 def test_only_measured_contexts_claim_to_be_measured() -> None:

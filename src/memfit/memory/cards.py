@@ -201,7 +201,7 @@ def _words(name: str) -> frozenset[str]:
     """'NVIDIA GeForce RTX3050Ti, 4 GB' -> rtx, 3050, ti, 4gb."""
     text = re.sub(r"(\d+)\s*(gb|gib|g)\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(rtx|gtx)(?=\d)", r"\1 ", text)
-    text = re.sub(r"(?<=\d\d\d)(ti|super|m)\b", r" \1", text)
+    text = re.sub(r"(?<=\d\d\d)(ti|super|m|d)\b", r" \1", text)
     words = re.findall(r"[a-z0-9]+", text.replace("mobile", "laptop").replace("notebook", "laptop"))
     return frozenset(word for word in words if word not in _NOISE and word not in _MODULES)
 

@@ -21,7 +21,7 @@ from memfit.memory.cards import DeviceProfile, Speeds, this_card
 
 _TOKENS, _WIDTH = 2688, 1024
 _CPU_TOKENS, _CPU_WIDTH = 256, 512
-_COPY_BYTES, _CPU_COPY_BYTES = 1 << 28, 1 << 25
+_COPY_BYTES, _CPU_COPY_BYTES = 1 << 27, 1 << 25
 _BUS_BYTES = 1 << 26
 _UPDATED_PARAMETERS = 1 << 24
 _UPDATE_BYTES = 28
