@@ -109,7 +109,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "16-bit, release, recompute, activations offloaded": {
         "args": {"max_grad_norm": 0.0}, "steps": 60,
         "strategies": [
-            "Packing()", "FusedLayers()", "Checkpointing()", "ActivationOffload()",
+            "Packing()", "FusedLayers(4)", "Checkpointing()", "ActivationOffload()",
             "LowBitAdamW(16)", "GradientRelease()", "SmallWorkspace()",
         ],
     },

@@ -20,8 +20,9 @@ from memfit.strategies.base import Fidelity, Setup, Strategy
 def _share_one_growing_segment() -> None:
     """Graphs of growing size would each take segments of their own; these can grow instead."""
     if sys.platform == "linux":
+        settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         with contextlib.suppress(RuntimeError):  # a driver without virtual memory management
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 @dataclass(frozen=True, slots=True)
