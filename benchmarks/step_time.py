@@ -289,6 +289,27 @@ def predict_all(options: argparse.Namespace) -> None:
         parts = " ".join(f"{k} {v * 1e3:.1f}" for k, v in explain(counts, card).items())
         error = seconds / measured - 1
         print(f"{name:36}{measured * 1e3:12.1f}{seconds * 1e3:10.1f}{error:+8.0%}  {parts}")
+        if "kernels" in run:
+            print(f"{'':36}{reached(run['kernels']['kinds'], counts)}")
+
+
+def reached(kinds: dict[str, list[float]], counts: Any) -> str:
+    """What the profiled kernels reached, and their number beside the counted one."""
+    products = counts.half_flops + counts.tf32_flops + counts.full_flops
+    attention = counts.half_attention_flops + counts.full_attention_flops
+    amounts = {
+        "product": (products, 1e12, "TFLOP/s"),
+        "attention": (attention, 1e12, "TFLOP/s"),
+        "other": (counts.bytes_moved, 1e9, "GB/s"),
+    }
+    said = [
+        f"{kind} {kinds[kind][1] * 1e3:.1f} ms at {amount / kinds[kind][1] / unit:,.0f} {name}"
+        for kind, (amount, unit, name) in amounts.items()
+        if kind in kinds
+    ]
+    profiled = sum(number for number, _ in kinds.values())
+    counted = counts.launches + counts.replayed
+    return f"profiled: {', '.join(said)}; {profiled:,.0f} kernels, {counted:,.0f} counted"
 
 
 def counts_of(run: dict[str, Any], rows: list[dict[str, Any]], card: Any) -> Any:

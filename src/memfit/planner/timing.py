@@ -33,7 +33,7 @@ SCRIPT_FACTOR = 28.0
 """On top, for a kernel of Triton, which Python itself prepares and starts."""
 RECOMPUTE_FACTOR = 300.0
 """On top, for a layer that is computed again: random states, hooks on every saved tensor."""
-STEP_SECONDS = 1.5e-3
+STEP_SECONDS = 2e-3
 """The Trainer's loop: the batch, the schedule, callbacks."""
 HOST_PARAMETERS_PER_SECOND = 0.45e9
 """AdamW on the CPU, of which a card's table knows nothing: bound by its memory."""
