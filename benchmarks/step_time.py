@@ -273,9 +273,8 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def predict_all(options: argparse.Namespace) -> None:
     """Measured against predicted, case by case."""
-    from memfit.planner.timing import explain, step_seconds
-
     from memfit.memory.cards import find_card
+    from memfit.planner.timing import explain, step_seconds
 
     result = json.loads(options.out.read_text())
     card = find_card(result["machine"]["gpu"]["name"])
@@ -315,8 +314,8 @@ def reached(kinds: dict[str, list[float]], counts: Any) -> str:
 def counts_of(run: dict[str, Any], rows: list[dict[str, Any]], card: Any) -> Any:
     """The counts of one traced step of the batches that were measured."""
     import transformers
-    from memfit.planner.trace import trace_step
 
+    from memfit.planner.trace import trace_step
     from memfit.planner.values import Candidate, Workload
     from memfit.runtime.batching import MicroBatching
 
