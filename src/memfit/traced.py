@@ -9,7 +9,7 @@ it does nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,6 +41,9 @@ class Trace(Protocol):
 
     def resized(self, tensor: Tensor) -> None:
         """A tensor's storage was emptied, or filled again."""
+
+    def alike(self, key: Hashable, run: Callable[[], None], times: int) -> None:
+        """Something leaves nothing behind and is done so many times, each time as `run` does it."""
 
 
 _active: Trace | None = None
@@ -78,6 +81,12 @@ def resized(tensor: Tensor) -> None:
     """A tensor's storage has another size now."""
     if _active is not None:
         _active.resized(tensor)
+
+
+def alike(key: Hashable, run: Callable[[], None], times: int) -> None:
+    """`run` so many times: all of the same key are alike, so a trace need not run them all."""
+    if _active is not None:
+        _active.alike(key, run, times)
 
 
 def triton_expected() -> bool:

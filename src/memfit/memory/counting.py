@@ -144,6 +144,11 @@ class Counting:
         self._sums["launches"] += launches
         self._sums["scripted"] += launches
 
+    def add(self, counts: StepCounts) -> None:
+        """What was counted elsewhere, or happens once more."""
+        for name in self._sums:
+            self._sums[name] += getattr(counts, name)
+
     def product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
         """A matrix product of our own."""
         self._sums[self._field("mm", dtype)] += 2.0 * rows * inner * columns

@@ -22,8 +22,7 @@ class TracedHostGradients(HostGradients):
     def take(self, p: Tensor, grad: Tensor) -> None:
         """Send it, added to what the micro-batches before have sent."""
         if self._in_transit is None:
-            total = sum(one.nbytes for one in self.optimizer.large)
-            self._in_transit = torch.empty(min(IN_FLIGHT_BYTES, total), dtype=torch.uint8)
+            self._in_transit = torch.empty(IN_FLIGHT_BYTES, dtype=torch.uint8)
         host = self._buffer(p)
         if p in self._filled:
             fetched = torch.empty_like(grad)

@@ -1,9 +1,10 @@
-"""A memory trace's view of the update in plain torch: its first chunk, since all are alike."""
+"""A memory trace's view of the update in plain torch: chunk by chunk, and all chunks alike."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from memfit import traced
 from memfit.optim import kernels_torch
 from memfit.optim.layout import CodedGradient, LowBitState, StepScalars
 
@@ -12,7 +13,10 @@ def update(
     state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
 ) -> None:
     """The temporaries of one chunk come and go."""
-    kernels_torch.update(state, _first_of(grad, state.block), scalars, start)
+    first, chunks = _first_of(grad, state.block)
+    codes = first.codes if isinstance(first, CodedGradient) else first
+    key = ("update", codes.numel(), codes.dtype, state.weight.dtype, state.correction is not None)
+    traced.alike(key, lambda: kernels_torch.update(state, first, scalars, start), chunks)
 
 
 def update_many(
@@ -34,12 +38,22 @@ def accumulate(
     norm: Tensor,
 ) -> None:
     """The same of a gradient that is added up in 8 bits."""
-    first = grad[: kernels_torch.chunk_elements(grad.device)]
-    kernels_torch.accumulate(kept, first, keep=keep, key=key, stream=stream, block=block, norm=norm)
+    first, chunks = _first_of(grad, block)
+    assert isinstance(first, Tensor)
+
+    def run() -> None:
+        kernels_torch.accumulate(
+            kept, first, keep=keep, key=key, stream=stream, block=block, norm=norm
+        )
+
+    traced.alike(("accumulate", first.numel(), first.dtype), run, chunks)
 
 
-def _first_of(grad: Tensor | CodedGradient, block: int) -> Tensor | CodedGradient:
-    if isinstance(grad, Tensor):
-        return grad[: kernels_torch.chunk_elements(grad.device)]
-    count = kernels_torch.chunk_elements(grad.codes.device)
-    return CodedGradient(grad.codes[:count], grad.scales[: -(-count // block)])
+def _first_of(grad: Tensor | CodedGradient, block: int) -> tuple[Tensor | CodedGradient, int]:
+    """The first chunk, and how many there are."""
+    codes = grad.codes if isinstance(grad, CodedGradient) else grad
+    count = kernels_torch.chunk_elements(codes.device)
+    chunks = -(-codes.numel() // count)
+    if isinstance(grad, CodedGradient):
+        return CodedGradient(grad.codes[:count], grad.scales[: -(-count // block)]), chunks
+    return grad[:count], chunks

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from memfit.errors import ConfigError, MemfitError, TraceError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import MemoryPeak
@@ -27,6 +29,7 @@ from memfit.memory.models import has_bias
 from memfit.memory.operators import CudaKernels
 from memfit.memory.predict import no_collection
 from memfit.memory.segments import Segments, cut
+from memfit.optim import SMALL_NUMEL
 from memfit.parts import layers_of
 from memfit.planner.trace_batch import TracedRows, graph_count, rows_for
 from memfit.planner.trace_depth import compose, plan_runs, shortened
@@ -124,6 +127,8 @@ class _Tracer:
         self._layers = layers_of(inner)
         text = self._config.get_text_config()
         self._is_cut = getattr(text, "num_hidden_layers", None) == len(self._layers)
+        large = (p for p in model.parameters() if p.requires_grad and p.numel() > SMALL_NUMEL)
+        self._large_bytes = 2 * sum(p.numel() for p in large)
 
     def step(
         self, candidate: Candidate, *, tokens: int | None, layers: int | None = None
@@ -131,7 +136,8 @@ class _Tracer:
         """At full depth, from shallow traces where they suffice."""
         count = len(self._layers)
         packed = candidate.get("packing") is not None
-        rows = rows_for(self.workload, candidate, packed=packed, tokens=tokens)
+        repads = packed and not _has_flash(candidate, self.workload, self.card)
+        rows = rows_for(self.workload, candidate, packed=packed, repads=repads, tokens=tokens)
         if layers is not None and self._is_cut:
             return self._trace(candidate, self.workload, layers, rows).step(rows, (layers,))
         if self._is_cut:
@@ -165,9 +171,10 @@ class _Tracer:
     ) -> _Traced:
         key = (candidate.strategies, candidate.micro_batching, workload.freeze, layers, rows)
         if key not in self._kept:
-            self._kept[key] = _trace(
-                workload, candidate, self.card, self._config_of(layers), rows, layers
-            )
+            model = build_model(workload, self._config_of(layers), layers)
+            half = autocast_dtype(workload, candidate, cuda=self.card is not None)
+            run = TracedRun(workload, candidate, self.card, model, rows, half, self._large_bytes)
+            self._kept[key] = _trace(run, self.card, half, tf32=bool(workload.args.tf32))
             if len(self._kept) > _KEPT_TRACES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -185,6 +192,15 @@ class _Tracer:
         except ConfigError as error:
             return str(error)
         return first_objection(self.workload, self.card, self._config, chosen)
+
+
+def _has_flash(candidate: Candidate, workload: Workload, card: DeviceProfile | None) -> bool:
+    """Whether packed texts go through a kernel that needs no padding."""
+    if card is None or card.capability < (8, 0):
+        return False
+    offload = candidate.get("optimizer_offload")
+    in_half = candidate.get("lowbit_adamw") or (offload and offload.dtype)
+    return bool(in_half) or autocast_dtype(workload, candidate, cuda=True) is not None
 
 
 @dataclass(frozen=True)
@@ -242,20 +258,11 @@ class _Traced:
 
 
 def _trace(
-    workload: Workload,
-    candidate: Candidate,
-    card: DeviceProfile | None,
-    config: Any,
-    rows: TracedRows,
-    layers: int | None,
+    run: TracedRun, card: DeviceProfile | None, half: torch.dtype | None, *, tf32: bool
 ) -> _Traced:
-    half = autocast_dtype(workload, candidate, cuda=card is not None)
-    model = build_model(workload, config, layers)
     kernels = None
     if card is not None:
         kernels = CudaKernels(card.capability, card.multiprocessors, autocast=half is not None)
-    run = TracedRun(workload, candidate, card, model, rows, half)
-    tf32 = bool(workload.args.tf32)
     with no_collection(), fake_trace(kernels) as tracker, Counting(tf32=tf32) as counter:
         try:
             events = run.run(tracker, counter)
@@ -270,7 +277,7 @@ def _trace(
             ValueError,
         ) as error:
             where = f" in {tracker.module}" if tracker.module else ""
-            name = type(model).__name__
+            name = type(run.setup.model).__name__
             raise TraceError(f"{name} cannot be traced{where}: {error}") from error
     gc.collect(0)
     trained = run.setup.model

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.runtime.batching import MicroBatching, group_rows
 
 Batch = dict[str, Any]
 
+_SAMPLED = 16
 _MOST_BATCHES = 400
 """Drawn to see which sizes come again; more make no difference."""
 
@@ -40,15 +41,25 @@ def cut_lengths(workload: Workload, candidate: Candidate) -> list[int]:
 
 
 def rows_for(
-    workload: Workload, candidate: Candidate, *, packed: bool, tokens: int | None = None
+    workload: Workload,
+    candidate: Candidate,
+    *,
+    packed: bool,
+    repads: bool = False,
+    tokens: int | None = None,
 ) -> TracedRows:
-    """The largest micro-batch there can be, or one of so many tokens (padding counted)."""
+    """The largest micro-batch there can be, or one of so many tokens (padding counted).
+
+    With `repads` packed texts are padded again for the attention alone, so that many short
+    texts beside a longer one may need more than a few long ones.
+    """
     lengths = cut_lengths(workload, candidate)
     rows = min(workload.effective_rows, len(lengths))
     worst = lengths[:rows]
     limits = candidate.micro_batching
     most_rows = min(rows, limits.max_rows or rows)
     whole = sum(worst) if packed else rows * worst[0]
+    asked = tokens
     if tokens is None:
         tokens = sum(worst[:most_rows]) if packed else most_rows * worst[0]
         if limits.max_tokens is not None:
@@ -58,6 +69,8 @@ def rows_for(
     parts = _parts(limits, whole, rows, most_rows)
     if packed and parts == 1:
         return TracedRows(_spread(lengths, rows, tokens), 1)
+    if packed and repads and asked is None:
+        return TracedRows(_widest_group(lengths, rows, limits), parts)
     # A part of a step that is split has rows of like length, the first one the longest.
     count = min(most_rows, rows if parts == 1 else max(tokens // worst[0], 1))
     return TracedRows(_shared(tokens, count, worst[0]), parts)
@@ -68,6 +81,21 @@ def _parts(limits: MicroBatching, whole: int, rows: int, most_rows: int) -> int:
     by_rows = -(-rows // most_rows)
     by_tokens = 1 if limits.max_tokens is None else min(-(-whole // limits.max_tokens), rows)
     return max(by_rows, by_tokens)
+
+
+def _widest_group(lengths: Sequence[int], rows: int, limits: MicroBatching) -> tuple[int, ...]:
+    """Of the groups that batches fall into, the largest with its attention's padding."""
+    draw = random.Random(0)
+    batches = [lengths[:rows]] + [
+        draw.sample(lengths, rows) for _ in range(_SAMPLED * (len(lengths) > rows))
+    ]
+    groups = [
+        tuple(batch[row] for row in group)
+        for batch in batches
+        for group in group_rows(batch, limits, packed=True)
+    ]
+    # A layer keeps about twice as much of each token as its attention does of each cell.
+    return max(groups, key=lambda group: 2 * sum(group) + len(group) * max(group))
 
 
 def _spread(lengths: Sequence[int], rows: int, tokens: int) -> tuple[int, ...]:

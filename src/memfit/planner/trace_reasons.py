@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,9 @@ class _Unwatched:
 
     def resized(self, tensor: Tensor) -> None:
         """Nobody counts."""
+
+    def alike(self, key: Hashable, run: Callable[[], None], times: int) -> None:
+        """No step is run."""
 
 
 def first_objection(

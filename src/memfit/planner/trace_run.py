@@ -12,14 +12,15 @@ features    texts through a frozen encoder, where its features are computed once
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit import traced
+from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.counting import Counting
@@ -37,7 +38,7 @@ from memfit.planner.trace_setup import (
     optimizer_spec,
     traced_device,
 )
-from memfit.planner.trace_sinks import kept_gradients, use_traced_sinks, watch_gradients
+from memfit.planner.trace_sinks import begin, prepare_sink, use_traced_sinks
 from memfit.planner.values import Candidate, Workload
 from memfit.runtime.batching import MicroBatch, trimming_for
 from memfit.runtime.loss import counted_labels
@@ -50,11 +51,12 @@ from memfit.traced import TracedDevice
 
 @dataclass(frozen=True)
 class Told:
-    """The tracker and the counter as `memfit.traced` tells them of host memory."""
+    """The tracker and the counter, as `memfit.traced` tells them what tensors cannot."""
 
     device: TracedDevice
     tracker: FakeTracker
     counter: Counting
+    _done: dict[Hashable, tuple[int, StepCounts]] = field(default_factory=dict)
 
     def hosted(self, tensor: torch.Tensor) -> None:
         self.tracker.hosted(tensor)
@@ -65,6 +67,19 @@ class Told:
 
     def resized(self, tensor: torch.Tensor) -> None:
         self.tracker.resized(tensor)
+
+    def alike(self, key: Hashable, run: Callable[[], None], times: int) -> None:
+        if key not in self._done:
+            before, live_bytes = self.counter.counts(), self.tracker.live_bytes
+            highest, self.tracker.peak_bytes = self.tracker.peak_bytes, live_bytes
+            run()
+            taken_bytes = self.tracker.peak_bytes - live_bytes
+            self.tracker.peak_bytes = max(highest, self.tracker.peak_bytes)
+            self._done[key] = (taken_bytes, self.counter.counts() - before)
+            times -= 1
+        taken_bytes, counts = self._done[key]
+        self.tracker.transient(taken_bytes)
+        self.counter.add(counts * times)
 
 
 class TracedRun:
@@ -78,9 +93,10 @@ class TracedRun:
         model: Any,
         rows: TracedRows,
         half: torch.dtype | None,
+        large_bytes: int,
     ) -> None:
         self._workload, self._candidate, self._card = workload, candidate, card
-        self._rows, self._half = rows, half
+        self._rows, self._half, self._large_bytes = rows, half, large_bytes
         self.setup: Setup = make_setup(workload, model, card)
         self._rest = apply_on_meta(candidate, self.setup)
         self.counts: dict[str, StepCounts] = {}
@@ -176,10 +192,13 @@ class TracedRun:
             use_traced_sinks(setup)
             self._optimizer = setup.make_optimizer(groups, setup.args)
             if isinstance(setup.sink, GradientSink):
-                watch_gradients(setup.sink, self._tracker)
-                # All that lives as long as the run is made now; the step says it once more.
-                setup.sink.begin(self._rows.parts)
-                self._tracker.tag(iter(kept_gradients(setup.sink)), Component.GRADIENTS)
+                if setup.single_micro_batch and self._rows.parts > 1:
+                    raise ConfigError(
+                        f"a step of {self._rows.parts} micro-batches would lose its sum: "
+                        "gradients are released as they come"
+                    )
+                prepare_sink(setup.sink, self._tracker, self._large_bytes)
+                begin(setup.sink, self._tracker, self._rows.parts)
 
     def _step(self) -> None:
         parts = self._parts()
@@ -323,7 +342,7 @@ class TracedRun:
         """As many tokens as go through the frozen encoder at once."""
         most = self._candidate.get("frozen_features").max_tokens
         longest = max(self._rows.lengths)
-        rows = (longest,) * max(most // longest, 1)
+        rows = (longest,) * min(max(most // longest, 1), len(self._workload.lengths))
         self._without_gradients(make_batch(self._workload, self._config, rows))
 
     def _without_gradients(self, inputs: Batch) -> None:

@@ -20,8 +20,11 @@ def use_traced_sinks(setup: Setup) -> None:
         setup.make_sink = TracedHostGradients
 
 
-def watch_gradients(sink: GradientSink, tracker: FakeTracker) -> None:
-    """What a sink is handed are gradients; what it makes at the end of a step, the optimizer's."""
+def prepare_sink(sink: GradientSink, tracker: FakeTracker, large_bytes: int) -> None:
+    """What a sink is handed are gradients; what it makes at the end of a step, the optimizer's.
+
+    `large_bytes` are those of all the gradients it will be handed at full depth.
+    """
     watched: Any = sink
     take, finish = sink.take, sink.finish
 
@@ -34,14 +37,24 @@ def watch_gradients(sink: GradientSink, tracker: FakeTracker) -> None:
         take(p, grad)
 
     watched.take, watched.finish = noted, finishing
-    if isinstance(sink, GradientRelease):
+    if isinstance(sink, GradientRelease) and large_bytes > FLUSH_BYTES:
         _gather_alike(sink, tracker)
 
 
+def begin(sink: GradientSink, tracker: FakeTracker, parts: int) -> None:
+    """All that lives as long as the run is made now; the step says it once more."""
+    sink.begin(parts)
+    if isinstance(sink, HostGradients):
+        for p in sink.optimizer.large:
+            sink._buffer(p)
+    tracker.tag(iter(kept_gradients(sink)), Component.GRADIENTS)
+
+
 def kept_gradients(sink: GradientSink) -> list[torch.Tensor]:
-    """The buffers of a sink that adds gradients up in fewer bits."""
+    """The buffers of a sink that adds gradients up."""
     kept = getattr(sink, "_kept", {})
-    return [tensor for coded in kept.values() for tensor in (coded.codes, coded.scales)]
+    on_host = getattr(sink, "_host", {})
+    return [t for coded in kept.values() for t in (coded.codes, coded.scales)] + [*on_host.values()]
 
 
 def _gather_alike(sink: GradientRelease, tracker: FakeTracker) -> None:
@@ -57,8 +70,7 @@ def _gather_alike(sink: GradientRelease, tracker: FakeTracker) -> None:
 
     def gathering(p: torch.Tensor, grad: torch.Tensor) -> None:
         if not gathered:
-            total = sum(one.nbytes for one in sink.optimizer.large)
-            gathered.append(torch.empty(min(FLUSH_BYTES, total), dtype=torch.uint8))
+            gathered.append(torch.empty(FLUSH_BYTES, dtype=torch.uint8))
             tracker.tag(iter(gathered), Component.GRADIENTS)
         take(p, grad)
 

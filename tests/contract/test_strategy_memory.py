@@ -1,0 +1,164 @@
+"""Memory against the prediction: every strategy's step on a CPU, traced and really run."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, TrainingArguments
+from transformers import BertForSequenceClassification as Bert
+
+from memfit import BudgetTrainer
+from memfit.memory.components import Component
+from memfit.memory.phases import TRAINING
+from memfit.memory.trace import Tracker
+from memfit.planner.trace import price_memory
+from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import (
+    ORDER,
+    Checkpointing,
+    Freezing,
+    FrozenFeatures,
+    GradientRelease,
+    HalfPrecision,
+    Lora,
+    LowBitAdamW,
+    Packing,
+    SmallStateOptimizer,
+    Strategy,
+    Truncation,
+)
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 512, "max_position_embeddings": 64, "num_labels": 2,
+}  # fmt: skip
+LENGTHS = (48, 45, 40, 37, 33, 30, 26, 21, 19, 18, 14, 11, 9, 8, 6, 5)
+ALLOWED = 0.01
+ALLOWED_SPLIT = 0.03
+"""The parts of a split step differ; the trace has the largest of them throughout."""
+LOW = LowBitAdamW()
+SPLIT = MicroBatching(max_tokens=200)
+WHOLE = MicroBatching()
+# What a CPU has no use for says so (tests/unit/test_planner_trace.py); these run there.
+RUNS: dict[str, tuple[list[Strategy], MicroBatching, float]] = {
+    "nothing": ([], WHOLE, 1.0),
+    "nothing, split": ([], SPLIT, 1.0),
+    "packing": ([Packing()], WHOLE, 1.0),
+    "packing, split": ([Packing()], SPLIT, 1.0),
+    "checkpointing": ([Checkpointing()], WHOLE, 1.0),
+    "checkpointing two layers": ([Checkpointing(2)], WHOLE, 1.0),
+    "checkpointing the MLP": ([Checkpointing(part="mlp")], WHOLE, 1.0),
+    "half precision": ([HalfPrecision()], WHOLE, 1.0),
+    "freezing two layers": ([Freezing(2)], WHOLE, 1.0),
+    "freezing the encoder": ([Freezing()], WHOLE, 1.0),
+    "features": ([Freezing(), FrozenFeatures()], WHOLE, 1.0),
+    "LoRA": ([Lora()], WHOLE, 1.0),
+    "Adafactor": ([SmallStateOptimizer()], WHOLE, 1.0),
+    "truncation": ([Truncation(24)], WHOLE, 1.0),
+    "low-bit": ([LOW], WHOLE, 1.0),
+    "low-bit, split": ([LOW], SPLIT, 1.0),
+    "low-bit, 16 bits": ([LowBitAdamW(16)], WHOLE, 1.0),
+    "low-bit, kept in 8 bits": ([LOW, GradientRelease("kept8")], SPLIT, 1.0),
+    "low-bit, host": ([LOW, GradientRelease("host")], SPLIT, 1.0),
+    "low-bit, two passes": ([LOW, GradientRelease("two_pass")], WHOLE, 1.0),
+    "low-bit, released": ([LOW, GradientRelease()], WHOLE, 0.0),
+    "low-bit, released, packed, recomputed": (
+        [Packing(), Checkpointing(), LOW, GradientRelease()], WHOLE, 0.0,
+    ),
+    "half precision, packed, recomputed": (
+        [Packing(), HalfPrecision(), Checkpointing(2)], WHOLE, 1.0,
+    ),
+    "LoRA, packed": ([Lora(), Packing()], WHOLE, 1.0),
+}  # fmt: skip
+
+
+def arguments(folder: Path, clip: float) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder), per_device_train_batch_size=len(LENGTHS), max_grad_norm=clip, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"input_ids": [2, *[5 + at] * (length - 2), 3], "labels": at % 2}
+        for at, length in enumerate(LENGTHS)
+    ]
+
+
+def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = [torch.tensor(row["input_ids"]) for row in batch]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels = torch.tensor([row["labels"] for row in batch])
+    types = torch.zeros_like(padded)
+    return {
+        "input_ids": padded, "attention_mask": padded.ne(0).long(), "token_type_ids": types,
+        "labels": labels,
+    }  # fmt: skip
+
+
+def really(
+    folder: Path, strategies: list[Strategy], limits: MicroBatching, clip: float
+) -> tuple[int, int]:
+    """The highest use of two steps of BudgetTrainer, and what its weights take."""
+    torch.manual_seed(0)
+    trainer = BudgetTrainer(
+        Bert(BertConfig(**CONFIG)),
+        arguments(folder, clip),
+        strategies=strategies,
+        micro_batching=limits,
+        train_dataset=rows(),
+        data_collator=collate,
+    )
+    model: Any = trainer.accelerator.prepare(trainer.model)
+    trainer.create_optimizer_and_scheduler(2)
+    model.train()
+    tracker = Tracker()
+    tracker.adopt(iter((*model.parameters(), *model.buffers())), Component.WEIGHTS)
+    weights = tracker.live_bytes
+    gc.collect()
+    gc.disable()
+    try:
+        with tracker:
+            batch = next(iter(trainer.get_train_dataloader()))
+            for _ in range(2):
+                trainer.training_step(model, dict(batch))
+                if clip:
+                    trainer._clip_grad_norm(model)
+                elif trainer.setup.sink is not None:
+                    trainer._get_grad_norm(model)
+                trainer.optimizer.step()
+                model.zero_grad()
+    finally:
+        gc.enable()
+        trainer.setup.restore()
+    return tracker.peak_bytes, weights
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_traced_peak_is_that_of_the_real_step(name: str, tmp_path: Path) -> None:
+    strategies, limits, clip = RUNS[name]
+    workload = Workload(
+        config=BertConfig(**CONFIG), lengths=LENGTHS, args=arguments(tmp_path, clip)
+    )
+    _, phases, trace = price_memory(workload, Candidate(tuple(strategies), limits), None)
+    measured, weights = really(tmp_path, strategies, limits, clip)
+    predicted = phases[TRAINING]
+    assert predicted.components[Component.WEIGHTS] == weights
+    allowed = ALLOWED if limits is WHOLE else ALLOWED_SPLIT
+    assert predicted.allocated_bytes == pytest.approx(measured, rel=allowed)
+    assert trace.parameters > 0
+
+
+def test_every_strategy_that_a_cpu_has_a_use_for_is_compared() -> None:
+    compared = {one.name for strategies, _, _ in RUNS.values() for one in strategies}
+    elsewhere = {
+        "fused_attention", "fused_layers", "activation_offload", "optimizer_offload",
+        "small_workspace", "cuda_graphs",
+    }  # fmt: skip
+    assert compared == {kind.name for kind in ORDER} - elsewhere
