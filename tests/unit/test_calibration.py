@@ -11,7 +11,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.memory.cards import this_card
-from memfit.planner.calibration import _best, calibrate
+from memfit.planner.calibration import _best, _products, calibrate
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without GPU")
 
@@ -68,3 +68,12 @@ def test_without_a_gpu_there_is_none_to_calibrate() -> None:
 def test_other_devices_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="not 'meta'"):
         calibrate("meta")
+
+
+def test_how_products_are_rounded_is_as_before_afterwards() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with _products("tf32"):
+        assert matmul.fp32_precision == "tf32"
+    assert matmul.fp32_precision == before
+    assert not matmul.allow_tf32  # torch raises here where old and new flags disagree

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -50,9 +51,9 @@ def _of_card(index: int) -> DeviceProfile:
         raise ConfigError("there is no CUDA device to calibrate")
     timer = _CudaTimer(torch.device("cuda", index))
     half = torch.bfloat16 if card.has_bf16 else torch.float16
-    with _tf32(allowed=False):
+    with _products("ieee"):
         fp32 = timer.rate(*_product(timer.device, torch.float32, _TOKENS, _WIDTH))
-    with _tf32(allowed=True):
+    with _products("tf32"):
         tf32 = timer.rate(*_product(timer.device, torch.float32, _TOKENS, _WIDTH))
     speeds = Speeds(
         half_flops=timer.rate(*_product(timer.device, half, _TOKENS, _WIDTH)),
@@ -215,15 +216,12 @@ def _updated_a_second() -> float:
     return _Timer().rate(float(_UPDATED_PARAMETERS), optimizer.step)
 
 
-class _tf32:  # noqa: N801
-    """Whether fp32 products may be rounded to TF32, for a while."""
-
-    def __init__(self, *, allowed: bool) -> None:
-        self._allowed = allowed
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._allowed
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+@contextmanager
+def _products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
+    """How fp32 products are rounded, for a while; torch refuses the older flags beside this one."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
