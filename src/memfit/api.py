@@ -20,6 +20,7 @@ from memfit.models import check_model_folder
 
 if TYPE_CHECKING:
     from memfit.evaluation import Evaluation
+    from memfit.hub import PushResult
     from memfit.inference import Classifier
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.estimate import MemoryEstimate
@@ -37,6 +38,7 @@ def finetune(
     resume: bool = False,
     config: PathLike | None = None,
     quiet: bool = False,
+    watch: bool = False,
     callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> RunResult:
@@ -44,7 +46,8 @@ def finetune(
 
     `options` are fields of DataConfig, ModelConfig and TrainingArguments under their own
     names. What is given here wins over the TOML file `config`; None means not given.
-    `resume` continues the run that `output_dir` holds.
+    `resume` continues the run that `output_dir` holds. `watch` serves the report on localhost
+    while it trains.
     """
     from memfit.stored import resumed_config
     from memfit.workflow import train_classifier
@@ -56,7 +59,7 @@ def finetune(
         run = resumed_config(os.fspath(output_dir), config, given)
     else:
         run = RunConfig.build(config, **given)
-    return train_classifier(run, resume=resume, quiet=quiet, callbacks=callbacks)
+    return train_classifier(run, resume=resume, quiet=quiet, watch=watch, callbacks=callbacks)
 
 
 def load(model: PathLike, **options: Any) -> Classifier:
@@ -111,3 +114,22 @@ def estimate(
     check_model_folder(config)
     steps = {"batch_size": batch_size, "max_length": max_length, **options}
     return estimate_memory(estimating.step_spec(config, steps), estimating.device_for(gpu))
+
+
+def push(
+    folder: PathLike,
+    repo: str,
+    *,
+    to: str = "hub",
+    private: bool = False,
+    licence: str | None = None,
+) -> PushResult:
+    """Uploads a trained model, its tokenizer and a model card to a hub or to ModelScope.
+
+    `repo` is user/name and is made where it is new. The card holds counts, metrics, memory and
+    time; no text of the data leaves the folder. `licence` is asked for unless a README.md of
+    yours in the folder names one.
+    """
+    from memfit.hub import push as push_to
+
+    return push_to(folder, repo, to=to, private=private, licence=licence)

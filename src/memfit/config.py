@@ -77,7 +77,7 @@ class DataConfig:
 class ModelConfig:
     """Which model is trained, and which of its weights learn."""
 
-    model: str = option("A hub id, or a folder with config, weights and tokenizer.")
+    model: str = option("A hub id, modelscope:org/name, or a folder with the model's files.")
     from_scratch: bool = option("Train from random weights.", default=False)
     freeze: str | None = option(
         "Weights that do not learn: encoder, embeddings, or a number of layers.", default=None

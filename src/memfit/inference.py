@@ -21,6 +21,7 @@ from memfit.evaluation import (
     evaluate_predictions,
     probabilities,
 )
+from memfit.hub import source_of
 from memfit.models import WEIGHT_FILES, check_model_folder, explain, load_config, load_tokenizer
 from memfit.parts import position_limit
 from memfit.results import RunFolder, read_summary
@@ -271,7 +272,7 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
     try:
         with no_progress_bars():
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                config.model,
+                source_of(config.model),
                 config=settings,
                 dtype=dtype or "auto",
                 output_loading_info=True,

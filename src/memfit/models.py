@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, MemfitError, ModelError
+from memfit.hub import MODELSCOPE_PREFIX, source_of
 from memfit.parts import add_lora, base_of, freeze, position_limit
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
 
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
-            config.model, trust_remote_code=config.trust_remote_code
+            _source(config), trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
         raise explain(error, config.model) from None
@@ -113,7 +113,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            config.model, trust_remote_code=config.trust_remote_code
+            _source(config), trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
         raise explain(error, config.model, part="tokenizer") from None
@@ -130,6 +130,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _source(config: ModelConfig) -> str:
+    """Where to read from; random weights need no weights fetched."""
+    return source_of(config.model, weights=not config.from_scratch)
 
 
 def _label_settings(config: Any, labels: LabelSpace) -> PretrainedConfig:
@@ -167,7 +172,7 @@ def _load_model(
             )
             return scratch, tuple(name for name, _ in scratch.named_parameters())
         model, info = Classifier.from_pretrained(
-            config.model,
+            _source(config),
             config=settings,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -242,20 +247,20 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
         return ModelError(
             f"the model {name} is of a type that has no text classifier{_type_in(name)}"
         )
-    if not local and isinstance(error, OSError):
-        return ModelError(
-            f"cannot get the {part} {name}: there is no folder of that name, and the hub "
-            f"{_hub_reason(text)}"
-        )
+    if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
+        return ModelError(f"cannot get the {part} {name}: {_hub_reason(text, name)}")
     return ModelError(f"cannot load the {part} of {name}: {_first_sentence(error)}")
 
 
-def _hub_reason(text: str) -> str:
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        return "is switched off (HF_HUB_OFFLINE=1)"
-    if "connect" in text.lower():
-        return "cannot be reached"
-    return "has none, or does not let you read it"
+def _hub_reason(text: str, name: str) -> str:
+    from memfit.hub.huggingface import is_off, why_silent
+
+    if source_of(name) != name:
+        return f"the cache holds only parts of it, and the hub {why_silent()}"
+    why = "has none, or does not let you read it"
+    if is_off() or "connect" in text.lower():
+        why = why_silent()
+    return f"there is no folder of that name, and the hub {why}"
 
 
 def _type_in(name: str) -> str:

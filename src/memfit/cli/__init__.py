@@ -14,7 +14,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from memfit._version import __version__
-from memfit.cli import console, doctor, estimate, evaluate, predict, report, train
+from memfit.cli import (
+    console,
+    doctor,
+    estimate,
+    evaluate,
+    login,
+    predict,
+    push,
+    report,
+    train,
+)
 from memfit.cli.flags import CommandStopped
 from memfit.errors import MemfitError
 from memfit.signals import INTERRUPTED
@@ -28,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train, evaluate, predict, estimate, doctor, report):
+for module in (train, evaluate, predict, estimate, doctor, report, push, login):
     module.add_to(app)
 
 

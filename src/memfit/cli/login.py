@@ -1,0 +1,60 @@
+"""`memfit login`: the hub's own login, which keeps the token where its other tools find it."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from typing import Annotated
+
+import typer
+
+from memfit.cli import console
+from memfit.cli.flags import PlainCommand
+from memfit.cli.options import Json
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command(cls=PlainCommand)(login)
+
+
+def login(
+    to: Annotated[str, typer.Option(help="hub (Hugging Face) or modelscope.")] = "hub",
+    force: Annotated[bool, typer.Option("--force", help="Log in anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Log in to a hub; in a pipe the token is read from the input, never from an option."""
+    from memfit import hub
+
+    hub.check_hub(to)
+    token = _piped_token() if not sys.stdin.isatty() else None
+    if token is None and to == "modelscope" and sys.stdin.isatty():
+        token = _asked_token(to, force=force)
+    with console.only_results_on_stdout():
+        user = hub.login(to, token=token, force=force)
+    where = hub.endpoint(to)
+    if as_json:
+        console.show_json({"hub": where, "user": user})
+    else:
+        console.show(f"logged in to {where} as {user}")
+
+
+def _piped_token() -> str | None:
+    """A token on standard input; none where the input is empty, as a scheduler leaves it."""
+    return sys.stdin.readline().strip() or None
+
+
+def _asked_token(to: str, *, force: bool) -> str | None:
+    """ModelScope's client has no login of its own to show; a token it has is tried first."""
+    from memfit import hub
+    from memfit.errors import ConfigError
+
+    if not force:
+        try:
+            hub.login(to)
+        except ConfigError:
+            pass
+        else:
+            return None
+    console.say("Make a token at https://modelscope.cn/my/myaccesstoken and paste it here.")
+    return getpass.getpass("token (not shown): ").strip() or None

@@ -1,0 +1,76 @@
+"""`memfit push`: a trained model with its tokenizer and a model card, on a hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli import console
+from memfit.cli.flags import PlainCommand
+from memfit.cli.options import Json
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command(cls=PlainCommand)(push)
+
+
+def push(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The output folder of a run.")],
+    repo: Annotated[str, typer.Argument(metavar="USER/NAME", help="The repository; made if new.")],
+    to: Annotated[str, typer.Option(help="hub (Hugging Face) or modelscope.")] = "hub",
+    private: Annotated[bool, typer.Option("--private", help="Only you can see it.")] = False,
+    licence: Annotated[
+        str | None,
+        typer.Option(
+            "--licence",
+            "--license",
+            help="The licence others get: apache-2.0, mit, ...; asked for.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Upload model, tokenizer and a model card; texts of the data stay here."""
+    from memfit import api
+    from memfit.hub import check_hub, check_repo
+
+    check_hub(to)
+    check_repo(repo)
+    if licence is None and _can_ask():
+        licence = _ask_for_licence(folder)
+    with console.only_results_on_stdout():
+        pushed = api.push(folder, repo, to=to, private=private, licence=licence)
+    if as_json:
+        console.show_json(pushed)
+        return
+    from memfit.units import format_bytes
+
+    size = format_bytes(pushed.uploaded_bytes)
+    console.show(f"uploaded {len(pushed.files)} files ({size}) to {pushed.url}")
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _ask_for_licence(folder: str) -> str | None:
+    """Nobody may use a model that says nothing; a card that says something needs no question."""
+    from memfit.errors import ConfigError
+    from memfit.hub.card import has_licence
+    from memfit.hub.folder import files_to_push
+    from memfit.hub.licences import COMMON, checked_licence
+
+    path = Path(folder).expanduser()
+    files_to_push(path)
+    if has_licence(path):
+        return None
+    console.say(f"Under which licence may others use the model? {', '.join(COMMON)}, ...")
+    while True:
+        answer: str = typer.prompt("licence", err=True)
+        try:
+            return checked_licence(answer)
+        except ConfigError as error:
+            console.say(str(error))
