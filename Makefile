@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: env demo test test-fast test-faults lint types coverage clean
+.PHONY: env demo test test-fast test-faults lint types coverage docs test-oldest clean
 
 env: $(STAMP)
 
@@ -37,5 +37,23 @@ test-faults: env
 coverage: env
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
+# Into build/docs, with every warning an error; the strategies' pages are written from their classes.
+docs: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo build/docs/index.html
+
+# The oldest transformers, accelerate and datasets that pyproject.toml allows, in an environment of
+# its own. torch stays at the version of constraints.txt: its other builds are gigabytes with CUDA.
+# The oldest torch, 2.11, is what the GPU tests (tests/gpu) and benchmarks/results were run with.
+OLDEST := .venv-oldest
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 tests/unit
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt tests/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch -c tests/oldest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c tests/oldest.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .cache build dist demo-run
+	rm -rf $(VENV) $(OLDEST) .cache build dist demo-run

@@ -21,10 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import _recipe_chart as chart
+import _table_words as words
 import memory_accuracy as accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "README.zh.md", "docs/memory.md", "docs/from-the-tutorials.md")
+PAGES = (
+    "README.md", "README.zh.md", "docs/memory.md", "docs/zh/memory.md",
+    "docs/from-the-tutorials.md", "docs/zh/from-the-tutorials.md",
+)  # fmt: skip
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LARGE = "bert-large/"
 RECIPE = (
@@ -39,11 +43,6 @@ EXPERT = (
     "32x1/len128/mixed/adamw_torch_fused/bf16",
     "32x1/len128/mixed/adamw_torch_fused/bf16/gradient_checkpointing",
     "32x1/len128/mixed/adafactor/bf16/gradient_checkpointing",
-)
-EXPERT_NAMES = (
-    "bf16 autocast, batch 32",
-    "bf16, batch 32, checkpointing",
-    "bf16, batch 32, checkpointing, Adafactor",
 )
 NAMES = {
     "en": ("tensors (`max_memory_allocated`)", "reserved by PyTorch", "on the device (NVML)"),
@@ -96,16 +95,6 @@ BERT_LARGE: dict[str, dict[str, str]] = {
     },
 }
 F1_HEADS = {"en": ("seed", "F1"), "zh": ("种子", "F1")}
-# What the recipe does to the result: variants of quality.py, and what a reader calls them.
-QUALITY = {
-    "fp32 AdamW": "every weight, fp32, AdamW, 2e-5",
-    "fp32 AdamW, packed": "the same, without padding (as `memfit train` does it)",
-    "bf16 autocast, packed": "the same, in bf16",
-    "Adafactor": "Adafactor instead of AdamW",
-    "length 32": "texts cut to 32 tokens",
-    "frozen encoder, 1e-3": "encoder frozen, the head at 1e-3",
-    "frozen encoder, 2e-5": "encoder frozen, the head at the copied 2e-5",
-}
 
 
 @functools.cache
@@ -163,7 +152,7 @@ def accuracy_table(language: str) -> str:
     return table([head.format(**counts) for head in HEADS[language]], rows)
 
 
-def family_table() -> str:
+def family_table(language: str) -> str:
     """The worst error by model, of all runs."""
     families: dict[str, list[dict[str, Any]]] = {}
     for name, record in (*predicted().items(), *predicted(accuracy.HELD_OUT).items()):
@@ -173,21 +162,23 @@ def family_table() -> str:
         found = accuracy.summary(records)
         worst = (f"{found[size]['worst']:.2%}" for size in accuracy.SIZES)
         rows.append((name, str(len(records)), *worst))
-    return table(("model", "runs", "tensors", "reserved", "on the device"), rows)
+    return table(words.FAMILY_HEADS[language], rows)
 
 
-def quality_table() -> str:
+def quality_table(language: str) -> str:
     """F1 with every weight trained, and what each saving does to it."""
+    to = words.BETWEEN[language]
     rows = []
     for row in read(accuracy.RESULTS / "quality_h200.json")["summary"]:
-        if row["model"] == "m3e-small" and row["variant"] in QUALITY:
+        if row["model"] == "m3e-small" and row["variant"] in words.QUALITY:
             off = row["points_from_baseline"]
-            between = f"{off['low']:+.2f} to {off['high']:+.2f}" if off["mean"] else ""
+            between = f"{off['low']:+.2f} {to} {off['high']:+.2f}" if off["mean"] else ""
             points = f"{off['mean']:+.2f}" if off["mean"] else ""
-            rows.append((QUALITY[row["variant"]], f"{row['f1']:.4f}", points, between))
-    order = list(QUALITY.values())
+            name = words.QUALITY[row["variant"]][language]
+            rows.append((name, f"{row['f1']:.4f}", points, between))
+    order = [names[language] for names in words.QUALITY.values()]
     rows.sort(key=lambda row: order.index(row[0]))
-    return table(("", "F1", "points", "95 % interval"), rows)
+    return table(words.QUALITY_HEADS[language], rows)
 
 
 def train_f1_table(language: str) -> str:
@@ -205,32 +196,33 @@ def bert_large_table(language: str) -> str:
     """What strategies make of BERT-Large, beside the stock runs of the same shape."""
     found = {run["name"]: run for run in read(accuracy.RESULTS / "bert_large_h200.json")["runs"]}
     rows = []
-    for name, words in BERT_LARGE.items():
+    for name, called in BERT_LARGE.items():
         run = found[name]
         reserved = run["max_memory_reserved"]
         device = reserved + run["context_bytes"]
         sizes = (run["max_memory_allocated"], reserved, device)
-        rows.append((words[language], *map(gib, sizes), f"{run['epoch_seconds']:.1f}"))
+        rows.append((called[language], *map(gib, sizes), f"{run['epoch_seconds']:.1f}"))
     return table(BERT_LARGE_HEADS[language], rows)
 
 
-def recipe_table() -> str:
+def recipe_table(language: str) -> str:
     """What each rung of the recipe holds and takes, and what was predicted of it."""
-    names = [*chart.ENGLISH.rungs, *EXPERT_NAMES]
+    pictures = {"en": chart.ENGLISH, "zh": chart.CHINESE}
+    names = [*pictures[language].rungs, *words.EXPERT[language]]
     rows = []
     for name, case in zip(names, (*RECIPE, *EXPERT), strict=True):
         record, run = predicted()[LARGE + case], measured()[LARGE + case]
         sizes = [gib(record["measured"][size]) for size in accuracy.SIZES]
         off = f"{accuracy.error(record, 'device_bytes'):+.2%}"
-        learns = "all" if "freeze" not in case else "the head"
+        learns = words.LEARNS[language]["freeze" in case]
         rows.append((name, *sizes, off, f"{step_seconds(run):.2f}", learns))
-    heads = ("", "tensors GiB", "reserved GiB", "device GiB", "predicted", "step s", "learns")
-    return table(heads, rows)
+    return table(words.RECIPE_HEADS[language], rows)
 
 
-def component_table() -> str:
+def component_table(language: str) -> str:
     """The parts of a step, read off the allocator's counters of measured runs."""
-    names = ("fp32, batch 32", *EXPERT_NAMES, "fp32, batch 1 × 32", "the whole recipe")
+    first, *last = words.COMPONENT_ROWS[language]
+    names = (first, *words.EXPERT[language], *last)
     cases = (RECIPE[0], *EXPERT, RECIPE[1], RECIPE[-1])
     rows = []
     for name, case in zip(names, cases, strict=True):
@@ -242,8 +234,7 @@ def component_table() -> str:
         sizes = (found["model_bytes"], optimizer, found["left_bytes"], gradients)
         rest = found["max_memory_allocated"] - stays
         rows.append((name, *(mib(size) for size in (*sizes, rest, found["context_bytes"]))))
-    heads = ("MiB", "weights", "optimizer", "workspaces", "all gradients", "a step adds", "context")
-    return table(heads, rows)
+    return table(words.COMPONENT_HEADS[language], rows)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -263,17 +254,20 @@ def mib(count: int) -> str:
     return f"{count / 2**20:,.0f}"
 
 
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "accuracy": lambda: accuracy_table("en"),
-    "accuracy-zh": lambda: accuracy_table("zh"),
-    "train-f1": lambda: train_f1_table("en"),
-    "train-f1-zh": lambda: train_f1_table("zh"),
-    "bert-large": lambda: bert_large_table("en"),
-    "bert-large-zh": lambda: bert_large_table("zh"),
-    "quality": quality_table,
-    "families": family_table,
-    "recipe": recipe_table,
+TABLES: Mapping[str, Callable[[str], str]] = {
+    "accuracy": accuracy_table,
+    "bert-large": bert_large_table,
     "components": component_table,
+    "families": family_table,
+    "quality": quality_table,
+    "recipe": recipe_table,
+    "train-f1": train_f1_table,
+}
+# A block's name is its table's, with -zh for the Chinese one.
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    f"{name}{suffix}": functools.partial(make, language)
+    for name, make in TABLES.items()
+    for language, suffix in (("en", ""), ("zh", "-zh"))
 }
 
 
@@ -282,7 +276,7 @@ def documents() -> dict[Path, str]:
     pages = {ROOT / name: filled((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
     pictures = {"recipe.svg": chart.ENGLISH, "recipe.zh.svg": chart.CHINESE}
     images = ROOT / "docs" / "images"
-    drawn = {images / name: chart.draw(words, recipe_rungs()) for name, words in pictures.items()}
+    drawn = {images / name: chart.draw(said, recipe_rungs()) for name, said in pictures.items()}
     return {**pages, **drawn}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +42,36 @@ def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Rea
     return [_judged(kind, found, card) for kind in ORDER]
 
 
+def strategies_for(kind: type[Strategy], half: str = "bfloat16") -> list[Strategy]:
+    """A strategy as one would use it, last, after what it stands on."""
+    from memfit.strategies import (
+        CudaGraphs,
+        Freezing,
+        FrozenFeatures,
+        GradientRelease,
+        HalfPrecision,
+        LowBitAdamW,
+        Packing,
+        Truncation,
+    )
+
+    dtype: Any = half
+    low_bit = LowBitAdamW(dtype=dtype)
+    special: dict[type[Strategy], list[Strategy]] = {
+        CudaGraphs: [Packing(), low_bit, CudaGraphs()],
+        FrozenFeatures: [Freezing("encoder", head_learning_rate=1e-3), FrozenFeatures()],
+        GradientRelease: [low_bit, GradientRelease("kept8")],
+        HalfPrecision: [HalfPrecision(dtype)],
+        LowBitAdamW: [low_bit],
+        Truncation: [Truncation(64)],
+    }
+    return special.get(kind) or [kind()]
+
+
 def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None) -> Readiness:
     setup = _setup(found, card)
-    strategy = _made(kind, setup)
-    for one in _beneath(kind.name, setup):
+    *beneath, strategy = strategies_for(kind, "float16" if setup.lacks_bf16 else "bfloat16")
+    for one in beneath:
         if not one.unavailable(setup):
             one.apply(setup)
     reason = strategy.unavailable(setup)
@@ -90,30 +115,3 @@ def _model() -> Any:
     config._attn_implementation = "eager"
     build: Any = BertForSequenceClassification
     return build(config)
-
-
-def _made(kind: type[Strategy], setup: Setup) -> Strategy:
-    """With the settings that a plan for this device would take."""
-    from memfit.strategies import GradientRelease, HalfPrecision, LowBitAdamW, Truncation
-
-    half: Any = {"dtype": "float16" if setup.lacks_bf16 else "bfloat16"}
-    special: dict[type[Strategy], Callable[[], Strategy]] = {
-        HalfPrecision: lambda: HalfPrecision(**half),
-        LowBitAdamW: lambda: LowBitAdamW(**half),
-        GradientRelease: lambda: GradientRelease("kept8"),
-        Truncation: lambda: Truncation(16),
-    }
-    return special[kind]() if kind in special else kind()
-
-
-def _beneath(name: str, setup: Setup) -> list[Strategy]:
-    """What a strategy stands on."""
-    from memfit.strategies import Freezing, LowBitAdamW, Packing
-
-    low_bit = _made(LowBitAdamW, setup)
-    beneath: dict[str, list[Strategy]] = {
-        "frozen_features": [Freezing("encoder", head_learning_rate=1e-3)],
-        "gradient_release": [low_bit],
-        "cuda_graphs": [Packing(), low_bit],
-    }
-    return beneath.get(name, [])

@@ -1,0 +1,66 @@
+"""The words of the documents' tables, in the languages they are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Words = Mapping[str, tuple[str, ...]]
+"""By language: en, zh."""
+
+RECIPE_HEADS: Words = {
+    "en": ("", "tensors GiB", "reserved GiB", "device GiB", "predicted", "step s", "learns"),
+    "zh": ("", "张量 GiB", "预留 GiB", "整卡 GiB", "预测误差", "每步秒数", "学习的部分"),
+}
+LEARNS: Words = {"en": ("all", "the head"), "zh": ("全部", "分类头")}
+EXPERT: Words = {
+    "en": (
+        "bf16 autocast, batch 32",
+        "bf16, batch 32, checkpointing",
+        "bf16, batch 32, checkpointing, Adafactor",
+    ),
+    "zh": (
+        "bf16 autocast，批大小 32",
+        "bf16，批大小 32，检查点",
+        "bf16，批大小 32，检查点，Adafactor",
+    ),
+}
+COMPONENT_HEADS: Words = {
+    "en": ("MiB", "weights", "optimizer", "workspaces", "all gradients", "a step adds", "context"),
+    "zh": ("MiB", "权重", "优化器状态", "工作区", "全部梯度", "一步新增", "上下文"),
+}
+# The first row, and the two after the expert's.
+COMPONENT_ROWS: Words = {
+    "en": ("fp32, batch 32", "fp32, batch 1 × 32", "the whole recipe"),
+    "zh": ("fp32，批大小 32", "fp32，批大小 1 × 32", "整套配方"),
+}
+FAMILY_HEADS: Words = {
+    "en": ("model", "runs", "tensors", "reserved", "on the device"),
+    "zh": ("模型", "训练次数", "张量", "预留", "整块显卡"),
+}
+QUALITY_HEADS: Words = {
+    "en": ("", "F1", "points", "95 % interval"),
+    "zh": ("", "F1", "差几个百分点", "95% 区间"),
+}
+BETWEEN = {"en": "to", "zh": "到"}
+# What the recipe does to the result: variants of quality.py, and what a reader calls them.
+QUALITY: Mapping[str, Mapping[str, str]] = {
+    "fp32 AdamW": {
+        "en": "every weight, fp32, AdamW, 2e-5",
+        "zh": "全部权重，fp32，AdamW，2e-5",
+    },
+    "fp32 AdamW, packed": {
+        "en": "the same, without padding (as `memfit train` does it)",
+        "zh": "同上，不填充（`memfit train` 的做法）",
+    },
+    "bf16 autocast, packed": {"en": "the same, in bf16", "zh": "同上，bf16"},
+    "Adafactor": {"en": "Adafactor instead of AdamW", "zh": "AdamW 换成 Adafactor"},
+    "length 32": {"en": "texts cut to 32 tokens", "zh": "文本截到 32 个 token"},
+    "frozen encoder, 1e-3": {
+        "en": "encoder frozen, the head at 1e-3",
+        "zh": "冻结编码器，分类头用 1e-3",
+    },
+    "frozen encoder, 2e-5": {
+        "en": "encoder frozen, the head at the copied 2e-5",
+        "zh": "冻结编码器，分类头照抄 2e-5",
+    },
+}

@@ -1,0 +1,230 @@
+"""The documents hold together: links, anchors, the table of contents, a page for every strategy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from memfit.strategies import ORDER, Strategy
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GENERATED = DOCS / "strategies"
+_FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`[^`\n]+`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+WRITTEN = [
+    *sorted(ROOT.glob("*.md")),
+    *(path for path in sorted(DOCS.rglob("*.md")) if GENERATED not in path.parents),
+]
+
+
+@pytest.fixture(scope="module")
+def maker() -> Iterator[ModuleType]:
+    """What writes the strategies' pages when the site is built."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        yield importlib.import_module("strategy_pages")
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+@pytest.fixture(scope="module")
+def generated(maker: ModuleType) -> dict[Path, str]:
+    return {GENERATED / name: text for name, text in maker.pages().items()}
+
+
+@pytest.fixture(scope="module")
+def texts(generated: dict[Path, str]) -> dict[Path, str]:
+    """Every page there is, written by hand or by the build."""
+    return {path: path.read_text(encoding="utf-8") for path in WRITTEN} | generated
+
+
+def prose(text: str) -> str:
+    return _INLINE.sub("", _FENCE.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The headings as GitHub and MyST turn them into anchors."""
+    plain = _FENCE.sub("", text)
+    return {
+        re.sub(r"[^\w\- ]", "", title.replace("`", "").strip().lower()).replace(" ", "-")
+        for _, title in _HEADING.findall(plain)
+    }
+
+
+# ---- links ----
+
+
+def test_every_relative_link_and_anchor_of_every_page_resolves(texts: dict[Path, str]) -> None:
+    dead, checked = [], 0
+    for page, text in texts.items():
+        for link in _LINK.findall(prose(text)):
+            if link.startswith(("http://", "https://")):
+                continue
+            checked += 1
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            there = target in texts or target.exists()
+            if not there or (anchor and anchor not in anchors(texts[target])):
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert dead == []
+    assert checked > 60
+
+
+def test_links_to_other_sites_are_https(texts: dict[Path, str]) -> None:
+    plain = [
+        f"{page.name}: {link}"
+        for page, text in texts.items()
+        for link in _LINK.findall(prose(text))
+        if link.startswith("http://")
+    ]
+    assert plain == []
+
+
+# ---- the table of contents ----
+
+
+def toctree(text: str) -> list[str]:
+    return [
+        line
+        for match in _FENCE.finditer(text)
+        if match["info"] == "{toctree}"
+        for line in match["body"].splitlines()
+        if line and not line.startswith(":")
+    ]
+
+
+def test_every_page_of_the_site_is_in_its_table_of_contents(texts: dict[Path, str]) -> None:
+    pages = {path for path in texts if DOCS in path.parents}
+    reached, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        reached.add(page)
+        todo += [page.parent / f"{entry}.md" for entry in toctree(texts[page])]
+    assert reached == pages
+
+
+# ---- a page for every strategy ----
+
+
+def test_every_strategy_of_the_registry_has_its_page(generated: dict[Path, str]) -> None:
+    expected = {GENERATED / "index.md", *(GENERATED / f"{kind.name}.md" for kind in ORDER)}
+    assert generated.keys() == expected
+
+
+@pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.name)
+def test_a_page_says_what_the_class_says(kind: type[Strategy], generated: dict[Path, str]) -> None:
+    page = generated[GENERATED / f"{kind.name}.md"]
+    assert page.startswith(f"# {kind.name}\n")
+    assert kind.reason[1:] in page
+    assert f"| shrinks | {', '.join(kind.shrinks)} |" in page
+    assert f"| fidelity | `{kind().fidelity}`: " in page
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        (row,) = re.findall(rf"^\| `{field.name}` \|.*$", page, re.MULTILINE)
+        assert f"| `{field.default!r}` |" in row
+    for other in kind.conflicts:
+        assert f"[{other}]({other}.md)" in page
+        assert f"[{kind.name}]({kind.name}.md)" in generated[GENERATED / f"{other}.md"]
+    module = sys.modules[kind.__module__].__doc__
+    assert module is not None
+    assert module.splitlines()[0] in page
+
+
+@pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.name)
+def test_the_example_of_a_page_makes_the_strategy(
+    kind: type[Strategy], generated: dict[Path, str]
+) -> None:
+    (block,) = [
+        match["body"]
+        for match in _FENCE.finditer(generated[GENERATED / f"{kind.name}.md"])
+        if match["info"] == "python"
+    ]
+    made: list[Strategy] = []
+
+    def trainer(*_: object, strategies: list[Strategy], **__: object) -> None:
+        made.extend(strategies)
+
+    tree = ast.parse(block)
+    tree.body = [one for one in tree.body if "BudgetTrainer" not in ast.unparse(one).split("\n")[0]
+                 or isinstance(one, ast.Assign)]  # fmt: skip
+    names = {"BudgetTrainer": trainer, "model": None, "args": None, "rows": None}
+    exec(compile(tree, kind.name, "exec"), names)
+    assert type(made[-1]) is kind
+
+
+def test_settings_that_change_the_fidelity_are_named(generated: dict[Path, str]) -> None:
+    offload = generated[GENERATED / "optimizer_offload.md"]
+    assert "`rounding` with `dtype='bfloat16'`" in offload
+    release = generated[GENERATED / "gradient_release.md"]
+    assert "`optimizer` with `clip='predicted'`" in release
+    assert "`'kept8'`, `'host'`, `'two_pass'`, `'release'`" in release
+
+
+def test_refusals_are_told_in_the_strategys_own_words(generated: dict[Path, str]) -> None:
+    page = generated[GENERATED / "optimizer_offload.md"]
+    assert "- no weight learns, so there is no optimizer state" in page
+    assert "| a CPU | on a cpu device the optimizer is in host memory already |" in page
+
+
+def test_pages_are_written_only_where_they_changed(maker: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "strategies"
+    maker.write(folder)
+    (folder / "gone.md").write_text("# gone")
+    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.md")}
+    (folder / "packing.md").write_text("old")
+    maker.write(folder)
+    assert not (folder / "gone.md").exists()
+    assert (folder / "packing.md").read_text(encoding="utf-8").startswith("# packing")
+    assert (folder / "lora.md").stat().st_mtime_ns == times["lora.md"]
+
+
+# ---- Chinese pages ----
+
+
+@pytest.mark.parametrize("name", ["memory", "from-the-tutorials"])
+def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(name: str) -> None:
+    english, chinese = (
+        (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "zh")
+    )
+    assert [len(m) for m, _ in _HEADING.findall(_FENCE.sub("", english))] == [
+        len(m) for m, _ in _HEADING.findall(_FENCE.sub("", chinese))
+    ]
+    assert [m["body"] for m in _FENCE.finditer(english)] == [
+        m["body"] for m in _FENCE.finditer(chinese)
+    ]
+    blocks = [re.findall(r"<!-- figures: ([\w-]+) -->", text) for text in (english, chinese)]
+    assert [f"{one}-zh" for one in blocks[0]] == blocks[1]
+    tables = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
+    assert tables[0] == tables[1]
+
+
+# ---- versions ----
+
+
+def test_the_oldest_versions_tested_are_the_oldest_allowed() -> None:
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    allowed = {
+        one.name: Version(next(s.version for s in one.specifier if s.operator == ">="))
+        for one in map(Requirement, [*project["dependencies"], *extras["lora"], *extras["report"]])
+    }
+    lines = (ROOT / "tests" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    tested = dict(line.split("==") for line in lines if "==" in line)
+    compared = {name for name in tested if name in allowed and name != "torch"}
+    assert {"transformers", "accelerate", "datasets", "peft"} <= compared
+    for name in compared:
+        assert Version(tested[name]) == allowed[name], name
