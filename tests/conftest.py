@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["MEMFIT_LANG"] = "en"  # whatever the locale of who runs them
 
 import pytest
 

@@ -67,6 +67,11 @@ class RunResult:
         """The best model's metrics on the validation rows."""
         return dict(self.summary.metrics)
 
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
 
 @dataclass
 class _Clock:
@@ -83,9 +88,16 @@ class _Clock:
 
 
 def train_classifier(
-    config: RunConfig, *, resume: bool = False, quiet: bool = False, callbacks: Sequence[Any] = ()
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    watch: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Reads, trains, evaluates and saves; a run that fails early leaves nothing behind."""
+    from memfit.curves import followed
+
     if config.output_dir is None:
         raise OutputError("no output folder given; name one with --output-dir")
     config = with_absolute_paths(config)
@@ -95,7 +107,10 @@ def train_classifier(
     if resume and (finished := _finished(Path(str(config.output_dir)))):
         say(f"the run in {config.output_dir} has already finished; nothing is left to do")
         return finished
-    with claim_output_folder(str(config.output_dir), resume=resume) as claim:
+    with (
+        claim_output_folder(str(config.output_dir), resume=resume) as claim,
+        followed(claim, watch=watch),
+    ):
         run = _Run(config, claim, say, quiet=quiet, resume=resume, callbacks=tuple(callbacks))
         return run.finish()
 
@@ -162,6 +177,7 @@ class _Run:
         with announce.no_progress_bars():
             trainer, tokens = self._prepare(text)
             self._announce(trainer, text, tokens)
+            self.record.begin(self._summary(trainer, text, tokens, None))
             with self.clock.measure("train"):
                 self._train(trainer)
             with self.clock.measure("evaluate"):
@@ -185,6 +201,7 @@ class _Run:
     def _prepare(self, text: TextData) -> tuple[BudgetTrainer, TokenizedData]:
         from transformers import PrinterCallback, ProgressCallback, set_seed
 
+        from memfit.curves import RecordRun
         from memfit.data import tokenize
         from memfit.elapsed import KeepElapsed, elapsed_seconds
         from memfit.interrupt import StopAfterStep
@@ -208,6 +225,7 @@ class _Run:
         self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
         last = self.found.good if self.found is not None else None
         self.elapsed = KeepElapsed(elapsed_seconds(last))
+        self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
         on_gpu = arguments.device.type == "cuda"
@@ -229,6 +247,7 @@ class _Run:
             callbacks=[
                 *([] if self.quiet else [bar]),
                 self.elapsed,
+                self.record,
                 self.stop,
                 self.probe,
                 *self.callbacks,
@@ -332,8 +351,13 @@ class _Run:
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _summary(
-        self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData, evaluation: Evaluation
+        self,
+        trainer: BudgetTrainer,
+        text: TextData,
+        tokens: TokenizedData,
+        evaluation: Evaluation | None,
     ) -> RunSummary:
+        """What is known of the run; before it has been evaluated, what it begins with."""
         total, learning = announce.parameters(trainer)
         arguments = trainer.user_args
         best = trainer.state.best_model_checkpoint
@@ -341,9 +365,10 @@ class _Run:
             model=self.config.model.model,
             task=text.labels.task,
             labels=text.labels.names,
-            metrics=evaluation.metrics,
-            averaging=evaluation.averaging,
-            positive=evaluation.positive,
+            status="finished" if evaluation else "running",
+            metrics=evaluation.metrics if evaluation else {},
+            averaging=evaluation.averaging if evaluation else "",
+            positive=evaluation.positive if evaluation else "",
             training={
                 "steps": trainer.state.global_step,
                 "epochs": trainer.state.epoch,
@@ -367,5 +392,5 @@ class _Run:
             best_checkpoint=Path(best).name if best else None,
             config_digest=config_digest(self.config.to_toml()),
             versions=versions(),
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds") if evaluation else "",
         )

@@ -2,136 +2,84 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from report_fixtures import ACTING, EVIL, PLAN, Page, add_samples, make_run
 
-from memfit.data.values import DataCounts, LabelSpace, LengthBin, LengthSummary
+from memfit import drawing
+from memfit.data.values import LabelSpace
 from memfit.errors import OutputError
 from memfit.evaluation import Mistake, evaluate_predictions, worst_mistakes
 from memfit.files import plain
 from memfit.memory.components import Component, MemoryPeak
 from memfit.report import page, plots
-from memfit.results import MemorySummary, RunSummary, versions, write_evaluation, write_summary
-from memfit.units import MIB
-
-EVIL = "<script>alert(1)</script>\"'&\x00\x1b[2J"
-VOID = {"meta", "br"}
+from memfit.report.page import write_report
+from memfit.results import MemorySummary, RunFolder, RunSummary, write_evaluation, write_summary
 
 
-class Page(HTMLParser):
-    """Text, tags and attributes; fails on tags that do not close in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.text = ""
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.text += data
-
-
-def make_run(folder: Path, names: tuple[str, ...] = ("負評", "正評"), **changes: Any) -> Path:
-    space, rows = LabelSpace("single_label", names), 4 * len(names)
-    labels = np.arange(rows) % len(names)
-    logits = np.eye(len(names))[np.where(np.arange(rows) % 4 == 1, 0, labels)]
-    result = evaluate_predictions(logits, labels, space)
-    texts = [f"房間很乾淨 {row} {EVIL}" for row in range(rows)]
-    write_evaluation(folder, result, worst_mistakes(logits, labels, space, texts))
-    peak = MemoryPeak(
-        {
-            Component.WEIGHTS: 600 * MIB,
-            Component.ACTIVATIONS: 900 * MIB,
-            Component.CONTEXT: 500 * MIB,
-        },
-        allocated_bytes=1500 * MIB,
-        reserved_bytes=1700 * MIB,
-        device_bytes=2200 * MIB,
-        module="bert.encoder.layer.7",
-    )
-    counts = DataCounts(
-        rows_read=101,
-        dropped_no_text=1,
-        dropped_no_label=0,
-        train_rows=90,
-        validation_rows=10,
-        duplicates_across_split=2,
-        train_class_counts=dict.fromkeys(names, 45),
-        validation_class_counts=dict.fromkeys(names, 5),
-    )
-    lengths = LengthSummary(
-        count=100, mean=70.0, p50=66, p90=120, p99=300, max=1234, max_length=128, cut_rows=9,
-        histogram=tuple(LengthBin(16 * n, 16 * n + 15, 10 - n) for n in range(10)),
-    )  # fmt: skip
-    values: dict[str, Any] = {
-        "model": "hfl/rbt3",
-        "task": "single_label",
-        "labels": names,
-        "metrics": result.metrics,
-        "averaging": result.averaging,
-        "positive": result.positive,
-        "training": {"steps": 438, "epochs": 2.0, "learning_rate": 2e-5, "bf16": True},
-        "data": plain(counts),
-        "lengths": plain(lengths),
-        "seconds": {"train": 200.0, "total": 250.0},
-        "memory": MemorySummary(4 * 10**9, peak, peak),
-        "device": "CPU",
-        "versions": versions(),
-        "finished_at": "2025-01-02T03:04:05",
-    }
-    write_summary(folder, RunSummary(**{**values, **changes}))
-    history = [{"step": step, "loss": 1 / step, "learning_rate": 1e-5} for step in range(1, 40)]
-    history += [{"step": 20, "eval_loss": 0.4, "eval_f1": 0.9, "eval_runtime": 3.0}]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    return folder
+def shown(run: Path, **options: Any) -> Page:
+    return Page(write_report(run, **options).read_text(encoding="utf-8"))
 
 
 def test_the_page_holds_everything_a_run_left(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'budget = "4GB"\n[data]\npath = "評論.csv"\n', encoding="utf-8"
     )
-    path = page.write_report(make_run(tmp_path))
-    assert path == tmp_path / "report.html"
-    shown = Page(path.read_text(encoding="utf-8"))
-    text = " ".join(shown.text.split())
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    add_samples(make_run(tmp_path))
+    found = shown(tmp_path)
     for words in (
-        "Finished after 3 min 20 s of training on CPU, 2025-01-02 03:04.",
+        "Finished 3 min 20 s of training on RTX 3060 2025-01-02 03:04",
         "F1 (of 正評)",
-        "58 % of the budget of 4.00 GB (3.73 GiB)",
+        "Predicted: 2.15 GiB at the peak, 58 % of the budget of 4.00 GB (3.73 GiB)",
+        "Measured: 2.15 GiB at the peak, 58 % of the budget of 4.00 GB (3.73 GiB)",
+        "The prediction was 0.0 % above what was measured.",
         "reserved, unused",
         "the peak is in bert.encoder.layer.7",
+        "Nothing had to be adjusted",
+        "rounding: the same algorithm with fewer bits",
+        "recomputes 9 of 24 layers: saves 1.1 GiB",
+        "layers 9, part layer",
+        "peaks at 2.1 GiB",
+        "63 ms",
         "validation texts also trained on",
         "A max_length of 128 cuts 9 of them (9 %).",
+        "import memfit",
         'path = "評論.csv"',
         "房間很乾淨",
     ):
-        assert words in text
-    assert shown.tags.count("svg") == 4  # loss, metrics, learning rate, lengths
-    assert [name for tag, name, _ in shown.attributes if tag == "svg"].count("aria-label") == 4
+        assert words in found.words, words
+    labels = found.values("svg", "aria-label")
+    assert len(labels) == 6  # bars, over time, loss, metrics, learning rate, lengths
+    assert "training: from 1 at step 1 to 0.02564 at step 39" in labels[2]
+    assert found.values("svg", "role") == ["img"] * 6
+
+
+def test_every_word_of_the_page_is_chinese_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
+    add_samples(make_run(tmp_path))
+    found = shown(tmp_path, lang="zh")
+    assert found.values("html", "lang") == ["zh-Hans"]
+    for words in (
+        "已完成",
+        "内存占用",
+        "预算 4.00 GB (3.73 GiB)",
+        "混淆矩阵",
+        "方案与理由",
+        "使用模型",
+    ):
+        assert words in found.words, words
+    for words in ("Memory", "Training", "Evaluation", "budget of", "rows that", "confusion"):
+        assert words not in found.words, words
 
 
 def test_text_from_data_never_becomes_markup(tmp_path: Path) -> None:
@@ -144,49 +92,77 @@ def test_text_from_data_never_becomes_markup(tmp_path: Path) -> None:
         versions={EVIL: EVIL},
         best_checkpoint=EVIL,
         status=EVIL,
+        finished_at=EVIL,
     )
     (run / "run.toml").write_text(f'path = "{EVIL}"')
-    html = page.write_report(run).read_text(encoding="utf-8")
-    shown = Page(html)
-    assert "script" not in shown.tags
-    assert "<script>alert(1)</script>" in shown.text
-    assert not {"\x00", "\x1b"} & set(html)
-    assert not [name for _, name, _ in shown.attributes if name.startswith("on")]
+    name = json.dumps(EVIL.replace("\u202e", ""))
+    (run / "plan.toml").write_text(f"fidelity = {name}\n[strategies]\n{name} = {{a = {name}}}\n")
+    adjusted = {"step": 3, "why": EVIL, "from": EVIL, "to": {EVIL: EVIL}}
+    (run / "adjustments.jsonl").write_text(json.dumps(adjusted) + "\nnot json\n")
+    add_samples(run)
+    html = write_report(run).read_text(encoding="utf-8")
+    found = Page(html)
+    assert found.tags.count("script") == 1
+    assert "<script>alert(1)</script>" in found.text
+    assert not ACTING & set(html)
+    assert not [name for _, name, _ in found.attributes if name.startswith("on")]
 
 
-def test_the_page_fetches_nothing_and_reads_without_a_mouse(tmp_path: Path) -> None:
-    html = page.write_report(make_run(tmp_path)).read_text(encoding="utf-8")
-    shown = Page(html)
-    for tag, name, value in shown.attributes:
+def test_only_its_own_script_may_run_and_nothing_is_fetched(tmp_path: Path) -> None:
+    html = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
+    found = Page(html)
+    (policy,) = [value for _, name, value in found.attributes if value.startswith("default-src")]
+    digest = base64.b64encode(hashlib.sha256("".join(found.scripts).encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in policy
+    assert "connect-src 'none'" in policy
+    for tag, name, value in found.attributes:
         if name in ("src", "href", "xlink:href", "action"):
-            assert (tag, value[:1]) == ("use", "#")
+            assert value[:1] == "#" or (tag, value) == ("link", "data:,")
     assert "@import" not in html
     assert "url(http" not in html
-    assert ("html", "lang", "en") in shown.attributes
-    assert any(name == "name" and value == "viewport" for _, name, value in shown.attributes)
-    headings = [tag for tag in shown.tags if re.fullmatch(r"h\d", tag)]
-    assert headings[0] == "h1"
-    assert set(headings[1:]) == {"h2"}
-    assert shown.tags.count("table") == shown.tags.count("caption")
-    identifiers = [value for _, name, value in shown.attributes if name == "id"]
+
+
+def test_the_page_is_read_in_order_by_a_screen_reader(tmp_path: Path) -> None:
+    add_samples(make_run(tmp_path))
+    found = shown(tmp_path)
+    assert found.values("html", "lang") == ["en"]
+    assert "width=device-width, initial-scale=1" in found.values("meta", "content")
+    headings = [int(tag[1]) for tag in found.tags if re.fullmatch(r"h\d", tag)]
+    assert headings.count(1) == 1
+    assert all(b - a <= 1 for a, b in zip([0, *headings], headings, strict=False))
+    assert {"header", "nav", "main"} <= set(found.tags)
+    assert found.tags.count("table") == found.tags.count("caption")
+    assert found.tags.count("figure") == found.tags.count("figcaption") == found.tags.count("svg")
+    identifiers = [value for _, name, value in found.attributes if name == "id"]
     assert len(identifiers) == len(set(identifiers))
+    # Every link and every name of a section leads to something that is there.
+    targets = [*found.values("section", "aria-labelledby")]
+    targets += [link[1:] for link in found.values("a", "href")]
+    assert targets
+    assert set(targets) <= set(identifiers)
+    # What scrolls sideways can be scrolled with the keyboard, and has a name.
+    scrolls = found.values("div", "class").count("scroll")
+    assert found.values("div", "tabindex") == ["0"] * scrolls
+    assert all(found.values("div", "aria-label"))
 
 
 def test_without_matplotlib_the_page_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    add_samples(make_run(tmp_path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    shown = Page(page.write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
-    assert "svg" not in shown.tags
-    assert "pip install memfit[report]" in shown.text
-    assert "F1 (of 正評)" in shown.text
+    found = shown(tmp_path)
+    assert "svg" not in found.tags
+    assert "pip install memfit[report]" in found.text
+    assert "F1 (of 正評)" in found.text
 
 
 def test_a_bare_summary_is_enough(tmp_path: Path) -> None:
     write_summary(tmp_path, RunSummary(model="m", task="regression", metrics={"mse": 0.25}))
-    shown = Page(page.write_report(tmp_path).read_text(encoding="utf-8"))
-    assert "MSE" in shown.text
-    assert "logged nothing to draw" in shown.text
+    found = shown(tmp_path)
+    assert "MSE" in found.text
+    assert "logged nothing to draw" in found.text
+    assert "#data" not in found.values("a", "href")
 
 
 def test_tasks_without_a_confusion_matrix_have_a_page_too(tmp_path: Path) -> None:
@@ -205,7 +181,7 @@ def test_tasks_without_a_confusion_matrix_have_a_page_too(tmp_path: Path) -> Non
             seconds={"train": 5.0},
         ),
     )
-    text = Page(page.write_report(tmp_path).read_text(encoding="utf-8")).text
+    text = shown(tmp_path).text
     for words in ("F1 (micro)", "all labels right", "早餐難吃", "房間, 早餐", "time training"):
         assert words in text
     assert "Confusion" not in text
@@ -214,84 +190,142 @@ def test_tasks_without_a_confusion_matrix_have_a_page_too(tmp_path: Path) -> Non
     result = evaluate_predictions(outputs, truth, value)
     write_evaluation(tmp_path, result, worst_mistakes(outputs, truth, value, ["好", "貴"], limit=1))
     write_summary(tmp_path, RunSummary(model="m", task="regression", metrics=result.metrics))
-    text = Page(page.write_report(tmp_path).read_text(encoding="utf-8")).text
+    text = shown(tmp_path).text
     assert "338" in text  # the mean of 0 and 26 squared
     assert "貴" in text
 
 
 def test_a_folder_without_a_run_gets_no_page(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"no summary\.json"):
-        page.write_report(tmp_path)
+        write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_classes_long_texts_and_a_long_log_stay_small(tmp_path: Path) -> None:
+def test_many_classes_long_texts_and_a_hundred_thousand_steps_stay_small(tmp_path: Path) -> None:
     run = make_run(tmp_path, names=tuple(f"類別{number}" for number in range(300)))
     saved = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     saved["mistakes"] = plain([Mistake("長" * 100_000, "a", "b", 0.5)] * 12)
     (run / "evaluation.json").write_text(json.dumps(saved), encoding="utf-8")
-    history = [{"step": step, "loss": 1.0, "learning_rate": 1e-5} for step in range(20_000)]
+    draw = np.random.default_rng(0)
+    history = [
+        {"step": step, "loss": float(value), "learning_rate": 1e-5}
+        for step, value in enumerate(draw.random(100_000))
+    ]
     (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    path = page.write_report(run)
-    assert path.stat().st_size < 300_000
+    adjusted = [json.dumps({"step": step, "why": "w"}) for step in range(2000)]
+    (run / "adjustments.jsonl").write_text("\n".join(adjusted))
+    add_samples(run, steps=2000)
+    path = write_report(run)
+    assert path.stat().st_size < 500_000
     text = Page(path.read_text(encoding="utf-8")).text
     assert "The 100 weakest of 300 classes" in text
     assert "The most frequent confusions" in text
+    assert "the first 50 of 2,000" in text
 
 
-def test_a_peak_over_the_budget_is_marked(tmp_path: Path) -> None:
+def test_a_peak_over_the_budget_is_said_loudly(tmp_path: Path) -> None:
     peak = MemoryPeak({Component.WEIGHTS: 300}, 300, 300, 400)
-    run = make_run(tmp_path, memory=MemorySummary(200, None, peak))
-    shown = Page(page.write_report(run).read_text(encoding="utf-8"))
-    assert "200 B over the budget" in shown.text
-    marks = [value for tag, name, value in shown.attributes if tag == "u" and name == "style"]
-    assert marks == ["left: calc(50.0% - 1px)"]
+    found = shown(make_run(tmp_path, memory=MemorySummary(200, None, peak)))
+    assert "Measured: 400 B at the peak, 200 B over the budget of 200 B" in found.words
+    assert "bad" in found.values("p", "class")
 
 
-def test_what_is_not_a_number_is_not_drawn() -> None:
-    history: list[dict[str, Any]] = [
-        {"step": 1, "loss": float("nan")},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "eval_loss": 0.1, "eval_f1": 0.9, "eval_runtime": 1.0, "loss": None},
-        {"loss": 0.1},
-    ]
-    assert page.series(history, "loss") == [(2, 0.5)]
-    assert page.metric_names(history) == ["f1"]
+def test_the_live_page_asks_for_itself_again_and_may_reach_nothing_else(tmp_path: Path) -> None:
+    add_samples(tmp_path)
+    found = Page(page.render(RunFolder(tmp_path), live=True))
+    assert found.values("html", "data-refresh") == ["2000"]
+    (policy,) = [value for value in found.values("meta", "content") if "connect-src" in value]
+    assert "connect-src 'self'" in policy
+    assert found.values("progress", "value") == ["40"]
+    assert "step 40 of 438" in found.words
+    assert "about 3 min 19 s left" in found.words  # 398 steps at half a second
+    make_run(tmp_path)
+    assert Page(page.render(RunFolder(tmp_path), live=True)).values("html", "data-refresh") == []
 
 
-def test_long_curves_are_thinned_and_keep_their_last_point() -> None:
+def test_long_curves_are_thinned_and_keep_their_last_point_and_their_peak() -> None:
     points = [(float(step), 0.0) for step in range(100_000)]
     thin = plots.thin(points)
     assert len(thin) <= plots.MOST_POINTS + 1
     assert (thin[0], thin[-1]) == (points[0], points[-1])
     assert plots.thin(points[:10]) == points[:10]
+    points[777] = (777.0, 5.0)
+    highest = plots.thin(points, highest=True)
+    assert len(highest) <= plots.MOST_POINTS
+    assert max(value for _, value in highest) == 5.0
 
 
 def test_drawings_are_valid_and_take_the_pages_colours() -> None:
-    svg = plots.curves({"a": [(1, 2.0)], "正確率": [(1, 3.0), (2, 4.0)]}, title='x "<&> y')
+    def draw() -> str:
+        series = [[(1, 2.0)], [(1, 3.0), (2, 4.0)]]
+        return plots.curves(series, name="loss", label='x "<&> y', x_label="步")
+
+    svg = draw()
     root = ElementTree.fromstring(svg)
     assert root.get("aria-label") == 'x "<&> y'
     assert root.get("width") is None
-    assert "正確率" in svg
+    assert "步" in svg
     assert "var(--series-1)" in svg
     assert "currentColor" in svg
     assert "DejaVu" not in svg
     assert not re.search(r"#a100\w\w", svg)
-    assert svg == plots.curves({"a": [(1, 2.0)], "正確率": [(1, 3.0), (2, 4.0)]}, title='x "<&> y')
+    assert svg == draw()
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+def test_bars_are_as_long_as_the_bytes_they_stand_for() -> None:
+    bars = {"predicted": {"weights": 100, "activations": 300}, "measured": {"weights": 200}}
+    svg = plots.memory_bars(bars, 500, name="bars", label="bars")
+    widths = {}
+    for colour in ("weights", "activations"):
+        paths = re.findall(rf'<path d="([^"]+)"[^>]*style="fill: var\(--{colour}\)', svg)
+        widths[colour] = [_width(path) for path in paths]
+    assert widths["weights"][1] == pytest.approx(2 * widths["weights"][0], rel=1e-3)
+    assert widths["activations"] == [pytest.approx(3 * widths["weights"][0], rel=1e-3)]
+
+
+def _width(path: str) -> float:
+    x = [float(pair.split()[0]) for pair in re.findall(r"[ML] ([\d. ]+)", path)]
+    return max(x) - min(x)
+
+
+# ---- colours ----
+
+
+def luminance(colour: tuple[float, ...]) -> float:
+    channels = [value / 255 for value in colour]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
 
-def test_text_stands_out_by_day_and_by_night() -> None:
-    css = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
-    blocks = re.findall(r":root \{(.*?)\}", css, flags=re.DOTALL)[:2]
-    for block in blocks:
-        colours = dict(re.findall(r"--([\w-]+): (#\w{6});", block))
-        for ink in ("ink", "quiet", "series-1", "series-2", "series-3", "series-4"):
-            for ground in ("paper", "panel"):
-                pair = sorted([luminance(colours[ink]), luminance(colours[ground])])
-                assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, (ink, ground)
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    darker, lighter = sorted([luminance(one), luminance(other)])
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def rgb(colour: str) -> tuple[float, ...]:
+    if colour.startswith("#"):
+        return tuple(int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return tuple(float(part) for part in colour.split())
+
+
+@pytest.mark.parametrize("colours", [drawing.LIGHT, drawing.DARK], ids=["light", "dark"])
+def test_text_stands_out_by_day_and_by_night(colours: dict[str, str]) -> None:
+    inks = ("ink", "quiet", "good", "bad", "series-1", "series-2", "series-3", "series-4")
+    for ink in inks:
+        for ground in ("paper", "panel"):
+            ratio = contrast(rgb(colours[ink]), rgb(colours[ground]))
+            assert ratio >= 4.5, (ink, ground, ratio)
+    # The darkest cell of the confusion matrix is 45 % of the shade over the paper.
+    shade, paper = rgb(colours["shade"]), rgb(colours["paper"])
+    cell = tuple(0.45 * a + 0.55 * b for a, b in zip(shade, paper, strict=True))
+    assert contrast(rgb(colours["ink"]), cell) >= 4.5
+    # Edges of controls, and bars against the page: 3 is what shapes need.
+    assert contrast(rgb(colours["edge"]), paper) >= 3
+
+
+def test_both_palettes_have_the_same_names_and_paper_is_always_light() -> None:
+    assert drawing.LIGHT.keys() == drawing.DARK.keys()
+    css = drawing.palette_css()
+    assert css.count("@media screen") == 2  # night is for screens
+    used = set(re.findall(r"var\(--([\w-]+)", page.own_file("page.css")))
+    assert used - {"share"} <= drawing.LIGHT.keys()

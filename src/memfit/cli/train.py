@@ -37,6 +37,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that --output-dir holds.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the report on localhost while it trains.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -45,7 +48,9 @@ def train(
     from memfit import api
 
     with console.only_results_on_stdout():
-        result = api.finetune(data, config=config, resume=resume, quiet=quiet, **options)
+        result = api.finetune(
+            data, config=config, resume=resume, quiet=quiet, watch=watch, **options
+        )
     if as_json:
         console.show_json({"output_dir": result.output_dir, **result.summary.to_dict()})
         return

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from memfit.errors import MemfitError
+from memfit.drawing import COMPONENTS, INK, PAPER, Drawing
 from memfit.memory.components import Component
 from memfit.units import GIB, MIB, format_bytes
 
@@ -23,39 +21,8 @@ ORDER = (
     Component.GRADIENTS,
     Component.ACTIVATIONS,
 )
-# matplotlib wants a colour now, the page decides it later: these stand for the page's own.
-_INK, _RULE, _PAPER = "#a1000f", "#a10010", "#a10011"
-_STAND_IN = {component: f"#a1000{number}" for number, component in enumerate(ORDER)}
-_PAGE_COLOURS = {
-    _INK: "currentColor",
-    _RULE: "var(--rule)",
-    _PAPER: "var(--paper)",
-    **{stand_in: f"var(--{component})" for component, stand_in in _STAND_IN.items()},
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
-    "svg.hashsalt": "memfit",
-    "font.size": 10,
-    "axes.edgecolor": _RULE,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": _RULE,
-    "grid.linewidth": 0.6,
-    "text.color": _INK,
-    "xtick.color": _RULE,
-    "xtick.labelcolor": _INK,
-    "ytick.color": _RULE,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-}
 # Names of phases: how many lines they may take, and a letter's width as a share of the axis.
 _PHASE_ROWS, _LETTER = 3, 0.0088
-_FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
-_FONT = re.compile(r"font: (?:[a-z0-9]+ )*?([\d.]+)px [^;\"]*")  # all in one before matplotlib 3.11
 
 
 class Moment(Protocol):
@@ -80,18 +47,9 @@ def draw(
     phases: Sequence[tuple[int, str]],
 ) -> str:
     """Stacked areas over the events, the peak marked."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MemfitError(
-            "a timeline needs matplotlib; install it with: pip install 'memfit[report]'"
-        ) from None
-
     top_bytes = peak.total_bytes + context_bytes
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-        axes: Axes = figure.subplots()
+    with Drawing("memfit", "Memory over the step, by component", (9.6, 4.4)) as drawing:
+        axes: Axes = drawing.axes
         unit_bytes, unit = (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
         _areas(axes, shown, context_bytes, unit_bytes)
         highest_bytes = max(top_bytes, budget_bytes or 0)
@@ -100,7 +58,7 @@ def draw(
         axes.set_xlabel("births and deaths of tensors, in order")
         axes.set_ylabel(unit)
         if budget_bytes is not None:
-            axes.axhline(budget_bytes / unit_bytes, color=_INK, linewidth=1.2, linestyle="--")
+            axes.axhline(budget_bytes / unit_bytes, color=INK, linewidth=1.2, linestyle="--")
             axes.annotate(
                 f"budget {format_bytes(budget_bytes)}",
                 (0.01, budget_bytes / unit_bytes),
@@ -109,10 +67,8 @@ def draw(
             )
         _mark_peak(axes, peak, context_bytes, top_bytes / unit_bytes, shown[-1].event)
         _mark_phases(axes, phases, shown[-1].event)
-        figure.legend(loc="outside lower center", ncols=len(ORDER))
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(out.getvalue())
+        drawing.figure.legend(loc="outside lower center", ncols=len(ORDER))
+    return drawing.svg
 
 
 def _areas(axes: Axes, shown: Sequence[Moment], context_bytes: int, unit_bytes: int) -> None:
@@ -129,7 +85,7 @@ def _areas(axes: Axes, shown: Sequence[Moment], context_bytes: int, unit_bytes: 
         [moment.event for moment in shown],
         [bands[component] for component in used],
         labels=[str(component) for component in used],
-        colors=[_STAND_IN[component] for component in used],
+        colors=[COMPONENTS[component] for component in used],
         linewidth=0,
     )
 
@@ -142,7 +98,7 @@ def _mark_peak(
     size = format_bytes(peak.total_bytes + context_bytes)
     what = " with context" if context_bytes else ""
     left = peak.event < last_event / 2
-    axes.plot([peak.event], [height], marker="o", markersize=5, color=_INK, clip_on=False)
+    axes.plot([peak.event], [height], marker="o", markersize=5, color=INK, clip_on=False)
     axes.annotate(
         f"peak {size}{what}\n{peak.module or 'outside any module'}",
         (peak.event, height),
@@ -150,7 +106,7 @@ def _mark_peak(
         xytext=(9 if left else -9, 0),
         horizontalalignment="left" if left else "right",
         verticalalignment="center",
-        bbox={"facecolor": _PAPER, "edgecolor": "none", "pad": 1.5},
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
     )
 
 
@@ -158,7 +114,7 @@ def _mark_phases(axes: Axes, phases: Sequence[tuple[int, str]], last_event: int)
     """A line where each begins; a name that would run into the one before goes a line lower."""
     free_from = [0.0] * _PHASE_ROWS
     for event, name in phases:
-        axes.axvline(event, color=_INK, linewidth=0.8, linestyle=":")
+        axes.axvline(event, color=INK, linewidth=0.8, linestyle=":")
         width = (len(name) + 2) * _LETTER
         at = event / max(last_event, 1)
         late = at + width > 1  # no room on its right
@@ -174,16 +130,3 @@ def _mark_phases(axes: Axes, phases: Sequence[tuple[int, str]], last_event: int)
             horizontalalignment="right" if late else "left",
             verticalalignment="top",
         )
-
-
-def _for_page(svg: str) -> str:
-    """Without XML header; with the page's colours, font and width, and a spoken name."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = _FONT_FAMILY.sub("", svg)
-    svg = _FONT.sub(r"font-size: \1px", svg)
-    for stand_in, colour in _PAGE_COLOURS.items():
-        svg = svg.replace(stand_in, colour)
-    opening, rest = svg.split(">", 1)
-    opening = re.sub(r' (width|height)="[^"]*"', "", opening)
-    return f'{opening} role="img" aria-label="Memory over the step, by component">{rest}'.strip()

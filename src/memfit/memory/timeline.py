@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from memfit.drawing import palette_css
 from memfit.memory.allocator import round_request
 from memfit.memory.chart import draw
 from memfit.memory.components import Component
@@ -112,6 +113,7 @@ def write_timeline(
     page = Template(
         resources.files("memfit.memory").joinpath("timeline.html").read_text(encoding="utf-8")
     ).substitute(
+        palette=palette_css(),
         title=escape(title),
         lead=escape(lead),
         figures="\n".join(_figure(name, value) for name, value in figures.items()),

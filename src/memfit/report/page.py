@@ -1,122 +1,112 @@
-"""One self-contained HTML page about a run: no scripts, nothing fetched, everything escaped."""
+"""One self-contained HTML page about a run: nothing is fetched, everything is escaped.
+
+The page opens from disk and is what `memfit train --watch` serves while the run trains. Its own
+script is small, inline and the only one its content security policy lets run.
+"""
 
 from __future__ import annotations
 
-import math
+import base64
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memfit import drawing
 from memfit.files import atomic_writer
-from memfit.report import plots, sections
-from memfit.report.terminal import METRIC_NAMES
-from memfit.results import RunFolder, RunSummary, read_evaluation, read_summary
+from memfit.messages import language, speaking, t
+from memfit.report import peaks, quality, sections
+from memfit.report.story import FINISHED, RUNNING, Story, read_story
+from memfit.results import RunFolder
 from memfit.safe_text import clean
 
-_HERE = Path(__file__).resolve().parent
-# What the Trainer logs after an evaluation that is about the machine, not the model.
-_NOT_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
+HERE = Path(__file__).resolve().parent
+LANG_TAGS = {"en": "en", "zh": "zh-Hans"}
+REFRESH_SECONDS = 2.0
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(run_dir: str | os.PathLike[str], *, lang: str | None = None) -> Path:
     """Writes report.html from what the run left in its folder, and says where it is."""
     folder = RunFolder(Path(run_dir))
-    html = render(folder)
+    html = render(folder, lang=lang)
     with atomic_writer(folder.report) as file:
         file.write(html)
     return folder.report
 
 
-def render(folder: RunFolder) -> str:
-    """The page as text."""
+def render(folder: RunFolder, *, live: bool = False, lang: str | None = None) -> str:
+    """The page as text; a live one asks for itself again for as long as the run trains."""
+    with speaking(lang):
+        return render_story(read_story(folder, live=live), live=live)
+
+
+def render_story(story: Story, *, live: bool = False) -> str:
+    """The page about a run as far as it got."""
+    curves = sections.curves(story) if drawing.available() else []
+    missing = t("report.no.curves") if not curves and story.state != RUNNING else ""
+    return _filled(
+        live=live and story.state == RUNNING,
+        title=sections.title(story),
+        state=sections.state(story),
+        figures=sections.figures(story.summary),
+        memory=peaks.section(story),
+        curves=curves,
+        missing=missing if drawing.available() else t("report.no.matplotlib"),
+        training=sections.training(story.summary),
+        evaluation=quality.section(*story.evaluated) if story.evaluated else None,
+        plan=sections.plan(story),
+        data=sections.data(story.summary),
+        usage=sections.usage(story.folder.path) if story.state == FINISHED else [],
+        made_with=sections.made_with(story.summary),
+        config="\n".join(clean(line) for line in story.config.splitlines()),
+    )
+
+
+def render_waiting(lang: str | None = None) -> str:
+    """The page before there is anything to tell."""
+    with speaking(lang):
+        state = {
+            "css": RUNNING, "word": t("report.state.running"), "facts": [], "resume": "",
+            "why": t("report.live.waiting"), "step": 0, "max_steps": None,
+        }  # fmt: skip
+        return _filled(
+            live=True, title=t("report.title.unnamed"), state=state, figures=[], memory=None,
+            curves=[], missing="", training=None, evaluation=None, plan=None, data=None, usage=[],
+            made_with=None, config="",
+        )  # fmt: skip
+
+
+def _filled(*, live: bool, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    summary = read_summary(folder.path)
-    evaluated = read_evaluation(folder.path)
     environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
-    drawn = _plots(summary, folder.log_history())
+    script = own_file("page.js")
     return environment.get_template("page.html").render(
-        # The style sheet and the drawings are our own; all else is escaped.
-        css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
-        plots={
-            "training": [Markup(svg) for svg in drawn["training"]],
-            "lengths": Markup(drawn["lengths"]),
-            "missing": drawn["missing"],
-        },
-        title=f"{clean(Path(summary.model).name or summary.model)}, fine-tuned",
-        lead=sections.lead(summary),
-        figures=sections.figures(summary),
-        memory=sections.memory(summary),
-        training=sections.training(summary),
-        evaluation=sections.evaluation(*evaluated) if evaluated else None,
-        data=sections.data(summary),
-        usage=sections.usage(folder.path),
-        made_with=sections.made_with(summary),
-        config=_config(folder),
+        # The style sheet, the script and the drawings are our own; all else is escaped.
+        css=Markup(drawing.palette_css() + own_file("page.css")),
+        script=Markup(script),
+        policy=policy(script, live=live),
+        drawn=Markup,
+        t=t,
+        lang=LANG_TAGS[language()],
+        refresh=int(1000 * REFRESH_SECONDS) if live else 0,
+        **values,
     )
 
 
-def _config(folder: RunFolder) -> str:
-    if not folder.config.is_file():
-        return ""
-    return "\n".join(clean(line) for line in folder.config.read_text(encoding="utf-8").splitlines())
+def own_file(name: str) -> str:
+    """A file beside this one, with the line ends it is hashed with."""
+    return (HERE / name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 
-def _plots(summary: RunSummary, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if not plots.available():
-        missing = (
-            "The curves are missing: matplotlib is not installed (pip install memfit[report])."
-        )
-        return {"training": [], "lengths": "", "missing": missing}
-    losses = {
-        "training": series(history, "loss"),
-        "validation": series(history, "eval_loss"),
-    }
-    metrics = {
-        METRIC_NAMES.get(name, name): series(history, f"eval_{name}")
-        for name in metric_names(history)
-    }
-    rates = {"learning rate": series(history, "learning_rate")}
-    drawings = [
-        plots.curves(filled, title=title)
-        for title, lines in (
-            ("Loss", losses),
-            ("Metrics on the validation rows", metrics),
-            ("Learning rate", rates),
-        )
-        if (filled := {name: points for name, points in lines.items() if points})
-    ]
-    bins = [
-        (item["first_tokens"], item["last_tokens"], item["rows"])
-        for item in summary.lengths.get("histogram") or ()
-    ]
-    lengths = (
-        plots.histogram(bins, title="Length of the texts", mark=summary.lengths.get("max_length"))
-        if bins
-        else ""
+def policy(script: str, *, live: bool) -> str:
+    """What the page may do: show itself, run this one script, and ask for itself again."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    reach = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        f"connect-src {reach}; base-uri 'none'; form-action 'none'"
     )
-    missing = "" if drawings else "The run logged nothing to draw."
-    return {"training": drawings, "lengths": lengths, "missing": missing}
-
-
-def series(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) for each time a value was logged and is a number."""
-    return [
-        (entry["step"], float(entry[key]))
-        for entry in history
-        if isinstance(entry.get(key), (int, float))
-        and "step" in entry
-        and math.isfinite(entry[key])
-    ]
-
-
-def metric_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics among what was logged, in the order of their first appearance, four at most."""
-    names = (
-        key.removeprefix("eval_") for entry in history for key in entry if key.startswith("eval_")
-    )
-    return [name for name in dict.fromkeys(names) if name not in _NOT_METRICS][:4]

@@ -1,14 +1,16 @@
-"""Curves and histograms as SVG that takes its colours and fonts from the page around it."""
+"""The report's drawings: lines over steps, memory, lengths; names and legends are the page's.
+
+Only numbers and short words stand in a drawing. matplotlib knows no Chinese and would lay out a
+legend too narrow; the page does that, and it breaks lines on a phone.
+"""
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memfit.errors import ConfigError
+from memfit.drawing import COMPONENTS, INK, SERIES, UNUSED, Drawing
+from memfit.units import GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,162 +19,142 @@ Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400
 """A curve has no more, so that a long run's page stays small; that is one a pixel."""
+MOST_MARKS = 40
 _SIZE_INCHES = (4.8, 2.7)  # 460 pixels: two beside each other on a screen, one on a phone
 
-# matplotlib wants a colour now, the page decides it later: these stand for the page's own.
-_INK, _RULE = "#a1000f", "#a10010"
-_SERIES = ("#a10001", "#a10002", "#a10003", "#a10004")
-_PAGE_COLOURS = {
-    _INK: "currentColor",
-    _RULE: "var(--rule)",
-    **{colour: f"var(--series-{number})" for number, colour in enumerate(_SERIES, 1)},
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
-    "font.size": 10,
-    "axes.edgecolor": _RULE,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.titlecolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": False,
-    "grid.color": _RULE,
-    "grid.linewidth": 0.6,
-    "text.color": _INK,
-    "xtick.color": _RULE,
-    "xtick.labelcolor": _INK,
-    "ytick.color": _RULE,
-    "ytick.labelcolor": _INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-}
-_OWN_ID = re.compile(r' id="(?![mp][0-9a-f]{8})[^"]*"')
-_FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
-_FONT = re.compile(r"font: (?:[a-z0-9]+ )*?([\d.]+)px [^;\"]*")  # all in one before matplotlib 3.11
 
-
-def curves(series: Mapping[str, Points], *, title: str, x_label: str = "step") -> str:
-    """Lines over steps; a single point is drawn as a dot."""
-    with _Figure(title) as figure:
-        axes: Axes = figure.axes
-        for colour, (name, points) in zip(_cycle(len(series)), series.items(), strict=True):
+def curves(series: Sequence[Points], *, name: str, label: str, x_label: str) -> str:
+    """Lines over steps; a few points are drawn as dots as well."""
+    with Drawing(name, label, _SIZE_INCHES) as drawing:
+        axes: Axes = drawing.axes
+        for number, points in enumerate(series):
             shown = thin(points)
-            marker = "o" if len(shown) <= 12 else None
             x, y = [point[0] for point in shown], [point[1] for point in shown]
-            axes.plot(x, y, color=colour, label=name, marker=marker, markersize=3.5)
-        axes.set_title(title)
+            marker = "o" if len(shown) <= 12 else None
+            colour = SERIES[number % len(SERIES)]
+            axes.plot(x, y, color=colour, marker=marker, markersize=3.5)
         axes.set_xlabel(x_label)
-        axes.set_xlim(left=0)
+        _whole_steps(axes, series)
         axes.yaxis.set_major_formatter("{x:g}")
-        if len(series) > 1:  # below the plot, where it hides no line
-            figure.drawing.legend(loc="outside lower center", ncols=4)
-    return figure.svg
+    return drawing.svg
 
 
-def histogram(bins: Sequence[tuple[float, float, float]], *, title: str, mark: float | None) -> str:
+def memory_bars(
+    bars: Mapping[str, Mapping[str, int]], budget_bytes: int | None, *, name: str, label: str
+) -> str:
+    """One stacked bar a row, by component, and a line where the budget ends."""
+    highest = max([sum(parts.values()) for parts in bars.values()] + [budget_bytes or 0, 1])
+    unit_bytes, unit = _unit(highest)
+    with Drawing(name, label, (_SIZE_INCHES[0], 0.9 + 0.72 * len(bars))) as drawing:
+        axes: Axes = drawing.axes
+        for row, (title, parts) in enumerate(bars.items()):
+            begun = 0.0
+            for component, size in parts.items():
+                colour = COMPONENTS.get(component, COMPONENTS[UNUSED])
+                axes.barh(-row, size / unit_bytes, left=begun, height=0.5, color=colour)
+                begun += size / unit_bytes
+            axes.annotate(title, (0, -row + 0.32), verticalalignment="bottom")
+        if budget_bytes is not None:
+            axes.axvline(budget_bytes / unit_bytes, color=INK, linewidth=1.8, linestyle="--")
+        axes.set_ylim(0.45 - len(bars), 0.85)
+        axes.set_xlim(0, 1.03 * highest / unit_bytes)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=True, axis="x")
+        axes.set_xlabel(unit)
+    return drawing.svg
+
+
+def memory_over_time(
+    now: Points,
+    peak: Points,
+    *,
+    budget_bytes: int | None,
+    marks: Sequence[float],
+    name: str,
+    label: str,
+    x_label: str,
+) -> str:
+    """Bytes over steps: the area is what was in use, the line the most until then.
+
+    `marks` are the steps of adjustments; they are numbered as in the page's table.
+    """
+    highest = max([value for _, value in (*now, *peak)] + [budget_bytes or 0, 1])
+    unit_bytes, unit = _unit(highest)
+    used, most = thin(now, highest=True), thin(peak, highest=True)
+    with Drawing(name, label, _SIZE_INCHES) as drawing:
+        axes: Axes = drawing.axes
+        x, y = [point[0] for point in used], [point[1] / unit_bytes for point in used]
+        axes.fill_between(x, y, color=SERIES[0], alpha=0.25, linewidth=0)
+        axes.plot(x, y, color=SERIES[0], marker="o" if len(x) == 1 else None)
+        x, y = [point[0] for point in most], [point[1] / unit_bytes for point in most]
+        axes.plot(x, y, color=SERIES[1])
+        if budget_bytes is not None:
+            axes.axhline(budget_bytes / unit_bytes, color=INK, linewidth=1.8, linestyle="--")
+        axes.set_ylim(0, 1.15 * highest / unit_bytes)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(unit)
+        _whole_steps(axes, [now])
+        for number, step in enumerate(marks[:MOST_MARKS], 1):
+            axes.axvline(step, color=INK, linewidth=1, linestyle=":")
+            axes.annotate(
+                str(number), (step, 1), xycoords=("data", "axes fraction"), fontsize=9,
+                horizontalalignment="center", verticalalignment="bottom", annotation_clip=False,
+            )  # fmt: skip
+    return drawing.svg
+
+
+def histogram(
+    bins: Sequence[tuple[float, float, float]],
+    *,
+    mark: float | None,
+    name: str,
+    label: str,
+    x_label: str,
+    y_label: str,
+) -> str:
     """Bars of (first, last, rows), with a line where texts are cut."""
-    with _Figure(title) as figure:
-        axes: Axes = figure.axes
+    with Drawing(name, label, _SIZE_INCHES) as drawing:
+        axes: Axes = drawing.axes
         axes.bar(
             [first for first, _, _ in bins],
             [rows for _, _, rows in bins],
             width=[last - first + 1 for first, last, _ in bins],
             align="edge",
-            color=_SERIES[0],
+            color=SERIES[0],
             edgecolor="none",
         )
-        axes.margins(y=0.15)  # room for the words over the bars
         if mark is not None:
-            axes.axvline(mark, color=_SERIES[1], linewidth=1.6)
-            axes.annotate(
-                f" max_length {mark:g}",
-                (mark, 1),
-                xycoords=("data", "axes fraction"),
-                verticalalignment="top",
-                color=_SERIES[1],
-            )
-        axes.set_title(title)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("rows")
-    return figure.svg
+            axes.axvline(mark, color=SERIES[1], linewidth=1.8, linestyle="--")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    return drawing.svg
 
 
-def thin(points: Points) -> list[tuple[float, float]]:
-    """At most MOST_POINTS of them, evenly taken, the last always among them."""
+def thin(points: Points, *, highest: bool = False) -> list[tuple[float, float]]:
+    """At most MOST_POINTS of them, evenly taken, the last always among them.
+
+    With `highest` each is the highest of its stretch: no peak gets lost.
+    """
     if len(points) <= MOST_POINTS:
         return list(points)
     stride = -(-(len(points) - 1) // (MOST_POINTS - 1))
-    return [*points[:-1:stride], points[-1]]
+    if not highest:
+        return [*points[:-1:stride], points[-1]]
+    stretches = (points[begin : begin + stride] for begin in range(0, len(points), stride))
+    return [(part[-1][0], max(value for _, value in part)) for part in stretches]
 
 
-def available() -> bool:
-    """Whether plots can be drawn; the page does without."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def _whole_steps(axes: Axes, series: Sequence[Points]) -> None:
+    """From 0 to the last step; none of them is a half."""
+    from matplotlib.ticker import MaxNLocator
+
+    last = max((points[-1][0] for points in series if points), default=1)
+    axes.set_xlim(0, max(last, 1) * 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
 
 
-def _cycle(count: int) -> list[str]:
-    return [_SERIES[index % len(_SERIES)] for index in range(count)]
-
-
-class _Figure:
-    """One drawing: `axes` inside the with-block, `svg` after it; no global state is left."""
-
-    def __init__(self, title: str) -> None:
-        if not available():
-            raise ConfigError("plots need matplotlib; install it with: pip install memfit[report]")
-        self.title = title
-        self.svg = ""
-        self.axes: Any = None
-        self.drawing: Any = None
-
-    def __enter__(self) -> _Figure:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-        # Element ids are made from the salt; two drawings in one page must not share them.
-        self._style = rc_context({**_STYLE, "svg.hashsalt": self.title})
-        self._style.__enter__()
-        self.drawing = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        self.axes = self.drawing.subplots()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if error[0] is None:
-                self.svg = _for_page(self._rendered(), self.title)
-        finally:
-            self._style.__exit__(*error)
-
-    def _rendered(self) -> str:
-        out = io.StringIO()
-        with warnings.catch_warnings():
-            # A metric's Chinese name is not in matplotlib's font, but it is in the page's.
-            warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-            self.drawing.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        return out.getvalue()
-
-
-def _for_page(svg: str, title: str) -> str:
-    """Without XML header and foreign ids; with the page's colours and font and a spoken name."""
-    from html import escape
-
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = _OWN_ID.sub("", svg)
-    svg = _FONT_FAMILY.sub("", svg)
-    svg = _FONT.sub(r"font-size: \1px", svg)
-    for stand_in, colour in _PAGE_COLOURS.items():
-        svg = svg.replace(stand_in, colour)
-    # The page sets the width; a fixed height would leave a gap on a phone.
-    opening, rest = svg.split(">", 1)
-    opening = re.sub(r' (width|height)="[^"]*"', "", opening)
-    return f'{opening} role="img" aria-label="{escape(title, quote=True)}">{rest}'.strip()
+def _unit(highest_bytes: float) -> tuple[int, str]:
+    if highest_bytes >= GIB:
+        return GIB, "GiB"
+    return (MIB, "MiB") if highest_bytes >= MIB else (1, "B")

@@ -1,4 +1,4 @@
-"""What each section of the report says, as plain values; the template only places them."""
+"""What the report says of the run, its training, its plan, its data and its use."""
 
 from __future__ import annotations
 
@@ -8,291 +8,283 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from memfit.evaluation import ClassRow, Evaluation, Mistake
-from memfit.memory.components import Component, MemoryPeak
-from memfit.report.terminal import METRIC_NAMES, metric, peak_components, percent
+from memfit import drawing
+from memfit.messages import has, t
+from memfit.report import plots
+from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, metric_names, series
+from memfit.report.terminal import metric, percent
+from memfit.report.values import Picture, Table, named, number
 from memfit.results import RunSummary
 from memfit.safe_text import clean
-from memfit.units import format_both, format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds
 
-LARGEST_MATRIX = 20
 MOST_CLASSES = 100
-MOST_CONFUSIONS = 20
-LONGEST_TEXT = 300
-_WORK_NAMES = {
-    "data": "reading the data",
-    "load": "loading",
-    "train": "training",
-    "evaluate": "evaluating",
-    "save": "saving",
-    "total": "in all",
-}
-_COUNT_NAMES = {
-    "rows_read": "read",
-    "train_rows": "trained on",
-    "validation_rows": "validated on",
-    "dropped_no_text": "left out, no text",
-    "dropped_no_label": "left out, no label",
-    "duplicates_across_split": "validation texts also trained on",
-    "text_column": "text column",
-    "text_pair_column": "second text column",
-    "label_column": "label column",
-    "encoding": "encoding",
-}
 
 
-def number(value: object) -> str:
-    """A value for a table: thousands separated, floats short, nothing as a dash."""
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else clean(value)
+def title(story: Story) -> str:
+    """The page's name."""
+    model = clean(Path(story.summary.model).name or story.summary.model)
+    return t("report.title", model=model) if model else t("report.title.unnamed")
 
 
-def lead(summary: RunSummary) -> str:
-    """One sentence on what ran, how it ended, where and when."""
-    words = clean(summary.status).capitalize()
-    if seconds := summary.seconds.get("train"):
-        words += f" after {format_seconds(seconds)} of training"
-    if summary.device:
-        words += f" on {clean(summary.device)}"
-    if summary.finished_at:
+def state(story: Story) -> dict[str, Any]:
+    """How the run stands: a word, the facts beside it, why it ended, how to go on."""
+    known = story.state if story.state in STATES else ""
+    why = clean(story.why) or (t("report.cut.why") if story.state == CUT else "")
+    done = story.state in (FINISHED, RUNNING)
+    go_on = clean(f"memfit train --resume --output-dir {shlex.quote(str(story.folder.path))}")
+    return {
+        "css": known or "other",
+        "word": t(f"report.state.{known}") if known else clean(story.state).capitalize(),
+        "facts": _facts(story),
+        "why": why,
+        "resume": "" if done or not known else go_on,
+        "step": story.step,
+        "max_steps": story.max_steps if story.state == RUNNING else None,
+    }
+
+
+def _facts(story: Story) -> list[str]:
+    facts = []
+    if story.seconds:
+        facts.append(t("report.lead.time", time=format_seconds(story.seconds)))
+    if story.summary.device:
+        facts.append(t("report.lead.device", device=clean(story.summary.device)))
+    if story.state != FINISHED and story.step:
+        if story.max_steps:
+            facts.append(t("report.lead.steps", step=story.step, steps=story.max_steps))
+        else:
+            facts.append(t("report.lead.steps.only", step=story.step))
+    if (left := _seconds_left(story)) is not None:
+        facts.append(t("report.lead.left", time=format_seconds(left)))
+    if story.summary.finished_at:
         try:
-            when = datetime.fromisoformat(summary.finished_at)
-            words += f", {when:%Y-%m-%d %H:%M}"
+            when = datetime.fromisoformat(story.summary.finished_at)
+            facts.append(f"{when:%Y-%m-%d %H:%M}" + (" UTC" if when.tzinfo is not None else ""))
         except ValueError:
-            words += f", {clean(summary.finished_at)}"
-    return words + "."
+            facts.append(clean(story.summary.finished_at))
+    return facts
+
+
+def _seconds_left(story: Story) -> float | None:
+    """By the later half of what was sampled: the first steps warm up."""
+    if story.state != RUNNING or not story.max_steps or len(story.samples) < 4:
+        return None
+    begin, end = story.samples[len(story.samples) // 2], story.samples[-1]
+    if end.step <= begin.step:
+        return None
+    return (end.seconds - begin.seconds) / (end.step - begin.step) * (story.max_steps - end.step)
 
 
 def figures(summary: RunSummary) -> list[dict[str, str]]:
     """The metrics as big numbers, each with what it is."""
-    which = summary.averaging
-    if which == "binary" and summary.positive:
-        which = f"of {clean(summary.positive)}"
     shown = []
     for name, value in summary.metrics.items():
-        label = METRIC_NAMES.get(name, clean(name))
-        if which and name in ("f1", "precision", "recall"):
-            label += f" ({which})"
+        label = named("metric", name)
+        if name in ("f1", "precision", "recall"):
+            if summary.averaging == "binary" and summary.positive:
+                label = t("report.metric.of", metric=label, class_name=clean(summary.positive))
+            elif summary.averaging in ("macro", "micro"):
+                label = t(f"report.metric.{summary.averaging}", metric=label)
         shown.append({"name": label, "value": metric(value)})
     return shown
 
 
-def memory(summary: RunSummary) -> dict[str, Any] | None:
-    """Bars and a table of the predicted and the measured peak; None where there is neither."""
-    peaks = {
-        name: peak
-        for name, peak in (
-            ("predicted", summary.memory.predicted),
-            ("measured", summary.memory.measured),
+def curves(story: Story) -> list[Picture]:
+    """Loss, metrics, learning rate: as many of them as were logged."""
+    history = story.history
+    losses = {
+        t("report.curve.training"): series(history, "loss"),
+        t("report.curve.validation"): series(history, "eval_loss"),
+    }
+    metrics = {
+        named("metric", name): series(history, f"eval_{name}") for name in metric_names(history)
+    }
+    rates = {t("report.curve.rate"): series(history, "learning_rate")}
+    return [
+        _curves(name, filled)
+        for name, lines in (("loss", losses), ("metrics", metrics), ("rate", rates))
+        if (filled := {what: points for what, points in lines.items() if points})
+    ]
+
+
+def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
+    told = [
+        t(
+            "report.curve.label",
+            name=what,
+            first=f"{points[0][1]:.4g}",
+            last=f"{points[-1][1]:.4g}",
+            begin=int(points[0][0]),
+            end=int(points[-1][0]),
         )
-        if peak is not None
-    }
-    if not peaks:
-        return None
-    budget = summary.memory.budget_bytes
-    scale = max([peak.device_bytes for peak in peaks.values()] + [budget or 0, 1])
-    split = {name: peak_components(peak) for name, peak in peaks.items()}
-    order = [*Component, *(name for parts in split.values() for name in parts)]
-    rows = [
-        {
-            "name": name,
-            "css": _css(name),
-            "cells": [
-                format_bytes(parts[name]) if name in parts else "–" for parts in split.values()
-            ],
-        }
-        for name in dict.fromkeys(str(item) for item in order)
-        if any(name in parts for parts in split.values())
+        for what, points in lines.items()
     ]
-    for title, field in (("allocated", "allocated_bytes"), ("on the device", "device_bytes")):
-        cells = [format_bytes(getattr(peak, field)) for peak in peaks.values()]
-        rows.append({"name": title, "css": "", "cells": cells})
-    return {
-        "bars": [_bar(name, peak, budget, scale) for name, peak in peaks.items()],
-        "columns": list(peaks),
-        "rows": rows,
-        "module": clean(next((peak.module for peak in peaks.values() if peak.module), "")),
-    }
+    caption = t(f"report.curve.{name}")
+    keys = [(f"series-{number}", what) for number, what in enumerate(lines, 1)]
+    return Picture(
+        plots.curves(
+            list(lines.values()),
+            name=name,
+            label="; ".join([caption, *told]),
+            x_label=t("report.step"),
+        ),
+        caption,
+        keys if len(keys) > 1 else [],
+    )
 
 
-def _bar(name: str, peak: MemoryPeak, budget: int | None, scale: int) -> dict[str, Any]:
-    verdict, over = "", False
-    if budget:
-        over = peak.device_bytes > budget
-        share = percent(peak.device_bytes / budget)
-        beyond = format_bytes(peak.device_bytes - budget)
-        verdict = f"{share} of the budget of {format_both(budget)}"
-        verdict = f"{beyond} over the budget of {format_both(budget)}" if over else verdict
-    return {
-        "name": name.capitalize(),
-        "total": format_bytes(peak.device_bytes),
-        "verdict": verdict,
-        "over": over,
-        # The bar ends at the budget unless something is beyond it; then a line marks it.
-        "mark_percent": round(100 * budget / scale, 2) if budget and budget < scale else None,
-        "parts": [
-            {
-                "name": f"{part} {format_bytes(size)}",
-                "css": _css(part),
-                "percent": round(100 * size / scale, 2),
-            }
-            for part, size in peak_components(peak).items()
-        ],
-    }
-
-
-def _css(component: str) -> str:
-    return component if component in set(Component) else "unused"
-
-
-def training(summary: RunSummary) -> list[tuple[str, str]]:
+def training(summary: RunSummary) -> Table:
     """Facts about the training, in the order the run gave them."""
-    rows = [("model", clean(summary.model)), ("task", summary.task.replace("_", "-"))]
+    rows = [(t("report.training.model"), clean(summary.model))]
+    if summary.task:
+        rows.append((t("report.training.task"), named("task", summary.task)))
+    rows += [(named("training", name), number(value)) for name, value in summary.training.items()]
     rows += [
-        (clean(name).replace("_", " "), number(value)) for name, value in summary.training.items()
-    ]
-    rows += [
-        (f"time {_WORK_NAMES.get(name, clean(name))}", format_seconds(seconds))
+        (named("work", name), format_seconds(seconds))
         for name, seconds in summary.seconds.items()
         if seconds is not None
     ]
     if summary.best_checkpoint:
-        rows.append(("best checkpoint", clean(summary.best_checkpoint)))
-    return rows
+        rows.append((t("report.training.best"), clean(summary.best_checkpoint)))
+    return Table(t("report.training.table"), [(name, value) for name, value in rows if value])
 
 
-def evaluation(result: Evaluation, mistakes: Sequence[Mistake]) -> dict[str, Any]:
-    """The per-class table, the confusion matrix or its largest entries, and the mistakes."""
-    worst = sorted(result.classes, key=lambda row: row.f1)[:MOST_CLASSES]
-    many = len(result.classes) > MOST_CLASSES
-    small = 0 < len(result.confusion) <= LARGEST_MATRIX
-    return {
-        "sentence": _sentence(result),
-        "classes": [_class_cells(row) for row in (worst if many else result.classes)],
-        "classes_caption": f"The {MOST_CLASSES} weakest of {len(result.classes):,} classes"
-        if many
-        else "Each class",
-        "matrix": _matrix(result) if small else None,
-        "confusions": _confusions(result) if result.confusion and not small else [],
-        "mistakes": [_mistake(item) for item in mistakes],
-        "score_name": "value" if result.task == "regression" else "score",
-    }
-
-
-def _sentence(result: Evaluation) -> str:
-    words = f"Measured on {result.rows:,} rows that were not trained on."
-    return words + {
-        "binary": f" F1, precision and recall are those of {clean(result.positive)}.",
-        "macro": " F1, precision and recall are means over the classes.",
-        "micro": " F1, precision and recall count every label of every row; "
-        "accuracy counts the rows with all labels right.",
-    }.get(result.averaging, "")
-
-
-def _class_cells(row: ClassRow) -> list[str]:
-    numbers = (f"{value:.3f}" for value in (row.precision, row.recall, row.f1))
-    return [clean(row.name), *numbers, f"{row.rows:,}"]
-
-
-def _matrix(result: Evaluation) -> dict[str, Any]:
-    names = [clean(row.name) for row in result.classes]
-    return {
-        "names": names,
-        "rows": [
-            {
-                "name": name,
-                "cells": [
-                    {
-                        "count": f"{count:,}",
-                        "share": round(count / max(sum(counts), 1), 3),
-                        "right": column == index,
-                    }
-                    for column, count in enumerate(counts)
-                ],
-            }
-            for index, (name, counts) in enumerate(zip(names, result.confusion, strict=True))
-        ],
-    }
-
-
-def _confusions(result: Evaluation) -> list[list[str]]:
-    """The largest entries off the diagonal, for a matrix too large to print."""
-    names = [clean(row.name) for row in result.classes]
-    found = [
-        (count, row, column)
-        for row, counts in enumerate(result.confusion)
-        for column, count in enumerate(counts)
-        if count and row != column
+def plan(story: Story) -> dict[str, Any] | None:
+    """Strategies, settings, reasons, and the predicted figures beside the measured ones."""
+    made = story.plan
+    if made is None:
+        return None
+    fidelity = f"report.fidelity.{made.fidelity}"
+    facts = [
+        ("plan.fidelity", t(fidelity) if has(fidelity) else clean(made.fidelity)),
+        ("plan.limits", clean(made.limits).replace("_", " ")),
+        ("plan.peak", format_bytes(made.device_bytes) if made.device_bytes else ""),
+        ("plan.peak.measured", _measured_peak(story.summary)),
+        ("plan.host", format_bytes(made.host_bytes) if made.host_bytes else ""),
+        ("plan.step", _step_time(made.step_seconds)),
+        ("plan.step.measured", _step_time(_measured_step(story))),
     ]
-    found.sort(key=lambda item: -item[0])
-    return [
-        [names[row], names[column], f"{count:,}"] for count, row, column in found[:MOST_CONFUSIONS]
-    ]
-
-
-def _mistake(item: Mistake) -> dict[str, str]:
-    text = clean(item.text)
+    head = [t(f"report.plan.{name}") for name in ("strategy", "settings", "why")]
+    rows = [[clean(word) or "–" for word in row] for row in made.strategies]
     return {
-        "text": text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…",
-        "expected": clean(item.expected),
-        "predicted": clean(item.predicted),
-        "score": number(item.score),
+        "strategies": Table(t("report.plan.table"), rows, head, numbers=False) if rows else None,
+        "reasons": [clean(reason) for reason in made.reasons],
+        "facts": Table(
+            t("report.plan.figures"),
+            [(t(f"report.{name}"), value) for name, value in facts if value],
+        ),
     }
 
 
-def data(summary: RunSummary) -> dict[str, Any]:
+def _measured_peak(summary: RunSummary) -> str:
+    measured = summary.memory.measured
+    return format_bytes(measured.device_bytes) if measured else ""
+
+
+def _measured_step(story: Story) -> float | None:
+    """From the samples, whose time leaves out loading; evaluation between them is in it."""
+    if len(story.samples) < 2 or story.samples[-1].step <= story.samples[0].step:
+        return None
+    begin, end = story.samples[0], story.samples[-1]
+    return (end.seconds - begin.seconds) / (end.step - begin.step)
+
+
+def _step_time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def data(summary: RunSummary) -> dict[str, Any] | None:
     """Where the rows went, how the classes are spread, what `max_length` cuts."""
+    if not summary.data and not summary.lengths:
+        return None
     counts, lengths = summary.data, summary.lengths
     train: Mapping[str, int] = counts.get("train_class_counts") or {}
     held: Mapping[str, int] = counts.get("validation_class_counts") or {}
     names = list(dict.fromkeys([*train, *held]))
-    sentence = ""
-    if lengths.get("count"):
-        cut = lengths["cut_rows"]
-        sentence = (
-            f"Half of the texts have up to {lengths['p50']:,} tokens, nine in ten up to "
-            f"{lengths['p90']:,}, the longest {lengths['max']:,}. A max_length of "
-            f"{lengths['max_length']:,} cuts "
-            + (f"{cut:,} of them ({percent(cut / lengths['count'])})." if cut else "none of them.")
-        )
-    return {
-        "rows": [
-            (_COUNT_NAMES.get(name, clean(name)), number(value))
-            for name, value in counts.items()
-            if not isinstance(value, Mapping) and value not in (None, "")
-        ],
-        "classes": [
-            [clean(name), number(train.get(name, 0)), number(held.get(name, 0))]
-            for name in names[:MOST_CLASSES]
-        ],
-        "classes_caption": f"The first {MOST_CLASSES} of {len(names):,} classes"
+    caption = (
+        t("report.data.classes.some", shown=MOST_CLASSES, count=len(names))
         if len(names) > MOST_CLASSES
-        else "Rows of each class",
-        "lengths": sentence,
+        else t("report.data.classes")
+    )
+    head = [t("report.classes.class"), t("report.data.train"), t("report.data.validation")]
+    rows = [
+        (named("count", name), number(value))
+        for name, value in counts.items()
+        if not isinstance(value, Mapping) and value not in (None, "")
+    ]
+    classes = [
+        [clean(name), number(train.get(name, 0)), number(held.get(name, 0))]
+        for name in names[:MOST_CLASSES]
+    ]
+    return {
+        "rows": Table(t("report.data.rows"), rows) if rows else None,
+        "classes": Table(caption, classes, head) if classes else None,
+        "lengths": _lengths(lengths),
+        "picture": _length_picture(lengths),
     }
 
 
-def usage(folder: Path) -> str:
-    """Three ways to use the model, ready to copy."""
-    return "\n".join(
-        [
-            f'memfit predict {shlex.quote(str(folder))} "…"',
-            f'memfit.load({str(folder)!r}).predict(["…"])',
-            f'transformers.pipeline("text-classification", {str(folder)!r})("…")',
-        ]
+def _lengths(lengths: Mapping[str, Any]) -> str:
+    if not lengths.get("count"):
+        return ""
+    cut = lengths["cut_rows"]
+    return t(
+        "report.data.lengths.cut" if cut else "report.data.lengths.whole",
+        p50=lengths["p50"],
+        p90=lengths["p90"],
+        longest=lengths["max"],
+        limit=lengths["max_length"],
+        cut=cut,
+        share=percent(cut / lengths["count"]),
     )
 
 
-def made_with(summary: RunSummary) -> list[tuple[str, str]]:
+def _length_picture(lengths: Mapping[str, Any]) -> Picture | None:
+    bins = [
+        (item["first_tokens"], item["last_tokens"], item["rows"])
+        for item in lengths.get("histogram") or ()
+    ]
+    if not bins or not drawing.available():
+        return None
+    limit, caption = lengths.get("max_length"), t("report.data.lengths")
+    svg = plots.histogram(
+        bins,
+        mark=limit,
+        name="lengths",
+        label=f"{caption}: {_lengths(lengths)}",
+        x_label=t("report.data.tokens"),
+        y_label=t("report.classes.rows"),
+    )
+    keys = [("dashes-2", t("report.data.cut", tokens=limit))] if limit is not None else []
+    return Picture(svg, caption, keys)
+
+
+def usage(folder: Path) -> list[tuple[str, str]]:
+    """Ways to use the model, ready to copy; the first in three lines."""
+    where = str(folder)
+    python = [
+        "import memfit",
+        f"classifier = memfit.load({where!r})",
+        'print(classifier.predict(["…"]))',
+    ]
+    return [
+        (t("report.use.python"), "\n".join(python)),
+        (t("report.use.terminal"), clean(f'memfit predict {shlex.quote(where)} "…"')),
+        (
+            t("report.use.pipeline"),
+            f'transformers.pipeline("text-classification", {where!r})("…")',
+        ),
+    ]
+
+
+def made_with(summary: RunSummary) -> Table | None:
     """Versions, the machine and the configuration's digest."""
     rows = [(clean(name), clean(version)) for name, version in summary.versions.items()]
     if summary.device:
-        rows.append(("device", clean(summary.device)))
+        rows.append((t("report.made.device"), clean(summary.device)))
     if summary.config_digest:
-        rows.append(("configuration", clean(summary.config_digest)))
-    return rows
+        rows.append((t("report.made.config"), clean(summary.config_digest)))
+    return Table(t("report.made.table"), rows) if rows else None

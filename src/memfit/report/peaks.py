@@ -1,0 +1,191 @@
+"""The report on memory: the peak by component against the budget, and memory over the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memfit import drawing
+from memfit.memory.components import Component, MemoryPeak
+from memfit.messages import t
+from memfit.report import plots
+from memfit.report.story import Adjusted, Story
+from memfit.report.terminal import UNUSED, peak_components, percent
+from memfit.report.values import Picture, Table, number
+from memfit.results import MemorySummary
+from memfit.safe_text import clean
+from memfit.units import format_both, format_bytes
+
+MOST_ADJUSTMENTS = 50
+
+
+def section(story: Story) -> dict[str, Any] | None:
+    """Pictures, sentences and tables; None where nothing is known."""
+    peaks = known_peaks(story.summary.memory)
+    if not peaks and not story.samples:
+        return None
+    pictures = []
+    if drawing.available():
+        pictures += [bars(story.summary.memory)] if peaks else []
+        pictures += [over_time(story)] if story.samples else []
+    return {
+        "pictures": pictures,
+        "verdicts": verdicts(story.summary.memory),
+        "sentences": _sentences(story.summary.memory),
+        "table": _table(peaks) if peaks else None,
+        "adjustments": _adjustments(story.adjustments),
+        "unadjusted": not story.adjustments and story.summary.memory.budget_bytes is not None,
+    }
+
+
+def known_peaks(memory: MemorySummary) -> dict[str, MemoryPeak]:
+    """By their names in the page."""
+    both = (("predicted", memory.predicted), ("measured", memory.measured))
+    return {name: peak for name, peak in both if peak is not None}
+
+
+def css_name(component: str) -> str:
+    """The variable and class of a component's colour."""
+    return component if component in set(Component) else drawing.UNUSED
+
+
+def component_name(component: str) -> str:
+    """In words."""
+    return t(f"report.component.{css_name(component)}")
+
+
+def bars(memory: MemorySummary) -> Picture:
+    """Predicted above measured, by component, with the budget as a line."""
+    peaks = known_peaks(memory)
+    split = {name: peak_components(peak) for name, peak in peaks.items()}
+    titles = {
+        name: f"{t(f'report.memory.{name}')} {format_bytes(peak.device_bytes)}"
+        for name, peak in peaks.items()
+    }
+    order = [*map(str, Component), UNUSED]
+    used = [name for name in order if any(parts.get(name) for parts in split.values())]
+    return Picture(
+        plots.memory_bars(
+            {
+                titles[name]: {css_name(part): parts[part] for part in used if part in parts}
+                for name, parts in split.items()
+            },
+            memory.budget_bytes,
+            name="bars",
+            label="; ".join(text for text, _ in verdicts(memory)),
+        ),
+        t("report.memory.bars"),
+        [*((css_name(name), component_name(name)) for name in used), *_budget_key(memory)],
+    )
+
+
+def _budget_key(memory: MemorySummary) -> list[tuple[str, str]]:
+    if not memory.budget_bytes:
+        return []
+    return [("dashes", t("report.memory.budget", bytes=format_both(memory.budget_bytes)))]
+
+
+def verdicts(memory: MemorySummary) -> list[tuple[str, bool]]:
+    """A sentence on each peak, and whether it is too much."""
+    said = []
+    for name, peak in known_peaks(memory).items():
+        fields: dict[str, Any] = {
+            "title": t(f"report.memory.{name}").capitalize(),
+            "bytes": format_bytes(peak.device_bytes),
+        }
+        budget = memory.budget_bytes
+        if not budget:
+            said.append((t("report.bar.alone", **fields), False))
+            continue
+        fields["budget"] = format_both(budget)
+        over_bytes = peak.device_bytes - budget
+        if over_bytes > 0:
+            said.append((t("report.bar.over", over=format_bytes(over_bytes), **fields), True))
+        else:
+            share = percent(peak.device_bytes / budget)
+            said.append((t("report.bar.within", share=share, **fields), False))
+    return said
+
+
+def _sentences(memory: MemorySummary) -> list[str]:
+    said = []
+    if memory.predicted and memory.measured and memory.measured.device_bytes:
+        off = memory.predicted.device_bytes / memory.measured.device_bytes - 1
+        which = "above" if off >= 0 else "below"
+        said.append(t(f"report.memory.{which}", share=f"{abs(off):.1%}".replace("%", " %")))
+    if memory.measured and memory.measured_step is not None:
+        said.append(t("report.memory.one.step", step=memory.measured_step))
+    return said
+
+
+def _table(peaks: Mapping[str, MemoryPeak]) -> dict[str, Any]:
+    split = [peak_components(peak) for peak in peaks.values()]
+    order = dict.fromkeys([*map(str, Component), *(name for parts in split for name in parts)])
+    rows = [
+        {
+            "name": component_name(name),
+            "css": css_name(name),
+            "cells": [format_bytes(parts[name]) if name in parts else "–" for parts in split],
+        }
+        for name in order
+        if any(name in parts for parts in split)
+    ]
+    for title, which in (("allocated", "allocated_bytes"), ("device", "device_bytes")):
+        cells = [format_bytes(getattr(peak, which)) for peak in peaks.values()]
+        rows.append({"name": t(f"report.memory.{title}"), "css": "", "cells": cells})
+    module = clean(next((peak.module for peak in peaks.values() if peak.module), ""))
+    caption = t("report.memory.table.module", module=module) if module else ""
+    return {
+        "caption": caption or t("report.memory.table"),
+        "columns": [t(f"report.memory.{name}") for name in peaks],
+        "rows": rows,
+    }
+
+
+def over_time(story: Story) -> Picture:
+    """What the allocator held, the context on top; on a CPU the process."""
+    memory, extra = story.summary.memory, story.context_bytes
+    now = [(float(one.step), float(one.now_bytes + extra)) for one in story.samples]
+    peak = [(float(one.step), float(one.peak_bytes + extra)) for one in story.samples]
+    # The budget on a CPU counts tensors, not what the process holds: no line to compare with.
+    budget = None if story.on_cpu else memory.budget_bytes
+    highest_bytes = int(max(value for _, value in (*now, *peak)))
+    return Picture(
+        plots.memory_over_time(
+            now,
+            peak,
+            budget_bytes=budget,
+            marks=[float(one.step) for one in story.adjustments],
+            name="time",
+            label=t(
+                "report.time.label",
+                steps=int(now[-1][0]),
+                bytes=format_bytes(highest_bytes),
+            ),
+            x_label=t("report.step"),
+        ),
+        t("report.time.process") if story.on_cpu else t("report.time.title"),
+        [
+            ("series-1", t("report.time.now")),
+            ("series-2", t("report.time.peak")),
+            *([] if story.on_cpu else _budget_key(memory)),
+        ],
+        t("report.time.marks") if story.adjustments else "",
+    )
+
+
+def _adjustments(made: Sequence[Adjusted]) -> Table | None:
+    if not made:
+        return None
+    many = len(made) > MOST_ADJUSTMENTS
+    caption = (
+        t("report.adjust.table.some", shown=MOST_ADJUSTMENTS, count=len(made))
+        if many
+        else t("report.adjust.table")
+    )
+    rows = [
+        [str(index), number(one.step), clean(one.why), clean(one.before), clean(one.after)]
+        for index, one in enumerate(made[:MOST_ADJUSTMENTS], 1)
+    ]
+    head = [t(f"report.adjust.{name}") for name in ("number", "step", "why", "before", "after")]
+    return Table(caption, rows, head, numbers=False)
