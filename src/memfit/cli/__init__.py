@@ -26,7 +26,9 @@ from memfit.cli import (
     train,
 )
 from memfit.cli.flags import CommandStopped
+from memfit.cli.options import take_language
 from memfit.errors import MemfitError
+from memfit.messages import speaking
 from memfit.signals import INTERRUPTED
 
 app = typer.Typer(
@@ -56,6 +58,11 @@ def _root(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    # Taken out of the arguments before, wherever it stands; here for the help.
+    _lang: Annotated[
+        str | None,
+        typer.Option("--lang", help="en or zh, before or after the command; else the locale's."),
+    ] = None,
 ) -> None:
     pass
 
@@ -70,7 +77,16 @@ def main() -> NoReturn:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; every error becomes one sentence on stderr."""
     try:
-        code = app(list(arguments), prog_name="memfit", standalone_mode=False)
+        words, spoken = take_language(arguments)
+    except MemfitError as error:
+        return _failed(str(error), error.exit_code)
+    with speaking(spoken):
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
+    try:
+        code = app(words, prog_name="memfit", standalone_mode=False)
     except CommandStopped as stopped:
         console.say("memfit: interrupted")
         return stopped.exit_code

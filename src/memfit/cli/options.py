@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -13,11 +13,34 @@ import typer
 
 from memfit.cli.flags import training_flags
 from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.errors import ConfigError
+from memfit.messages import Language, checked
 
 _PANELS = {DataConfig: "Data", ModelConfig: "Model", RunConfig: "Run"}
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; all else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
+
+
+def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]:
+    """The arguments without `--lang X`, wherever it stands, and X.
+
+    Taken before anything is parsed, so that what is wrong with the rest is said in it.
+    """
+    words, rest = list(arguments), list[str]()
+    spoken: Language | None = None
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*rest, word, *words], spoken
+        name, given, value = word.partition("=")
+        if name != "--lang":
+            rest.append(word)
+            continue
+        if not given and not words:
+            raise ConfigError("--lang needs a value; write --lang en or --lang zh")
+        spoken = checked(value if given else words.pop(0))
+    return rest, spoken
 
 
 def config_options(
