@@ -26,7 +26,11 @@ from memfit.runtime.manifest import problem_with
 # 37 rows in effective batches of 8: 5 steps an epoch, the last of 5 rows.
 ROWS, STEPS_AN_EPOCH, EPOCHS = 37, 5, 3
 STEPS = EPOCHS * STEPS_AN_EPOCH
-_PRELOADED = ["memfit.workflow", "memfit.runtime.trainer", "memfit.data", "datasets", "sklearn"]
+_PRELOADED = [
+    "memfit.cli", "memfit.workflow", "memfit.runtime.trainer", "memfit.data", "memfit.planner",
+    "memfit.report.page", "datasets", "sklearn.metrics", "matplotlib.pyplot", "peft",
+    "transformers.models.bert.modeling_bert",
+]  # fmt: skip
 
 
 def model_of() -> BertForSequenceClassification:

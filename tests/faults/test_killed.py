@@ -66,3 +66,61 @@ def test_fifty_kills_at_random_moments_change_nothing(
     assert finished >= 5
     # Most of a run of such a small model is saving; without these the test would show little.
     assert in_a_save >= 5, in_a_save
+
+
+COMMAND_KILLS = 10
+
+
+def command(root: Path, resume: bool) -> None:
+    """`memfit train` in a process whose temporary files lie in the test's own folder."""
+    import tempfile
+
+    from memfit.cli import run
+
+    tempfile.tempdir = str(root.parent / "temporary")
+    words = ["train", "--output-dir", str(root / "out"), "--quiet"]
+    begun = ["--resume"] if resume else ["--config", str(root.parent / "run.toml")]
+    raise SystemExit(run([*words, *begun]))
+
+
+def test_the_command_killed_at_random_moments_is_resumed_to_the_same_result(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    rows = "".join(
+        f"{row % 2},服務人員都{'很' if row % 2 else '不'}親切 {row}\n" for row in range(60)
+    )
+    (tmp_path / "reviews.csv").write_text(f"label,review\n{rows}")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\npath = "{tmp_path / "reviews.csv"}"\nmax_length = 32\n'
+        f'[model]\nmodel = "{tiny_model_dir}"\n'
+        "[training]\nnum_train_epochs = 3\nper_device_train_batch_size = 8\nlearning_rate = 1e-3\n"
+    )
+    for name in ("warm", "clean"):
+        started = time.perf_counter()
+        process = in_child(command, tmp_path / name, False)
+        process.join(120)
+        assert process.exitcode == 0, (tmp_path / name / "said.txt").read_text()
+    seconds = time.perf_counter() - started
+    moments, kills, finished, attempts = random.Random(12), 0, 0, 0
+    while kills < COMMAND_KILLS or attempts:
+        root, attempts = tmp_path / f"killed-{finished}", attempts + 1
+        process = in_child(command, root, (root / "out" / "run.toml").exists())
+        process.join(120 if kills >= COMMAND_KILLS else moments.uniform(0.3, 1.0) * seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            kills += 1
+        else:
+            assert process.exitcode == 0, (root / "said.txt").read_text()
+            assert_same_result(root / "out", tmp_path / "clean" / "out")
+            finished, attempts = finished + 1, 0
+    assert kills == COMMAND_KILLS
+    # What killed ones left of their tables is gone, but for the last one's own.
+    assert len(list((tmp_path / "temporary").iterdir())) <= 1
+
+
+def assert_same_result(out: Path, clean: Path) -> None:
+    assert same_weights(out / "model.safetensors", clean / "model.safetensors")
+    assert names_in(out) == names_in(clean)
+    assert (out / "evaluation.json").read_text() == (clean / "evaluation.json").read_text()

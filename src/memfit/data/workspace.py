@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +17,8 @@ from typing import Any
 from memfit.errors import DataError
 
 _numbers = itertools.count()
+_PREFIX, _LOCK = "memfit-data-", ".in-use"
+_YOUNG_SECONDS = 3600.0
 
 QUIET_SECONDS = 2.0
 """A progress bar appears only after this long."""
@@ -24,7 +29,44 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     # One folder a process, removed at its end and not with the dataset: what is derived from a
     # dataset (select, map, a copy in a data-loading worker) still points at these files.
     # Windows cannot remove a file that is still mapped, hence the ignored errors.
-    return tempfile.TemporaryDirectory(prefix="memfit-data-", ignore_cleanup_errors=True)
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+    _hold(Path(made.name) / _LOCK)
+    return made
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Folders of processes that were killed: nobody holds their lock any more."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = folder / _LOCK
+            if lock.exists():
+                abandoned = _hold(lock, try_only=True)
+            else:  # its process may be about to make it
+                abandoned = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+            if abandoned:
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, AttributeError):  # another process was faster; Windows has no owners
+            continue
+
+
+def _hold(lock: Path, *, try_only: bool = False) -> bool:
+    """Lock a file until the process ends, or see whether nobody has; True where it could be."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return False
+    if try_only:
+        os.close(handle)
+    return True
 
 
 def new_file() -> Path:
