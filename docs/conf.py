@@ -13,7 +13,7 @@ from memfit import __version__  # noqa: E402
 project = "memfit"
 author = "the memfit authors"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "strategy_pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "strategy_pages", "public_names"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 

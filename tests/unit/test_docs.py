@@ -209,6 +209,22 @@ def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(nam
     assert tables[0] == tables[1]
 
 
+# ---- the reference ----
+
+
+def test_public_names_the_reference_does_not_place_are_added(maker: ModuleType) -> None:
+    del maker  # its folder is on the path
+    public_names = importlib.import_module("public_names")
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    without = page.replace(".. autofunction:: memfit.load\n", "").replace(
+        ".. autoclass:: memfit.Budget\n", ""
+    )
+    added = public_names.completed(without).removeprefix(without)
+    assert ".. autofunction:: memfit.load\n" in added
+    assert ".. autoclass:: memfit.Budget\n" in added
+    assert "finetune" not in added
+
+
 # ---- versions ----
 
 

@@ -1,0 +1,99 @@
+"""The site of the documents: built without a warning, its links alive, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from memfit.strategies import ORDER
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Page(HTMLParser):
+    """What a page links to, loads, and can be linked to at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called for every element."""
+        values = {name: value or "" for name, value in attrs}
+        self.ids.add(values.get("id", ""))
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag in ("script", "img", "source", "iframe") and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    ignored = shutil.ignore_patterns("strategies", "__pycache__")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "docs", "html"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in site.rglob("*.html")}
+
+
+def test_every_page_and_every_strategy_is_built(site: Path, pages: dict[Path, Page]) -> None:
+    names = {path.relative_to(site).as_posix() for path in pages}
+    assert {f"strategies/{kind.name}.html" for kind in ORDER} <= names
+    assert {"index.html", "memory.html", "reference.html", "zh/memory.html"} <= names
+
+
+def test_every_link_inside_the_site_leads_to_a_page_and_a_place_on_it(
+    pages: dict[Path, Page],
+) -> None:
+    dead, checked = [], 0
+    for path, page in pages.items():
+        for link in [*page.links, *page.loaded]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or link in ("#", ""):
+                continue
+            checked += 1
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            if not target.is_file() or (anchor and anchor not in pages[target].ids):
+                dead.append(f"{path.name}: {link}")
+    assert dead == []
+    assert checked > 1000
+
+
+def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
+    outside = {one for page in pages.values() for one in page.loaded if urlsplit(one).scheme}
+    assert outside == set()
+
+
+def test_the_reference_documents_the_public_names(pages: dict[Path, Page], site: Path) -> None:
+    import memfit
+
+    public = set(memfit.__all__) - {"__version__", "MemfitError"}
+    ids = pages[site / "reference.html"].ids
+    assert [name for name in sorted(public) if f"memfit.{name}" not in ids] == []
+    assert "memfit.errors.DoesNotFitError" in ids
