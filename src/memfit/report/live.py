@@ -29,6 +29,8 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 _START_SECONDS = 20.0
+_REST = 9
+"""Times as long as a drawing took, nothing is drawn after it."""
 _WATCHED = (
     "progress.jsonl", "summary.json", "evaluation.json", "trainer_state.json", "adjustments.jsonl",
     "plan.toml", "run.toml",
@@ -97,7 +99,7 @@ class LivePage:
         self._clock = clock
         self._lock = threading.Lock()
         self._signature: object = None
-        self._drawn_at = -float("inf")
+        self._next_at = -float("inf")
         self._page: tuple[str, bytes] | None = None
 
     def read(self) -> tuple[str, bytes]:
@@ -107,10 +109,13 @@ class LivePage:
         with self._lock:
             self.asked_at, ended = self._clock(), self.ended
             signature = (ended, *_signature(self.folder))
-            due = ended or self._clock() - self._drawn_at >= REFRESH_SECONDS
+            due = ended or self.asked_at >= self._next_at
             if self._page is None or (signature != self._signature and due):
                 text = self._draw(live=not ended).encode()
-                self._signature, self._drawn_at = signature, self._clock()
+                # Of one processor at most a tenth: where there are two, the training wants both.
+                took = self._clock() - self.asked_at
+                self._next_at = self._clock() + max(REFRESH_SECONDS, _REST * took)
+                self._signature = signature
                 self._page = hashlib.sha256(text).hexdigest()[:16], text
             self.last_seen = ended
             return self._page
@@ -187,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serves the report of a run that still trains.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lang", default="en")
+    parser.add_argument("--linger-seconds", type=float, default=LINGER_SECONDS)
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends us
     if hasattr(os, "nice"):
@@ -198,7 +204,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         sys.stdin.read()
     page.ended = True
-    deadline = time.monotonic() + LINGER_SECONDS
+    deadline = time.monotonic() + given.linger_seconds
     while page.watched_lately() and not page.last_seen and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.2)  # the answer that is on its way

@@ -25,8 +25,10 @@ _PAGE: _Messages = {
     },
     "live.updates": {"en": "This page updates itself.", "zh": "本页会自动更新。"},
     "live.gone": {
-        "en": "The run no longer answers; this is the last that was known.",
-        "zh": "训练进程已无响应，以下是最后已知的状态。",
+        "en": "The run no longer answers: it has ended, or was killed. This is the last that was "
+        "known; report.html in its folder may tell more.",
+        "zh": "训练进程已无响应：可能已结束或被终止。以下是最后已知的状态；"
+        "其文件夹中的 report.html 可能有更多内容。",
     },
     "step": {"en": "step", "zh": "步"},
     "yes": {"en": "yes", "zh": "是"},

@@ -1,0 +1,206 @@
+"""The page that is served while a run trains: fresh, only for this machine, gone at the end."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from report_fixtures import Page, add_samples, make_run
+
+from memfit.report.live import LivePage, make_server, watching
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[LivePage, str, Clock]]:
+    clock = Clock()
+    page = LivePage(tmp_path, "en", clock)
+    server, url = make_server(page)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield page, url, clock
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(url: str, **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=60)
+    connection.request("GET", parts.path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+def test_it_waits_for_the_run_and_then_follows_it(served: tuple[LivePage, str, Clock]) -> None:
+    page, url, clock = served
+    status, headers, body = ask(url)
+    assert status == 200
+    assert "The run is getting ready" in body
+    assert headers["Cache-Control"] == "no-store"
+    log = add_samples(page.folder, steps=3)
+    tag = headers["ETag"]
+    assert ask(url, **{"If-None-Match": tag})[0] == 304  # drawn a moment ago
+    clock.now += 2
+    status, headers, body = ask(url, **{"If-None-Match": tag})
+    assert status == 200
+    assert "step 3 of 438" in Page(body).words
+    assert ask(url, **{"If-None-Match": headers["ETag"]})[0] == 304
+    log.write(step=9, seconds=4.0, now_bytes=1, peak_bytes=2)
+    clock.now += 2
+    assert "step 9 of 438" in Page(ask(url)[2]).words
+
+
+def test_a_page_that_takes_long_to_draw_is_drawn_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    page = LivePage(tmp_path, "en", clock)
+
+    def draw(**_: bool) -> str:
+        clock.now += 3.0
+        return str(clock.now)
+
+    monkeypatch.setattr(page, "_draw", draw)
+    first = page.read()
+    log = add_samples(tmp_path, steps=1)
+    clock.now += 20.0
+    assert page.read() == first  # ten times as long as it takes
+    clock.now += 10.0
+    assert page.read() != first
+    log.write(step=2)
+    page.ended = True
+    assert page.read()[1] == b"139.0"  # the end waits for nothing
+
+
+def test_an_unchanged_folder_is_not_drawn_again(
+    served: tuple[LivePage, str, Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, url, clock = served
+    add_samples(page.folder, steps=3)
+    first = ask(url)[2]
+    monkeypatch.setattr(page, "_draw", lambda **_: "drawn again")
+    clock.now += 60
+    assert ask(url)[2] == first
+
+
+def test_the_end_is_shown_at_once_and_ends_the_asking(
+    served: tuple[LivePage, str, Clock],
+) -> None:
+    page, url, _ = served
+    add_samples(page.folder, steps=3)
+    assert 'data-refresh="2000"' in ask(url)[2]
+    assert page.watched_lately()
+    assert not page.last_seen
+    make_run(page.folder)
+    page.ended = True
+    assert "data-refresh=" not in ask(url)[2]
+    assert page.last_seen
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:1"],
+)
+def test_a_page_of_another_name_gets_nothing(
+    served: tuple[LivePage, str, Clock], host: str
+) -> None:
+    status, _, body = ask(served[1], Host=host)
+    assert (status, body) == (403, "")
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "LOCALHOST", "[::1]:80"])
+def test_names_of_this_machine_are_answered_at_any_forwarded_port(
+    served: tuple[LivePage, str, Clock], host: str
+) -> None:
+    assert ask(served[1], Host=host)[0] == 200
+
+
+def test_without_the_secret_word_there_is_nothing(served: tuple[LivePage, str, Clock]) -> None:
+    parts = urlsplit(served[1])
+    assert len(parts.path) > 16
+    assert parts.hostname == "127.0.0.1"
+    for path in ("/", "/favicon.ico", parts.path[:-2], parts.path + "run.toml"):
+        assert ask(f"http://{parts.netloc}{path}")[0] == 404
+
+
+def test_a_process_of_its_own_serves_until_the_run_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    add_samples(tmp_path, steps=3)
+    with watching(tmp_path, said.append, "zh"):
+        (line,) = said
+        url = line.removeprefix("watch    ")
+        assert "第 3 步，共 438 步" in Page(ask(url)[2]).words
+        make_run(tmp_path)
+        seen: list[str] = []
+        browser = threading.Thread(target=_poll, args=(url, seen))
+        browser.start()
+    browser.join()
+    assert "已完成" in seen[-1]
+    with pytest.raises(OSError, match="refused"):
+        ask(url)
+
+
+def _poll(url: str, seen: list[str]) -> None:
+    """What the page's script does."""
+    for _ in range(200):
+        try:
+            seen.append(Page(ask(url)[2]).words)
+        except (OSError, http.client.HTTPException):
+            return
+        if "已完成" in seen[-1]:
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent as on POSIX")
+def test_ctrl_c_is_for_the_training_and_a_dead_parent_ends_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "memfit.report.live", str(tmp_path)]
+    command += ["--linger-seconds", "0.5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().decode().strip()
+        process.send_signal(signal.SIGINT)
+        assert ask(url)[0] == 200
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_a_server_that_cannot_start_costs_the_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    said: list[str] = []
+    with watching(tmp_path, said.append, "en"):
+        pass
+    assert said == ["note     the live page could not be started; report.html will be written"]
+
+
+def test_the_server_starts_without_torch() -> None:
+    code = (
+        "import sys, memfit.report.live, memfit.report.page;"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
