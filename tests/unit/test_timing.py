@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 from pathlib import Path
@@ -16,12 +17,12 @@ from memfit import strategies
 from memfit.memory.cards import Speeds, find_card, known_cards
 from memfit.memory.counts import StepCounts
 from memfit.planner.calibration import calibrate
-from memfit.planner.timing import capture_seconds, explain, speeds_of, step_seconds
+from memfit.planner.timing import UPDATE_SHARE, capture_seconds, explain, speeds_of, step_seconds
 from memfit.planner.trace import trace_step
 from memfit.planner.values import Candidate, Workload
 from memfit.runtime.batching import MicroBatching
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "bert_large_h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200, T4, GTX = find_card("H200"), find_card("T4"), find_card("GTX 1080")
 # A step of BERT-Large in bf16 on some 2,700 packed tokens, launched from Python.
 STEP = StepCounts(
@@ -63,6 +64,14 @@ def test_capturing_costs_a_step_or_two_and_replaying_nothing_more() -> None:
     assert capture_seconds(STEP, H200) >= capture_seconds(STEP.as_graphs(), H200) > 0
 
 
+def test_a_graph_has_a_kernel_for_each_parameter_of_a_table() -> None:
+    tabled = dataclasses.replace(STEP, graph_launches=144)
+    assert tabled.as_graphs().replayed == STEP.launches + 144
+    assert tabled.as_graphs().as_graphs() == tabled.as_graphs()
+    assert step_seconds(tabled, H200) == step_seconds(STEP, H200)
+    assert step_seconds(tabled.as_graphs(), H200) > step_seconds(STEP.as_graphs(), H200)
+
+
 def test_an_older_card_is_slower() -> None:
     assert step_seconds(STEP, H200) < step_seconds(STEP, T4) < step_seconds(STEP, GTX)
 
@@ -96,7 +105,8 @@ def test_a_product_of_few_rows_waits_for_its_weights() -> None:
 def test_the_hosts_update_comes_after_the_step() -> None:
     updated = dataclasses.replace(STEP, host_parameters=325e6)
     extra = step_seconds(updated, H200) - step_seconds(STEP, H200)
-    assert extra == pytest.approx(325e6 / speeds_of(H200).host_parameters_per_second)
+    reached = UPDATE_SHARE * speeds_of(H200).host_parameters_per_second
+    assert extra == pytest.approx(325e6 / reached)
     # A CPU updates some 0.3 to 1 billion parameters a second.
     assert 0.3 < extra < 1.1
 
@@ -119,7 +129,7 @@ def test_what_was_measured_on_a_card_is_used_instead() -> None:
     )  # fmt: skip
     calibrated = dataclasses.replace(H200, reached=slow)
     assert speeds_of(calibrated) is slow
-    assert step_seconds(STEP.as_graphs(), calibrated) > STEP.half_flops / 1e12
+    assert step_seconds(STEP.as_graphs(), calibrated) > STEP.half_flops / 1.1e12
 
 
 def test_a_cpu_does_one_thing_after_another_at_its_measured_speed() -> None:
@@ -135,7 +145,7 @@ def test_a_cpu_does_one_thing_after_another_at_its_measured_speed() -> None:
 
 
 @functools.cache
-def workload(max_grad_norm: float) -> Workload:
+def workload(max_grad_norm: float, bf16: bool = False) -> Workload:
     """BERT-Large on texts as long as ChnSentiCorp's: 83 tokens on average, 101 when weighted."""
     drawn = random.Random(0)
     lengths = tuple(min(128, round(8 + 140 * drawn.random() ** 0.85)) for _ in range(6_988))
@@ -145,33 +155,95 @@ def workload(max_grad_norm: float) -> Workload:
     )  # fmt: skip
     args = TrainingArguments(
         output_dir="unused", per_device_train_batch_size=32, max_grad_norm=max_grad_norm,
-        use_cpu=True, report_to="none",
+        bf16=bf16, use_cpu=True, report_to="none",
     )  # fmt: skip
     return Workload(config=config, lengths=lengths, args=args)
 
 
-MEASURED = {run["name"]: run for run in json.loads(RESULTS.read_text())["runs"]}
+MEASURED = {
+    run["name"]: run for run in json.loads((RESULTS / "bert_large_h200.json").read_text())["runs"]
+}
+CLOCKED = json.loads((RESULTS / "step_time_h200.json").read_text())
 MEAN_TOKENS = 2658
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "24-bit, release, graphs",
-        "16-bit, release, recompute, graphs",
-        "24-bit, release, graphs, not fused",
-        "24-bit, 8-bit gradients clipped, recompute, graphs, not fused",
-        "16-bit, release, recompute",
-    ],
+BLOCK = 4
+"""benchmarks/step_time.py waits for the device after so many steps."""
+GRAPHS = (
+    "24-bit, release, graphs",
+    "24-bit, release, graphs, under 4 GB",
+    "16-bit, release, recompute, graphs",
+    "24-bit, release, graphs, not fused",
+    "24-bit, release, recompute, graphs, not fused",
+    "24-bit, 8-bit gradients clipped, recompute, graphs, not fused",
 )
-def test_a_measured_step_is_within_fifteen_percent(name: str) -> None:
-    run = MEASURED[name]
+
+
+@functools.cache
+def counts_of(texts: tuple[str, ...], max_grad_norm: float, bf16: bool, tokens: int) -> StepCounts:
     known = {one: getattr(strategies, one) for one in strategies.__all__}
-    chosen = tuple(eval(text, known) for text in run["run"]["strategies"])
-    task = workload(run["run"].get("args", {}).get("max_grad_norm", 1.0))
-    candidate = Candidate(chosen, MicroBatching())
-    counts = trace_step(task, candidate, H200, tokens=MEAN_TOKENS).counts
-    assert step_seconds(counts, H200) == pytest.approx(run["step_seconds_median"], rel=0.15)
+    candidate = Candidate(tuple(eval(text, known) for text in texts), MicroBatching())
+    return trace_step(workload(max_grad_norm, bf16), candidate, H200, tokens=tokens).counts
+
+
+def predicted_seconds(name: str) -> float:
+    run = MEASURED[name]["run"]
+    norm = run.get("args", {}).get("max_grad_norm", 1.0)
+    return step_seconds(counts_of(tuple(run["strategies"]), norm, False, MEAN_TOKENS), H200)
+
+
+@pytest.mark.parametrize("name", [*GRAPHS, "16-bit, release, recompute"])
+def test_a_measured_step_is_within_six_percent(name: str) -> None:
+    measured = MEASURED[name]["step_seconds_median"]
+    assert predicted_seconds(name) == pytest.approx(measured, rel=0.06)
+
+
+def test_replayed_plans_are_ranked_as_they_were_measured() -> None:
+    for one, other in itertools.combinations(GRAPHS, 2):
+        a, b = (MEASURED[name]["step_seconds_median"] for name in (one, other))
+        ratio = predicted_seconds(one) / predicted_seconds(other)
+        assert ratio == pytest.approx(a / b, rel=0.1), (one, other)
+        if abs(a / b - 1) > 0.05:
+            assert (ratio > 1) == (a > b), (one, other)
+
+
+def clocked_card() -> Any:
+    """The H200 with the speeds, its host's too, that were probed beside the clocked steps."""
+    reached = CLOCKED["runs"]["probe"]["calibration"]["reached"]
+    return dataclasses.replace(H200, reached=Speeds(**reached))
+
+
+def clocked_counts(name: str) -> StepCounts:
+    run = CLOCKED["runs"][name]
+    texts = tuple(run["case"].get("strategies", ()))
+    tokens = round(run["tokens"] if "Packing()" in texts else run["padded_tokens"])
+    return counts_of(texts, 1.0, run["case"].get("bf16", False), tokens)
+
+
+CASES = [name for name, run in CLOCKED["runs"].items() if "step_seconds_median" in run]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_clocked_step_is_within_six_percent_by_its_own_hosts_probe(name: str) -> None:
+    counts, card = clocked_counts(name), clocked_card()
+    seconds = step_seconds(counts, card)
+    if counts.replayed:  # what graphs hide of the host shows once a block
+        seconds += explain(counts, card)["host"] / BLOCK
+    assert seconds == pytest.approx(CLOCKED["runs"][name]["step_seconds_median"], rel=0.06)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arithmetic_and_traffic_take_what_the_profiler_saw(name: str) -> None:
+    kinds = CLOCKED["runs"][name]["kernels"]["kinds"]
+    parts = explain(clocked_counts(name), clocked_card())
+    assert parts["compute"] == pytest.approx(kinds["product"][1] + kinds["attention"][1], rel=0.05)
+    assert parts["memory"] == pytest.approx(kinds["other"][1], rel=0.1)
+
+
+def test_the_table_has_what_the_probe_reached_and_nothing_of_its_host() -> None:
+    table, probed = speeds_of(H200), speeds_of(clocked_card())
+    for name in ("half_flops", "tf32_flops", "fp32_flops", "memory_bytes_per_second"):
+        assert getattr(table, name) == pytest.approx(getattr(probed, name), rel=0.001)
+    assert table.bus_bytes_per_second == pytest.approx(probed.bus_bytes_per_second, rel=0.001)
+    assert table.launch_seconds == speeds_of(T4).launch_seconds < probed.launch_seconds
 
 
 def test_more_tokens_are_never_faster() -> None:

@@ -76,11 +76,16 @@ def current() -> Counting | None:
     return _current
 
 
-def count_kernel(*tensors: torch.Tensor | None, launches: int = 1) -> None:
-    """A kernel that reads or writes each of these once; nothing where nobody counts."""
+def count_kernel(
+    *tensors: torch.Tensor | None, launches: int = 1, captured: int | None = None
+) -> None:
+    """A kernel that reads or writes each of these once; nothing where nobody counts.
+
+    `captured` is how many a graph has in its place, where that is another number.
+    """
     if _current is not None:
         nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        _current.kernel(bytes_moved=nbytes, launches=launches)
+        _current.kernel(bytes_moved=nbytes, launches=launches, captured=captured)
 
 
 def count_product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
@@ -136,13 +141,20 @@ class Counting:
     # ---------------------------------------------------------------- what is no operator
 
     def kernel(
-        self, *, bytes_moved: float = 0.0, flops: float = 0.0, half: bool = True, launches: int = 1
+        self,
+        *,
+        bytes_moved: float = 0.0,
+        flops: float = 0.0,
+        half: bool = True,
+        launches: int = 1,
+        captured: int | None = None,
     ) -> None:
         """A kernel of our own, started from Python."""
         self._sums["bytes_moved"] += bytes_moved
         self._sums["half_flops" if half else "full_flops"] += flops
         self._sums["launches"] += launches
         self._sums["scripted"] += launches
+        self._sums["graph_launches"] += 0 if captured is None else captured - launches
 
     def add(self, counts: StepCounts) -> None:
         """What was counted elsewhere, or happens once more."""

@@ -31,6 +31,9 @@ class StepCounts:
     """How often backward stops to compute a layer, or a part of one, a second time."""
     replayed: float = 0
     """Kernels a captured graph starts."""
+    graph_launches: float = 0
+    """How many more a graph has than are launched here: what goes through a table of pointers in
+    one launch is captured one by one."""
     to_host_bytes: float = 0.0
     to_device_bytes: float = 0.0
     """Copies across the bus, overlapped with compute where the strategy does so."""
@@ -48,9 +51,13 @@ class StepCounts:
 
     def as_graphs(self) -> StepCounts:
         """The same step replayed: the host starts one graph instead of every kernel."""
-        replayed = self.replayed + self.launches
         return dataclasses.replace(
-            self, launches=0, scripted=0, recomputations=0, replayed=replayed
+            self,
+            launches=0,
+            scripted=0,
+            recomputations=0,
+            graph_launches=0,
+            replayed=self.replayed + self.launches + self.graph_launches,
         )
 
 

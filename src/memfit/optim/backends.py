@@ -56,8 +56,8 @@ class _TracedKernels:
     def update_many(
         self, work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
     ) -> None:
-        """One launch for all, with two small copies before it."""
-        count_kernel(launches=3)
+        """One launch for all, with two small copies before it; in a graph one for each."""
+        count_kernel(launches=3, captured=len(work))
         for state, grad in work:
             _count_update(state, grad, launches=0)
 

@@ -176,7 +176,7 @@ def _launch_seconds(device: torch.device, wait: Callable[[], None]) -> float:
     """The host's time for an operator of a small layer, forward and backward, by its number.
 
     What a training step takes an operator is a multiple of it, since models have more Python
-    around theirs: `timing.LAUNCHES_OF_A_STEP`.
+    around theirs: `timing.PYTHON_FACTOR`.
     """
     weight = torch.zeros(8, 8, device=device, requires_grad=True)
     x = torch.zeros(8, 8, device=device)
