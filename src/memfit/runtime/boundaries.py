@@ -43,6 +43,10 @@ class _Reached(Exception):  # noqa: N818 - not an error: how a forward pass ends
         self.hidden = hidden
 
 
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def boundary_bytes(model: nn.Module, tokens: int) -> int:
     """What it costs to be able to go on: a layer's gradients and the gradient of its input."""
     stack = stack_of(model)
@@ -153,6 +157,8 @@ class LayerBoundaries:
     def _around(
         self, call: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs
     ) -> Any:
+        if _in_backward():  # a layer that is recomputed is not a layer that follows
+            return call(*args, **kwargs)
         index, self._calls = self._calls, self._calls + 1
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, Tensor) and keeps_activations(module, args, kwargs):

@@ -31,7 +31,13 @@ from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.cap import Cap
 from memfit.runtime.live import LiveStrategies
-from memfit.runtime.out_of_memory import free_memory, is_out_of_memory, let_go
+from memfit.runtime.out_of_memory import (
+    end_of_training,
+    free_memory,
+    is_out_of_memory,
+    let_go,
+    retrying,
+)
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.sinking import GraphedExecutor, SinkExecutor
 from memfit.runtime.spill import SpillWatch
@@ -63,7 +69,8 @@ class Guard:
         self.spill = SpillWatch()
         self.worst_lengths: list[int] | None = None
         """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
-        self._boundaries: LayerBoundaries | None = None
+        self.boundaries: LayerBoundaries | None = None
+        """Where gradients are released: how far backward has come."""
         self._evaluated: int | None = None
 
     # ---- what the trainer calls ----
@@ -87,12 +94,14 @@ class Guard:
             if cap is not None:
                 cap.release()
             self.cap = self.watch = None
+            end_of_training()
 
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
         """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
         self.look()
         executor = self._trainer.executor
-        lengths = lengths_of(batch, executor.trim)
+        with retrying(self._device):
+            lengths = lengths_of(batch, executor.trim)
         way = self.way_for(lengths)
         start = RandomState.now(self._device)
         while True:
@@ -181,7 +190,7 @@ class Guard:
         around = tuple(self._trainer.setup.around_micro_batch)
         changes: dict[str, Any] = {"micro_batching": way.micro_batching, "around": around}
         if isinstance(executor, SinkExecutor):
-            changes["boundaries"] = self._boundaries
+            changes["boundaries"] = self.boundaries
         if isinstance(executor, GraphedExecutor) and way.max_tokens is not None:
             largest = min(executor.buckets.largest or way.max_tokens, way.max_tokens)
             changes["buckets"] = replace(executor.buckets, largest=largest)
@@ -277,12 +286,12 @@ class Guard:
         """Where backward moves weights, note how far it has come (boundaries.py)."""
         setup = self._trainer.setup
         sink: Any = setup.sink
-        if self._boundaries is not None or not getattr(sink, "updates_in_backward", False):
+        if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
             return
         if not self.live.depth and not self._has_layers():
             return
-        self._boundaries = LayerBoundaries(setup.model, sink, self._device, self._make_room)
-        setup.undo.append(self._boundaries.remove)
+        self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._make_room)
+        setup.undo.append(self.boundaries.remove)
 
     def _has_layers(self) -> bool:
         from memfit.strategies._layers import stack_problem
