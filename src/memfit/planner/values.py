@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memfit.strategies import Fidelity, Strategy
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from memfit.memory.components import MemoryPeak
     from memfit.memory.counts import StepCounts
+    from memfit.planner.batches import Batches
     from memfit.runtime.batching import MicroBatching
 
 
@@ -56,6 +57,11 @@ class Workload:
     def worst_tokens(self) -> int:
         """Tokens of the largest effective batch the shuffle can draw."""
         return sum(sorted(self.lengths, reverse=True)[: self.effective_rows])
+
+    @cached_property
+    def batches(self) -> dict[int, Batches]:
+        """Effective batches by the length texts are cut at, as far as they were asked for."""
+        return {}
 
     @cached_property
     def mean_tokens(self) -> float:
@@ -107,3 +113,25 @@ class Price:
     def device_bytes(self) -> int:
         """What must fit into the budget."""
         return self.peak.device_bytes
+
+
+class Pricer(Protocol):
+    """What candidates cost: composed in microseconds, or traced in about a second."""
+
+    def quick(self, candidate: Candidate) -> Price:
+        """Composed from traced layers."""
+
+    def full(self, candidate: Candidate) -> Price:
+        """The whole step traced; its seconds are those of the quick price."""
+
+    def problem(self, strategies: tuple[Strategy, ...]) -> str:
+        """Why these cannot be used for the task on the card; empty where they can."""
+
+    def learning_parameters(self, candidate: Candidate) -> int:
+        """How many parameters learn."""
+
+    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
+        """What a step of a slow kind takes at least, known from the prices of the others."""
+
+    def of(self, workload: Workload) -> Pricer:
+        """The same for another task on the same card."""

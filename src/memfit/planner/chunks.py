@@ -1,0 +1,273 @@
+"""A traced micro-batch cut into its layers, and put together again for any depth and size.
+
+One trace of three layers has a first, a middle and a last one. The middle one, forward and
+backward, is what every further layer adds; layers that are recomputed or offloaded come from a
+trace in which all are. Sizes that grow with the tokens are known from a second trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.memory.allocator import Allocator, Block
+from memfit.memory.components import Component
+from memfit.memory.segments import Mark, Segments, layer_of
+
+TRACED_LAYERS = 3
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How sizes depend on the tokens: as a line through two traces of the same step."""
+
+    tokens: tuple[int, int]
+    sizes: Mapping[int, int]
+    """A size in the first trace, and the same block's in the second, where they differ."""
+
+    @classmethod
+    def between(cls, first: Segments, second: Segments, tokens: tuple[int, int]) -> Growth:
+        """From the same micro-batch at two numbers of tokens."""
+        sizes: dict[int, int] = {}
+        marks, others = (_births(one) for one in (first, second))
+        # Blocks die in an order that depends on their size, so only births are compared.
+        if [mark.kind[1:] for mark in marks] == [mark.kind[1:] for mark in others]:
+            for mark, other in zip(marks, others, strict=True):
+                if mark.kind[0] != other.kind[0]:
+                    sizes[mark.kind[0]] = other.kind[0]
+        return cls(tokens, sizes)
+
+    def line(self, size: int) -> tuple[float, float]:
+        """Bytes at no token, and more bytes for each."""
+        first, second = self.tokens
+        if size in self.sizes:
+            slope = (self.sizes[size] - size) / (second - first)
+            return size - slope * first, slope
+        if size % first == 0:
+            return 0.0, size / first
+        return float(size), 0.0
+
+    def at(self, size: int, tokens: int) -> int:
+        """A block's bytes at so many tokens."""
+        constant, slope = self.line(size)
+        return max(round(constant + slope * tokens), 1)
+
+
+def _births(segments: Segments) -> list[Mark]:
+    return [mark for mark in segments.parts["micro"] if mark.birth]
+
+
+class Rise(NamedTuple):
+    """What a stretch of events adds."""
+
+    net: float
+    """Bytes that stay."""
+    top: float
+    """The most bytes at any moment in it, above those before it."""
+    gradients: float
+    """Of those that stay."""
+    top_gradients: float
+
+
+@dataclass(eq=False)
+class Stretch:
+    """Some events in a row, as sizes that depend on the tokens."""
+
+    marks: Sequence[Mark]
+    growth: Growth
+    _known: dict[tuple[int, bool], Rise] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lines = [self.growth.line(mark.kind[0]) for mark in self.marks]
+        signs = np.array([1.0 if mark.birth else -1.0 for mark in self.marks])
+        gradient = np.array([mark.kind[1] is Component.GRADIENTS for mark in self.marks], bool)
+        sizes = np.array(lines, np.float64).reshape(-1, 2)
+        others = np.where(gradient, 0.0, signs)[:, None] * sizes
+        self._others: _Floats = np.cumsum(others, axis=0)
+        born = np.where(gradient & (signs > 0), sizes[:, 0], 0.0)
+        self._kept: _Floats = np.cumsum(born)
+        places = np.where(born > 0, np.arange(len(born)), -1)
+        last = np.maximum.accumulate(places) if len(born) else places
+        self._passing: _Floats = np.where(last >= 0, born[last], 0.0) if len(born) else born
+
+    def rise(self, tokens: int, *, keeps: bool) -> Rise:
+        """With gradients that stay (`keeps`), or each only until the next one comes."""
+        key = (tokens, keeps)
+        if key not in self._known:
+            self._known[key] = self._rise(tokens, keeps)
+        return self._known[key]
+
+    def _rise(self, tokens: int, keeps: bool) -> Rise:
+        if not len(self.marks):
+            return Rise(0.0, 0.0, 0.0, 0.0)
+        others = self._others[:, 0] + tokens * self._others[:, 1]
+        gradients = self._kept if keeps else self._passing
+        live = others + gradients
+        at = int(live.argmax())
+        stay = float(self._kept[-1]) if keeps else 0.0
+        top, there = (float(live[at]), float(gradients[at])) if live[at] > 0 else (0.0, 0.0)
+        return Rise(float(others[-1]) + stay, top, stay, there)
+
+    def sized(self, tokens: int, *, keeps: bool) -> Iterator[Mark]:
+        """The events themselves, at another number of tokens; blocks are known by size alone."""
+        for mark in self.marks:
+            nbytes, component, _ = mark.kind
+            sized = Mark(mark.birth, (self.growth.at(nbytes, tokens), component, ""), "")
+            if component is not Component.GRADIENTS:
+                yield sized
+            elif mark.birth:
+                yield sized
+                if not keeps:
+                    yield sized._replace(birth=False)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The stretches of one micro-batch: before, through and after the layers, and back."""
+
+    before: Stretch
+    forward: tuple[Stretch, ...]
+    middle: Stretch
+    backward: tuple[Stretch, ...]
+    """Of the lowest layer first, as `forward`; the step comes to it last."""
+    after: Stretch
+    whole: bool = False
+    """Whether the layers could not be told apart: all of it is in `before`."""
+
+
+def cut_pieces(marks: Sequence[Mark], growth: Growth, layers: int = TRACED_LAYERS) -> Pieces:
+    """Cut a traced micro-batch where it enters another layer."""
+    stack = _stack(marks)
+    stages = ["before", *range(layers), "middle", *range(layers), "after"]
+    starts = [0]
+    for place, mark in enumerate(marks):
+        if mark.birth and _enters(mark.module, stack, len(starts), layers):
+            starts.append(place)
+    if len(starts) < layers + 2:
+        nothing = Stretch((), growth)
+        several = (nothing,) * layers
+        return Pieces(Stretch(marks, growth), several, nothing, several, nothing, whole=True)
+    starts += [len(marks)] * (len(stages) + 1 - len(starts))
+    cuts = [Stretch(marks[start:stop], growth) for start, stop in itertools.pairwise(starts)]
+    forward, backward = cuts[1 : layers + 1], cuts[layers + 2 : 2 * layers + 2]
+    return Pieces(cuts[0], tuple(forward), cuts[layers + 1], tuple(reversed(backward)), cuts[-1])
+
+
+def _enters(module: str, stack: str, stage: int, layers: int) -> bool:
+    """Whether an event in this module begins the next stage, the one numbered `stage`."""
+    found = layer_of(module)
+    layer = found[1] if found is not None and found[0] == stack else None
+    if stage <= layers:
+        return layer == stage - 1
+    if stage == layers + 1:
+        return layer is None and bool(module)
+    if stage <= 2 * layers + 1:
+        return layer == 2 * layers + 1 - stage
+    return stage == 2 * layers + 2 and layer is None and bool(module)
+
+
+def _stack(marks: Iterable[Mark]) -> str:
+    """The list of layers that most blocks are born in."""
+    counts: dict[str, int] = {}
+    for mark in marks:
+        found = layer_of(mark.module) if mark.birth else None
+        if found is not None:
+            counts[found[0]] = counts.get(found[0], 0) + 1
+    return max(counts, key=lambda name: counts[name], default="")
+
+
+def walk(plain: Pieces, other: Pieces, depth: int, count: int) -> list[tuple[Stretch, int]]:
+    """The stretches of a model of so many layers, of which the first `count` are the other kind.
+
+    Each with how often it comes in a row.
+    """
+    lowest = other if count else plain
+    highest = plain if count < depth else other
+    others = max(count - 1 - (count == depth and depth > 1), 0)
+    plains = depth - others - (1 if depth == 1 else 2)
+    # The one in the middle of those that were traced has neighbours of its own kind.
+    inner = [(_middle(other.forward), others), (_middle(plain.forward), plains)]
+    back = [(_middle(plain.backward), plains), (_middle(other.backward), others)]
+    steps = [(lowest.before, 1), (lowest.forward[0], 1)]
+    if depth > 1:
+        steps += [*inner, (highest.forward[-1], 1), (plain.middle, 1), (highest.backward[-1], 1)]
+        steps += back
+    else:
+        steps.append((plain.middle, 1))
+    steps += [(lowest.backward[0], 1), (plain.after, 1)]
+    return [(stretch, times) for stretch, times in steps if times > 0]
+
+
+def _middle(layers: Sequence[Stretch]) -> Stretch:
+    return layers[len(layers) // 2]
+
+
+def peak_of(
+    steps: Iterable[tuple[Stretch, int]], tokens: int, *, keeps: bool
+) -> tuple[float, float]:
+    """The highest moment of a micro-batch above what lies there before it; its gradients then."""
+    live = gradients = 0.0
+    best, best_gradients = 0.0, 0.0
+    for stretch, times in steps:
+        rise = stretch.rise(tokens, keeps=keeps)
+        # What is added is the same every time, so the first or the last one is the highest.
+        for number in {0, times - 1}:
+            moment = live + number * rise.net + rise.top
+            if moment > best:
+                best = moment
+                best_gradients = gradients + number * rise.gradients + rise.top_gradients
+        live += times * rise.net
+        gradients += times * rise.gradients
+    return best, best_gradients
+
+
+def top_bytes(marks: Iterable[Mark]) -> int:
+    """The highest moment of some events, above what lies there before them."""
+    live = itertools.accumulate(mark.kind[0] if mark.birth else -mark.kind[0] for mark in marks)
+    return max(live, default=0)
+
+
+def gap_bytes(
+    steps: Iterable[tuple[Stretch, int]],
+    before: Segments,
+    tokens: int,
+    *,
+    keeps: bool,
+    expandable_segments: bool,
+) -> int:
+    """What the allocator reserves beyond what is allocated at the peak of such a micro-batch."""
+    allocator = Allocator(expandable_segments=expandable_segments)
+    living: dict[int, list[Block]] = {}
+    highest = 0
+
+    def happen(marks: Iterable[Mark]) -> int:
+        most = 0
+        for mark in marks:
+            blocks = living.setdefault(mark.kind[0], [])
+            if mark.birth:
+                block = allocator.allocate(mark.kind[0])
+                assert block is not None  # there is no cap
+                blocks.append(block)
+                most = max(most, allocator.allocated_bytes)
+            elif blocks:  # what was born in another layer may be missing at a seam
+                allocator.free(blocks.pop())
+        return most
+
+    for name in ("build", "start"):
+        happen(before.parts.get(name, ()))
+    micro = [(list(one.sized(tokens, keeps=keeps)), times) for one, times in steps]
+    for _ in range(2):  # a second step finds what the first one left
+        for marks, times in micro:
+            for _ in range(times):
+                highest = max(highest, happen(marks))
+        for marks, times in micro if keeps else ():
+            for mark in marks:
+                if mark.kind[1] is Component.GRADIENTS:
+                    happen([mark._replace(birth=False)] * times)
+    return allocator.reserved_bytes - highest

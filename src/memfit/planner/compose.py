@@ -1,0 +1,408 @@
+"""Prices of candidates: composed from shallow traces in microseconds, or traced in full.
+
+Memory is what lies there between two steps, and on top of it the highest moment of a
+micro-batch; time is that of the average step. shallow.py has what both are made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.counts import StepCounts
+from memfit.memory.phases import TRAINING
+from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
+from memfit.planner.batches import Cutting
+from memfit.planner.chunks import gap_bytes, peak_of, walk
+from memfit.planner.counted import Counted, Counts, accumulated, counts_of, replayed, zero
+from memfit.planner.shallow import Family, Policy, Static, Strategies, Tracing, Updating
+from memfit.planner.space import batches_of
+from memfit.planner.timing import speeds_of, step_seconds
+from memfit.planner.trace import price_memory, unavailable_reason
+from memfit.planner.trace_batch import graph_count
+from memfit.planner.trace_price import Priced, context_bytes
+from memfit.planner.values import Candidate, Price, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.runtime.graphs import TokenBuckets
+from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW, Strategy
+
+_POLICY = ("checkpointing", "activation_offload")
+_UPDATING = ("lowbit_adamw", "gradient_release", "optimizer_offload", "small_state_optimizer")
+_NEITHER = ("cuda_graphs", "small_workspace", "truncation")
+"""What changes neither the layers' events nor the update's."""
+_TENSORS_A_LAYER = 16
+_TWICE = 1.6
+_GAP_PARTS = (1, 2, 4)
+"""Into how many parts the whole batch is cut where the allocator is tried."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A candidate's strategies by what they decide."""
+
+    family: Strategies
+    updating: Strategies
+    policy: Strategies
+    count: int
+    """Layers the policy is for."""
+    graphs: CudaGraphs | None
+    keeps: bool
+    """Whether gradients stay in `.grad` until the update."""
+    passes: int
+    """How often a micro-batch runs in one step."""
+    short_masters: bool
+    small_workspace: bool
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether micro-batches have no padding."""
+        return any(one.name == "packing" for one in self.family)
+
+    @cached_property
+    def as_counted(self) -> Split:
+        """The same without what counts do not depend on."""
+        return dataclasses.replace(self, short_masters=False, small_workspace=False, graphs=None)
+
+
+class TracedPricer:
+    """Prices for one task on one card; None is the CPU."""
+
+    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+        self.workload, self.card = workload, card
+        text: Any = workload.config.get_text_config()
+        self._depth = int(text.num_hidden_layers) * int(getattr(text, "inner_group_num", 1))
+        self._tracing = Tracing(workload, card)
+        self._split = cache(self._split_up)
+        self._family = cache(self._make_family)
+        self._updating = cache(self._make_updating)
+        self._policy = cache(self._make_policy)
+        self._static = cache(self._make_static)
+        self._walk = cache(self._make_walk)
+        self._peak = cache(self._find_peak)
+        self._gap = cache(self._measure_gap)
+        self._graphs = cache(self._count_graphs)
+        self._outside = cache(self._make_outside)
+        self._lines = cache(self._make_lines)
+        self._problem = cache(self._find_problem)
+
+    def of(self, workload: Workload) -> TracedPricer:
+        """The same for another task."""
+        return TracedPricer(workload, self.card)
+
+    def problem(self, strategies: Strategies) -> str:
+        """Why these cannot be used for the task on the card; empty where they can."""
+        return self._problem(strategies)
+
+    def learning_parameters(self, candidate: Candidate) -> int:
+        """How many parameters learn."""
+        split = self._split(candidate.strategies)
+        return round(self._updating(split.family, split.updating).learning(self._depth))
+
+    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
+        """What a step of a slow kind takes at least, known from the prices of the others."""
+        if not prices:
+            return 0.0
+        learning = self.learning_parameters(prices[0].candidate)
+        speeds = speeds_of(self.card)
+        fastest = min(one.step_seconds for one in prices)
+        launched = min(
+            (one.step_seconds for one in prices if one.candidate.get("cuda_graphs") is None),
+            default=fastest,
+        )
+        least = {
+            # All but the update comes twice.
+            "two_pass": _TWICE * fastest,
+            # Gradients of two bytes go out and come back, and nothing is captured.
+            "host": max(launched, 4 * learning / speeds.bus_bytes_per_second),
+            "activation_offload": launched,
+            "optimizer_offload": learning / speeds.host_parameters_per_second,
+        }
+        return least[kind]
+
+    def full(self, candidate: Candidate) -> Price:
+        """The whole step traced; its seconds are those of the quick price."""
+        peak, phases, trace = price_memory(self.workload, candidate, self.card)
+        quick = self.quick(candidate)
+        return dataclasses.replace(
+            quick, peak=peak, phases=phases, host_bytes=trace.host_bytes, traced=True
+        )
+
+    def quick(self, candidate: Candidate) -> Price:
+        """Composed from traced layers."""
+        split = self._split(candidate.strategies)
+        cut = self._cut(candidate, split)
+        counts = self._counts(split, cut)
+        peak = self._memory(candidate, split, cut, counts)
+        return Price(
+            candidate=candidate,
+            peak=peak,
+            phases={TRAINING: peak},
+            counts=counts,
+            step_seconds=step_seconds(counts, self.card),
+            host_bytes=self._host_bytes(split, cut),
+        )
+
+    # ------------------------------------------------------------------------ the parts
+
+    def _split_up(self, strategies: Strategies) -> Split:
+        names = {one.name: one for one in strategies}
+        low_bit: Any = names.get("lowbit_adamw")
+        release: Any = names.get("gradient_release")
+        policy = tuple(one for one in strategies if one.name in _POLICY)
+        sized: Any = next((one for one in policy if getattr(one, "layers", None)), None)
+        count = 0 if not policy else (sized.layers if sized else self._depth)
+        outside = (*_POLICY, *_UPDATING, *_NEITHER)
+        mode = release.mode if release else ""
+        graphs: Any = names.get("cuda_graphs")
+        return Split(
+            family=tuple(one for one in strategies if one.name not in outside),
+            updating=tuple(_normal(one) for one in strategies if one.name in _UPDATING),
+            policy=tuple(_of_all_layers(one) for one in policy),
+            count=count,
+            graphs=graphs,
+            keeps=release is None and "optimizer_offload" not in names,
+            passes=2 if mode == "two_pass" else 1,
+            short_masters=low_bit is not None and low_bit.master_bits == 16,
+            small_workspace="small_workspace" in names,
+        )
+
+    def _make_family(self, family: Strategies, reference: Strategies) -> Family:
+        return Family(self._tracing, family, reference)
+
+    def _family_of(self, split: Split) -> Family:
+        return self._family(split.family, self._reference(split))
+
+    def _reference(self, split: Split) -> Strategies:
+        """The way of updating a family's layers are traced with."""
+        dtype = next((d for one in split.updating if (d := getattr(one, "dtype", None))), None)
+        hosted = any(getattr(one, "weights", False) for one in split.updating)
+        if dtype is None or hosted:
+            return split.updating if hosted else ()
+        low_bit = (LowBitAdamW(dtype=dtype), GradientRelease("kept8"))
+        return split.updating if self.problem(low_bit) else low_bit
+
+    def _make_updating(self, family: Strategies, updating: Strategies) -> Updating:
+        split = Split(family, updating, (), 0, None, False, 1, False, False)
+        return Updating(self._tracing, self._family_of(split), updating)
+
+    def _make_policy(self, split_family: Family, policy: Strategies) -> Policy:
+        return split_family.policy(policy, self._depth)
+
+    def _make_static(self, family: Strategies, updating: Strategies, short: bool) -> Static:
+        used = self._updating(family, updating)
+        static = used.static(self._depth)
+        if not short:
+            return static
+        # Without corrections: a byte a parameter less. Their time is the same as measured
+        # (benchmarks/results/bert_large_h200.json): what is not read is drawn at random.
+        parts = dict(static.parts)
+        parts[Component.OPTIMIZER] -= used.learning(self._depth)
+        return Static(parts)
+
+    # --------------------------------------------------------------------------- memory
+
+    def _memory(
+        self, candidate: Candidate, split: Split, cut: Cutting, counts: StepCounts
+    ) -> MemoryPeak:
+        static = self._static(split.family, split.updating, split.short_masters)
+        adds_up = split.keeps and cut.worst_micro_batches > 1
+        tokens = self._tokens(split, cut)
+        family = self._family_of(split)
+        high = self._peak(family, split.policy, split.count, tokens, split.keeps, adds_up)
+        kernels = counts.replayed / max(cut.micro_batches, 1.0)
+        workspace, context = self._outside(split, family, candidate.micro_batching, round(kernels))
+        updating = self._updating(split.family, split.updating)
+        beside = max(updating.evaluation_bytes, updating.features_bytes)
+        moment, gradients = max(high, (beside, 0.0))
+        allocated = round(static.total + workspace + moment)
+        gap = 0
+        if self.card is not None:
+            gap = self._gap_at(family, split, tokens, adds_up)
+            gap += round(max(updating.gap_bytes, 0.0))
+        held = {name: round(static.parts.get(name, 0.0)) for name in Component}
+        held[Component.GRADIENTS] += round(gradients)
+        held[Component.WORKSPACE] += workspace
+        held[Component.CONTEXT] = context
+        known = sum(held.values()) - context
+        held[Component.ACTIVATIONS] += allocated - known
+        return MemoryPeak(
+            components=held,
+            allocated_bytes=allocated,
+            reserved_bytes=allocated + gap,
+            device_bytes=allocated + gap + context,
+        )
+
+    def _find_peak(
+        self,
+        family: Family,
+        policy: Strategies,
+        count: int,
+        tokens: int,
+        keeps: bool,
+        adds_up: bool,
+    ) -> tuple[float, float]:
+        """The highest moment above what lies there between steps, and its gradients."""
+        other = self._policy(family, policy).pieces if policy else family.plain
+        share = count / self._depth
+        if family.plain.whole and 0 < count < self._depth:
+            ends = (0, self._depth)
+            low, high = (self._peak(family, policy, end, tokens, keeps, adds_up) for end in ends)
+            return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
+        steps = walk(family.plain, other, self._depth, count)
+        every = sum(times * one.rise(tokens, keeps=True).gradients for one, times in steps)
+        if adds_up:  # those of the micro-batches before are there all the time
+            top, gradients = peak_of(steps, tokens, keeps=False)
+            top, gradients = top + every, gradients + every
+        else:
+            top, gradients = peak_of(steps, tokens, keeps=keeps)
+        update = (every if keeps else 0.0) + family.update_bytes
+        return max((top, gradients), (update, every if keeps else 0.0))
+
+    def _make_walk(self, family: Family, policy: Strategies, count: int) -> Any:
+        other = self._policy(family, policy).pieces if policy else family.plain
+        return walk(family.plain, other, self._depth, count)
+
+    def _gap_at(self, family: Family, split: Split, tokens: int, adds_up: bool) -> int:
+        """What the allocator reserves beyond what is allocated, between sizes it was tried at."""
+        whole = batches_of(self.workload, ()).cut_whole(split.packed)
+        sizes = [max(whole // parts, 1) for parts in _GAP_PARTS]
+        larger = [size for size in sizes if size >= tokens] or sizes[:1]
+        smaller = [size for size in sizes if size <= tokens] or sizes[-1:]
+        high, low = larger[-1], smaller[0]
+        keeps = split.keeps and not adds_up
+        ends = [
+            self._gap_of(family, split, size, keeps)
+            for size in ((high, low) if high > low else (high,))
+        ]
+        if len(ends) == 1:
+            return round(ends[0])
+        share = (tokens - low) / (high - low)
+        return round(ends[1] + min(max(share, 0.0), 1.0) * (ends[0] - ends[1]))
+
+    def _gap_of(self, family: Family, split: Split, tokens: int, keeps: bool) -> float:
+        graphed = split.graphs is not None
+        plain = self._gap(family, (), 0, tokens, keeps, graphed)
+        if not split.policy:
+            return plain
+        every = self._gap(family, split.policy, self._depth, tokens, keeps, graphed)
+        return plain + split.count / self._depth * (every - plain)
+
+    def _measure_gap(
+        self,
+        family: Family,
+        policy: Strategies,
+        count: int,
+        tokens: int,
+        keeps: bool,
+        expandable: bool,
+    ) -> float:
+        steps = self._walk(family, policy, count)
+        before = family.traced(family.layers).segments
+        return gap_bytes(steps, before, tokens, keeps=keeps, expandable_segments=expandable)
+
+    def _make_outside(
+        self, split: Split, family: Family, limits: MicroBatching, kernels: float
+    ) -> tuple[int, int]:
+        """Bytes of library workspaces, and of what lies outside the allocator."""
+        if self.card is None:
+            return 0, 0
+        trace = family.traced(family.layers)
+        again = bool(split.policy) or bool(self.workload.args.gradient_checkpointing)
+        run = Priced(
+            segments=trace.segments,
+            parts=1,
+            biases=trace.biases,
+            recompute=again,
+            small_workspace=split.small_workspace,
+            graphs=self._graphs(limits, split.graphs) if split.graphs else 0,
+            graphed_kernels=kernels,
+        )
+        return _workspace_bytes(run, self.card), context_bytes(run, self.card)
+
+    def _count_graphs(self, limits: Any, graphs: CudaGraphs) -> int:
+        return graph_count(self.workload, Candidate((graphs,), limits))
+
+    def _tokens(self, split: Split, cut: Cutting) -> int:
+        if split.graphs is None:
+            return cut.worst_tokens
+        return TokenBuckets(split.graphs.bucket_tokens).fit(cut.worst_tokens)
+
+    def _host_bytes(self, split: Split, cut: Cutting) -> int:
+        updating = self._updating(split.family, split.updating)
+        family = self._family_of(split)
+        kept = 0.0
+        if split.policy:
+            each = self._policy(family, split.policy).host_bytes
+            kept = split.count * each * cut.worst_tokens / family.tokens[0]
+        return round(updating.host_bytes(self._depth) + kept)
+
+    # ----------------------------------------------------------------------------- time
+
+    def _cut(self, candidate: Candidate, split: Split) -> Cutting:
+        batches = batches_of(self.workload, candidate.strategies)
+        return batches.cut(candidate.micro_batching, packed=split.packed)
+
+    def _make_lines(self, split: Split) -> tuple[Counted, Counts, Counts, Counts]:
+        """A micro-batch, attention for every pair of tokens, the update, and adding up."""
+        family = self._family_of(split)
+        updating = self._updating(split.family, split.updating)
+        micro = family.micro(self._depth)
+        if split.policy:
+            micro += self._policy(family, split.policy).extra * split.count
+        own = Counted(updating.micro(self._depth, split.passes), zero())
+        more = zero()
+        if split.keeps:
+            tensors = _TENSORS_A_LAYER * self._depth
+            more = accumulated(updating.learning(self._depth), family.gradient_bytes, tensors)
+        attention = family.attention * (self._depth * split.passes)
+        return micro * split.passes + own, attention, updating.update(self._depth), more
+
+    def _counts(self, split: Split, cut: Cutting) -> StepCounts:
+        """What an average step does."""
+        micro, attention, update, more = self._lines(split.as_counted)
+        tokens = cut.tokens
+        if split.graphs is not None:  # filled up to the next bucket, by half of one on average
+            tokens += cut.micro_batches * split.graphs.bucket_tokens / 2
+        step = micro.at(cut.micro_batches, tokens) + attention * cut.pairs
+        step += more * (cut.micro_batches - 1) + self._features(split)
+        if split.graphs is None:
+            return counts_of(step + update)
+        if cut.worst_micro_batches == 1:
+            return counts_of(replayed(step + update))
+        return counts_of(replayed(step) + update)
+
+    def _features(self, split: Split) -> Counts | float:
+        """The share of a step in the one pass of all texts through a frozen encoder."""
+        if not any(one.name == "frozen_features" for one in split.family):
+            return 0.0
+        each = self._updating(split.family, split.updating).features_each_token(self._depth)
+        epochs = max(float(self.workload.args.num_train_epochs), 1.0)
+        return each * (self.workload.mean_tokens / epochs)
+
+    def _find_problem(self, strategies: Strategies) -> str:
+        return unavailable_reason(strategies, self.workload, self.card)
+
+
+def _normal(strategy: Strategy) -> Strategy:
+    """The same as far as memory's layout and the counts go."""
+    if isinstance(strategy, LowBitAdamW):
+        return LowBitAdamW(24, strategy.dtype)
+    return strategy
+
+
+def _of_all_layers(strategy: Any) -> Strategy:
+    every: Strategy = dataclasses.replace(strategy, layers=None)
+    return every
+
+
+def _workspace_bytes(run: Priced, card: DeviceProfile) -> int:
+    """What cuBLAS and cuBLASLt take, forward and backward, and beside graphs for an evaluation."""
+    product = handle_workspace_bytes(card.capability, run.environment)
+    linear = lt_workspace_bytes(run.environment) if run.biases else 0
+    beside = product + linear if run.graphs else 0
+    return 2 * product + linear * (1 + run.recompute) + beside

@@ -1,0 +1,291 @@
+"""The fastest way of training that fits.
+
+Every candidate has a quick price, composed from a few traced layers. They are gone through from
+the fastest to the slowest, and the first whose whole step, traced, stays inside the budget in
+every phase is chosen. What a candidate costs does not depend on the budget, so that what fits a
+small budget is a candidate of every larger one: more memory never gives a slower plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from memfit.errors import ConfigError
+from memfit.memory.cards import DeviceProfile
+from memfit.planner.explain import explain
+from memfit.planner.missing import does_not_fit
+from memfit.planner.plan import Decision, Plan, digest_of
+from memfit.planner.preflight import disk_note, fits_host, host_note
+from memfit.planner.space import Asked, candidates
+from memfit.planner.values import Candidate, Price, Pricer, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW
+
+_CLOSE = 0.02
+"""What a quick price may be off by."""
+SLOW = ("two_pass", "host", "activation_offload", "optimizer_offload")
+"""What always costs time: a second backward pass, or the bus."""
+_NEIGHBOURS = 2
+_LISTED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """The plan that was chosen, and what it was chosen from."""
+
+    chosen: Plan
+    candidates: tuple[Plan, ...]
+    """The best plan of each other kind that fits, fastest first."""
+    left_out: dict[str, str]
+    """Strategies that cannot be used here, each with its reason."""
+    notes: tuple[Decision, ...]
+    """What else to know: host memory or disk that is missing."""
+    considered: int
+    traced: int
+    seconds: float
+    """What planning took."""
+    asked: Asked = field(repr=False)
+    prices: tuple[Price, ...] = field(repr=False)
+    """Every candidate's quick price, fastest first."""
+    pricer: Pricer = field(repr=False)
+
+
+def make_plan(
+    workload: Workload,
+    budget_bytes: int,
+    card: DeviceProfile | None,
+    *,
+    exact: bool = False,
+    allow: frozenset[str] = frozenset(),
+    host_bytes_free: int | None = None,
+    disk_bytes_free: int | None = None,
+    pricer: Pricer | None = None,
+) -> Planning:
+    """The fastest plan inside the budget, or DoesNotFitError with the smallest one.
+
+    Without a card it is for the CPU, whose budget counts the bytes of live tensors.
+    """
+    started = time.perf_counter()
+    asked, pricer = ask(workload, card, pricer, exact=exact, allow=allow)
+    host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
+    prices = price_all(asked, pricer, budget_bytes, host_free)
+    possible = [one for one in prices if fits_host(one, host_free)]
+    search = _Search(possible, budget_bytes, pricer)
+    found = search.run()
+    if found is None:
+        every = price_all(asked, pricer)
+        search = _Search([one for one in every if fits_host(one, host_free)], budget_bytes, pricer)
+        found = search.run() if len(every) > len(prices) else None
+        if found is None:
+            raise does_not_fit(asked, pricer, every, budget_bytes, host_free)
+    digest = digest_of(workload, budget_bytes, card)
+
+    def plan_of(price: Price, decisions: tuple[Decision, ...] = ()) -> Plan:
+        return Plan(
+            candidate=price.candidate,
+            price=price,
+            digest=digest,
+            decisions=decisions,
+            args=workload.args,
+        )
+
+    passed_over = [one for one in prices if one.device_bytes <= budget_bytes]
+    passed_over = [one for one in passed_over if not fits_host(one, host_free)]
+    notes = [
+        *host_note(passed_over, found, host_free),
+        *disk_note(workload, found, disk_bytes_free),
+    ]
+    return Planning(
+        chosen=plan_of(found, explain(found, asked, pricer, budget_bytes)),
+        candidates=tuple(map(plan_of, best_of_each_kind(possible, budget_bytes, found))),
+        left_out=dict(asked.left_out),
+        notes=tuple(notes),
+        considered=len(prices),
+        traced=search.traces,
+        seconds=time.perf_counter() - started,
+        asked=asked,
+        prices=tuple(prices),
+        pricer=pricer,
+    )
+
+
+def ask(
+    workload: Workload,
+    card: DeviceProfile | None,
+    pricer: Pricer | None,
+    *,
+    exact: bool,
+    allow: frozenset[str],
+) -> tuple[Asked, Pricer]:
+    """What is asked, and who prices it."""
+    if exact and allow:
+        raise ConfigError(
+            f"--exact and --allow {','.join(sorted(allow))} exclude each other; choose one"
+        )
+    if pricer is None:
+        from memfit.planner.compose import TracedPricer
+
+        pricer = TracedPricer(workload, card)
+    return Asked(workload, card, pricer.problem, exact=exact, allow=allow), pricer
+
+
+def price_all(
+    asked: Asked, pricer: Pricer, budget_bytes: int | None = None, host_free: int = 0
+) -> list[Price]:
+    """Every candidate's quick price, the fastest first.
+
+    With a budget, without the slow kinds that cannot be faster than the best of the others:
+    each kind costs traces.
+    """
+    kinds: dict[str, list[Candidate]] = {name: [] for name in ("", *SLOW)}
+    for one in candidates(asked):
+        kinds[_slow_kind(one)].append(one)
+    prices = [pricer.quick(one) for one in kinds.pop("")]
+    for name, slow in kinds.items():
+        best = _best_seconds(prices, budget_bytes, host_free)
+        if slow and pricer.least_seconds(name, prices) < best:
+            prices += [pricer.quick(one) for one in slow]
+    return sorted(_without_needless_rounding(prices), key=rank)
+
+
+def _best_seconds(prices: Sequence[Price], budget_bytes: int | None, host_free: int) -> float:
+    if budget_bytes is None:
+        return math.inf
+    inside = [
+        one.step_seconds
+        for one in prices
+        if one.device_bytes * (1 + _CLOSE) <= budget_bytes and fits_host(one, host_free)
+    ]
+    return min(inside, default=math.inf)
+
+
+def _slow_kind(candidate: Candidate) -> str:
+    release = candidate.get("gradient_release")
+    names = {one.name for one in candidate.strategies}
+    names.add("" if release is None else release.mode)
+    return next((name for name in SLOW if name in names), "")
+
+
+def rank(price: Price) -> tuple[float, int, int, int, int]:
+    """Faster first; then better fidelity, 24-bit masters, less memory, fewer strategies."""
+    candidate = price.candidate
+    return (
+        float(f"{price.step_seconds:.6g}"),  # what differs by less is the same
+        candidate.fidelity,
+        int(_has_short_masters(candidate)),
+        price.device_bytes,
+        len(candidate.strategies),
+    )
+
+
+def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
+    """Masters of 16 bits only below what those of 24 need at least.
+
+    They cost up to half a point of F1 (ALBERT-tiny), 24 bits nothing that was measured.
+    """
+    longer = [
+        one.device_bytes
+        for one in prices
+        if (stored := one.candidate.get("lowbit_adamw")) and stored.master_bits == 24
+    ]
+    least = min(longer, default=0)
+    return [
+        one for one in prices if not _has_short_masters(one.candidate) or one.device_bytes < least
+    ]
+
+
+def _has_short_masters(candidate: Candidate) -> bool:
+    stored = candidate.get("lowbit_adamw")
+    return isinstance(stored, LowBitAdamW) and stored.master_bits == 16
+
+
+def kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """What makes two candidates differ by more than how many layers and how many tokens."""
+    parts: list[object] = [
+        replace(one, layers=None) if isinstance(one, Checkpointing | ActivationOffload) else one
+        for one in candidate.strategies
+    ]
+    return (*parts, candidate.micro_batching == MicroBatching())
+
+
+def best_of_each_kind(prices: Sequence[Price], budget_bytes: int, chosen: Price) -> Iterator[Price]:
+    """The fastest of each other kind that fits by its quick price, fastest first."""
+    seen = {kind_of(chosen.candidate)[:-1]}
+    for price in prices:
+        kind = kind_of(price.candidate)[:-1]
+        if kind in seen or price.device_bytes > budget_bytes:
+            continue
+        seen.add(kind)
+        yield price
+        if len(seen) > _LISTED:
+            return
+
+
+class _Search:
+    """Goes through the quick prices, fastest first, and traces what should fit."""
+
+    def __init__(self, prices: Sequence[Price], budget_bytes: int, pricer: Pricer) -> None:
+        self._prices = prices
+        self._budget_bytes = budget_bytes
+        self._pricer = pricer
+        self.traces = 0
+
+    def run(self) -> Price | None:
+        """The first that fits when it is traced."""
+        return self._fastest() or self._smallest()
+
+    def _fastest(self) -> Price | None:
+        off: dict[object, float] = {}
+        """By how much the quick prices of a kind were too low."""
+        for price in self._prices:
+            kind = kind_of(price.candidate)
+            if price.device_bytes * off.get(kind, 1.0) > self._budget_bytes:
+                continue
+            traced = self._trace(price)
+            if traced.device_bytes <= self._budget_bytes:
+                return self._faster_neighbour(price, traced) or traced
+            off[kind] = traced.device_bytes / price.device_bytes
+        return None
+
+    def _smallest(self) -> Price | None:
+        """Where nothing seems to fit, quick prices a little too high may be the reason."""
+        close = [one for one in self._prices if self._is_close(one)]
+        for price in sorted(close, key=lambda one: one.device_bytes)[:_NEIGHBOURS]:
+            traced = self._trace(price)
+            if traced.device_bytes <= self._budget_bytes:
+                return traced
+        return None
+
+    def _faster_neighbour(self, price: Price, traced: Price) -> Price | None:
+        """One less recomputed layer or a larger micro-batch, where the trace says it fits.
+
+        Only where the quick price of the plan itself was too high may theirs be too high.
+        """
+        ratio = traced.device_bytes / price.device_bytes
+        kind = kind_of(price.candidate)
+        close = [
+            one
+            for one in self._prices
+            if self._is_close(one)
+            and one.step_seconds < price.step_seconds
+            and kind_of(one.candidate) == kind
+            and one.device_bytes * ratio <= self._budget_bytes
+        ]
+        for one in close[:_NEIGHBOURS]:
+            neighbour = self._trace(one)
+            if neighbour.device_bytes <= self._budget_bytes:
+                return neighbour
+        return None
+
+    def _is_close(self, price: Price) -> bool:
+        """Whether its quick price is above the budget by less than it may be off."""
+        return self._budget_bytes < price.device_bytes <= self._budget_bytes * (1 + _CLOSE)
+
+    def _trace(self, price: Price) -> Price:
+        self.traces += 1
+        return self._pricer.full(price.candidate)

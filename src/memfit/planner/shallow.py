@@ -1,0 +1,312 @@
+"""The few shallow traces that quick prices are composed from.
+
+    Family     the layers' own events: precision, packing, fusing, what learns
+    Policy     what becomes of a layer's activations: kept, recomputed, its MLP half, offloaded
+    Updating   how weights are stored and stepped, and where gradients wait for the update
+
+A family is traced at two depths and two numbers of tokens, each policy once, each way of
+updating at two depths. Nothing here depends on the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import Component
+from memfit.memory.segments import survivors
+from memfit.planner.chunks import (
+    TRACED_LAYERS,
+    Growth,
+    Pieces,
+    Stretch,
+    cut_pieces,
+    gap_bytes,
+    top_bytes,
+)
+from memfit.planner.counted import Counted, Counts, attention_of, vector, without_attention
+from memfit.planner.trace import StepTrace, trace_step
+from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import OptimizerOffload, Strategy, ordered
+
+Strategies = tuple[Strategy, ...]
+_HOSTED_LAYERS = 5
+"""With weights on the host: the layer at work, its neighbours, and some that are away."""
+_FEWEST_ROWS = 4
+
+
+class Tracing:
+    """Shallow traces of one task on one card."""
+
+    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+        self.workload, self.card = workload, card
+        self._traced = cache(self._trace)
+
+    def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
+        """A step of so many layers, on the larger or the smaller of two micro-batches."""
+        return self._traced(strategies, layers, fewer)
+
+    def _trace(self, strategies: Strategies, layers: int, fewer: bool) -> StepTrace:
+        packed = any(one.name == "packing" for one in strategies)
+        limits, tokens = self._size(packed, fewer)
+        candidate = Candidate(tuple(ordered(strategies)), limits)
+        return trace_step(self.workload, candidate, self.card, tokens=tokens, layers=layers)
+
+    def tokens(self, packed: bool) -> tuple[int, int]:
+        """How many tokens the two micro-batches have, padding included."""
+        first, second = (self._size(packed, fewer) for fewer in (False, True))
+        return first[1], second[1]
+
+    def _size(self, packed: bool, fewer: bool) -> tuple[MicroBatching, int]:
+        longest, rows = self.workload.longest_tokens, self.workload.effective_rows
+        rows = min(rows, len(self.workload.lengths))
+        if packed:
+            # A prime, so that what grows with the tokens is not taken for what happens to be
+            # a multiple of them.
+            most = max(min(round(self.workload.mean_tokens), self.workload.worst_tokens), 2)
+            return MicroBatching(), _prime_below(most // 2 if fewer else most)
+        if rows < _FEWEST_ROWS:
+            return MicroBatching(), rows * max(longest // 2 if fewer else longest, 1)
+        count = _prime_below(max(rows // (4 if fewer else 2), 2 - fewer))
+        return MicroBatching(max_tokens=count * longest), count * longest
+
+
+def _prime_below(number: int) -> int:
+    """The largest prime up to a number; 1 where there is none."""
+    for one in range(number, 1, -1):
+        if all(one % divisor for divisor in range(2, int(one**0.5) + 1)):
+            return one
+    return 1
+
+
+@dataclass(frozen=True)
+class Static:
+    """What lies on the device between two steps, by component."""
+
+    parts: Mapping[Component, float]
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> Static:
+        """What the parts of a run before its second step leave behind."""
+        sums: dict[Component, float] = {}
+        for name in ("build", "start", "update_first"):
+            if name not in trace.segments.parts:
+                continue
+            for mark in survivors(trace.segments, name):
+                if name == "update_first" and mark.kind[1] is not Component.OPTIMIZER:
+                    continue
+                sums[mark.kind[1]] = sums.get(mark.kind[1], 0.0) + mark.kind[0]
+        return cls(sums)
+
+    def grown(self, deeper: Static, times: float) -> Static:
+        """With what a deeper one has more, so many times."""
+        names = {*self.parts, *deeper.parts}
+        return Static(
+            {
+                name: self.parts.get(name, 0.0)
+                + times * (deeper.parts.get(name, 0.0) - self.parts.get(name, 0.0))
+                for name in names
+            }
+        )
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Layers whose activations are treated in one way."""
+
+    pieces: Pieces
+    extra: Counted
+    """What a layer does more than a plain one."""
+    host_bytes: float
+    """What a layer keeps in host memory, at the traced number of tokens."""
+
+
+class Updating:
+    """One way of storing and stepping weights, beside a family's layers."""
+
+    def __init__(self, tracing: Tracing, family: Family, strategies: Strategies) -> None:
+        used = (*family.strategies, *strategies)
+        self._layers = family.layers - 1
+        self._shallow = tracing.trace(used, family.layers - 1)
+        self._deeper = tracing.trace(used, family.layers)
+        self._family = family
+
+    def static(self, depth: int) -> Static:
+        """What lies on the device between two steps."""
+        times = depth - self._layers
+        return Static.of(self._shallow).grown(Static.of(self._deeper), times)
+
+    def parameters(self, depth: int) -> float:
+        """All of them."""
+        more = self._deeper.parameters - self._shallow.parameters
+        return self._shallow.parameters + (depth - self._layers) * more
+
+    def learning(self, depth: int) -> float:
+        """Those that learn."""
+        more = self._deeper.trainable_parameters - self._shallow.trainable_parameters
+        return self._shallow.trainable_parameters + (depth - self._layers) * more
+
+    def host_bytes(self, depth: int) -> float:
+        """What lies in host memory."""
+        more = self._deeper.host_bytes - self._shallow.host_bytes
+        return self._shallow.host_bytes + (depth - self._layers) * more
+
+    def update(self, depth: int) -> Counts:
+        """What the end of a step does."""
+        return self._grown("update" if self._has("update") else "update_first", depth)
+
+    def micro(self, depth: int, passes: int) -> Counts:
+        """What a micro-batch does besides the family's own, which comes `passes` times."""
+        shallow, deeper = (self._beside(one, passes) for one in (self._shallow, self._deeper))
+        return shallow + (deeper - shallow) * (depth - self._layers)
+
+    def _beside(self, trace: StepTrace, passes: int) -> Counts:
+        own = self._family.traced(self._layers + (trace is self._deeper))
+        return vector(trace.part_counts["micro"]) - passes * vector(own.part_counts["micro"])
+
+    def _has(self, part: str) -> bool:
+        return part in self._shallow.part_counts
+
+    def _grown(self, part: str, depth: int) -> Counts:
+        shallow, deeper = (vector(one.part_counts[part]) for one in (self._shallow, self._deeper))
+        return shallow + (deeper - shallow) * (depth - self._layers)
+
+    @cached_property
+    def gap_bytes(self) -> float:
+        """What the allocator reserves more than beside the family's own way of updating."""
+        return self._gap(self._deeper) - self._gap(self._family.traced(self._family.layers))
+
+    def _gap(self, trace: StepTrace) -> float:
+        whole = [(Stretch(trace.segments.parts["micro"], self._family.growth), 1)]
+        tokens = self._family.tokens[0]
+        return gap_bytes(whole, trace.segments, tokens, keeps=False, expandable_segments=False)
+
+    @cached_property
+    def evaluation_bytes(self) -> float:
+        """The highest moment of an evaluation above what lies there between steps."""
+        return self._top("evaluate")
+
+    @cached_property
+    def features_bytes(self) -> float:
+        """The same while texts go through a frozen encoder."""
+        return self._top("features")
+
+    def features_each_token(self, depth: int) -> Counts:
+        """What a frozen encoder does for each token, once."""
+        most = next(one for one in self._family.strategies if one.name == "frozen_features")
+        settings: Any = most
+        counts: Counts = self._grown("features", depth) / settings.max_tokens
+        return counts
+
+    def _top(self, part: str) -> float:
+        return top_bytes(self._deeper.segments.parts.get(part, []))
+
+
+class Family:
+    """The layers' own events and counts, with plain activations."""
+
+    def __init__(self, tracing: Tracing, strategies: Strategies, reference: Strategies) -> None:
+        self._tracing, self.strategies = tracing, strategies
+        self._reference = reference
+        hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
+        self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
+        self.packed = any(one.name == "packing" for one in strategies)
+        self.tokens = tracing.tokens(self.packed)
+        self.growth = Growth.between(
+            self.traced(self.layers - 1).segments, self._fewer.segments, self.tokens
+        )
+
+    def traced(self, layers: int) -> StepTrace:
+        """The plain step of so many layers, with the reference's way of updating."""
+        return self._tracing.trace((*self.strategies, *self._reference), layers)
+
+    @cached_property
+    def _fewer(self) -> StepTrace:
+        used = (*self.strategies, *self._reference)
+        return self._tracing.trace(used, self.layers - 1, fewer=True)
+
+    @cached_property
+    def _fewer_deeper(self) -> StepTrace:
+        used = (*self.strategies, *self._reference)
+        return self._tracing.trace(used, self.layers, fewer=True)
+
+    @cached_property
+    def plain(self) -> Pieces:
+        """The stretches of a plain micro-batch."""
+        marks = self.traced(self.layers).segments.parts["micro"]
+        return cut_pieces(marks, self.growth, self.layers)
+
+    def policy(self, strategies: Strategies, depth: int) -> Policy:
+        """The same with the activations of all layers treated in one way."""
+        away = any(one.name == "activation_offload" for one in strategies)
+        layers = max(self.layers, _HOSTED_LAYERS) if away else self.layers
+        used = (*self.strategies, *self._reference, *strategies)
+        trace, plain = self._tracing.trace(used, layers), self.traced(layers)
+        more = vector(trace.part_counts["micro"]) - vector(plain.part_counts["micro"])
+        count = layers if plain.traced_layers == (layers,) else depth
+        return Policy(
+            pieces=cut_pieces(trace.segments.parts["micro"], self.growth, layers),
+            # A layer that is computed again grows with the tokens as a layer does.
+            extra=self.layer.like(more * (1 / count), self.tokens[0]),
+            # The last layer's activations are wanted at once and stay.
+            host_bytes=(trace.host_bytes - plain.host_bytes) / max(count - away, 1),
+        )
+
+    @cached_property
+    def update_bytes(self) -> float:
+        """The highest moment of the update above what lies there before it."""
+        parts = self.traced(self.layers).segments.parts
+        return top_bytes(parts.get("update", parts["update_first"]))
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Bytes a parameter's gradient has."""
+        trace = self.traced(self.layers)
+        born = sum(
+            mark.kind[0]
+            for mark in trace.segments.parts["micro"]
+            if mark.birth and mark.kind[1] is Component.GRADIENTS
+        )
+        return born / max(trace.trainable_parameters, 1)
+
+    @cached_property
+    def layer(self) -> Counted:
+        """What one more layer does in a micro-batch, but for attention's arithmetic."""
+        first = self._micro(self.traced(self.layers)) - self._micro(self.traced(self.layers - 1))
+        second = self._micro(self._fewer_deeper) - self._micro(self._fewer)
+        return Counted.through(first, second, self.tokens)
+
+    @cached_property
+    def outside(self) -> Counted:
+        """The same of what is not in a layer."""
+        line = Counted.through(
+            self._micro(self.traced(self.layers - 1)), self._micro(self._fewer), self.tokens
+        )
+        return line + self.layer * (1 - self.layers)
+
+    @cached_property
+    def attention(self) -> Counts:
+        """Attention's arithmetic in one layer for every pair of tokens."""
+        shallow, deeper = self.traced(self.layers - 1), self.traced(self.layers)
+        more = vector(deeper.part_counts["micro"]) - vector(shallow.part_counts["micro"])
+        lengths = shallow.rows.lengths
+        if not self.packed:
+            lengths = (max(lengths),) * len(lengths)
+        return attention_of(more, float(sum(length**2 for length in lengths)))
+
+    def micro(self, depth: int) -> Counted:
+        """A whole micro-batch, but for attention's arithmetic."""
+        return self.outside + self.layer * depth
+
+    @staticmethod
+    def _micro(trace: StepTrace) -> Counts:
+        return without_attention(vector(trace.part_counts["micro"]))

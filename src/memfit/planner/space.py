@@ -1,0 +1,394 @@
+"""Which ways of training there are for a task, a card and what the user allows.
+
+A way is one option of every axis in AXES and one limit of the micro-batches. To let the planner
+use another strategy, add it to the axis it is an alternative on (or make a new axis), and, if it
+stores or does something new, to compose.py. What cannot stand together is said by the
+strategies' own `conflicts`; what makes no sense together by `_senseless`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from memfit.errors import ConfigError, nearest
+from memfit.memory.cards import DeviceProfile
+from memfit.planner.batches import Batches
+from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import (
+    ActivationOffload,
+    Checkpointing,
+    CudaGraphs,
+    Fidelity,
+    Freezing,
+    FrozenFeatures,
+    FusedAttention,
+    FusedLayers,
+    GradientRelease,
+    HalfPrecision,
+    Lora,
+    LowBitAdamW,
+    OptimizerOffload,
+    Packing,
+    SmallStateOptimizer,
+    SmallWorkspace,
+    Strategy,
+    Truncation,
+    ordered,
+)
+from memfit.strategies.truncation import choose_length
+
+Option = tuple[Strategy, ...]
+Judge = Callable[[Option], str]
+"""Why these strategies cannot be used for the task on the card; empty where they can."""
+
+ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
+"""What lowers the fidelity below `rounding`, by the name it is allowed by."""
+
+_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into how many micro-batches the largest batch may be cut."""
+_CUT_SHARES = (0.05, 0.2)
+"""Shares of the rows that a shorter length may cut."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be trained, where, and what may be done for it."""
+
+    workload: Workload
+    card: DeviceProfile | None
+    judge: Judge
+    exact: bool = False
+    allow: frozenset[str] = frozenset()
+    left_out: dict[str, str] = field(default_factory=dict)
+    """For every strategy that cannot be used here, why not."""
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.allow - set(ALLOWABLE)):
+            known = ", ".join(ALLOWABLE)
+            raise ConfigError(f"cannot allow {name!r}; {known}.{nearest(name, ALLOWABLE)}")
+
+    @cached_property
+    def depth(self) -> int:
+        """Layers a text passes."""
+        config: Any = self.workload.config.get_text_config()
+        return int(config.num_hidden_layers) * int(getattr(config, "inner_group_num", 1))
+
+    @cached_property
+    def half(self) -> Literal["bfloat16", "float16"]:
+        """The half precision this device computes in."""
+        return "bfloat16" if self.card is None or self.card.has_bf16 else "float16"
+
+    def works(self, *strategies: Strategy) -> bool:
+        """Whether these can be used; of what cannot, the reason is kept."""
+        if strategies[-1].fidelity is not Fidelity.EXACT and self.exact:
+            return False
+        if self._good.issuperset(strategies):
+            return True
+        reason = self.judge(strategies)
+        if reason:
+            self.left_out.setdefault(strategies[-1].name, reason)
+        else:
+            self._good.update(strategies)
+        return not reason
+
+    @cached_property
+    def _good(self) -> set[Strategy]:
+        """Those known to work: many are asked for at once, since a question builds a model."""
+        good: set[Strategy] = set()
+        for together, alike in _usual(self):
+            if not self.judge(together):
+                good.update((*together, *alike))
+        return good
+
+    def usable(self, options: Iterable[Option], beside: Option = ()) -> list[Option]:
+        """Those of the options that can be used beside these strategies."""
+        return [one for one in options if not one or self.works(*beside, *one)]
+
+    def given(self, name: str) -> bool:
+        """Whether the user set this training argument."""
+        return name in self.workload.user_set
+
+
+def _usual(asked: Asked) -> list[tuple[Option, Option]]:
+    """Strategies that work together on most tasks, and those that then work too."""
+    layers: Option = (Packing(), Checkpointing())
+    half: Option = (Packing(), Checkpointing(part="mlp"))
+    if asked.card is None:
+        return [(layers, ()), (half, ())]
+    layers, half = (*layers, FusedLayers()), (*half, ActivationOffload())
+    if asked.exact:
+        return [(layers, ()), (half, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
+    stored = LowBitAdamW(dtype=asked.half)
+    alike = (LowBitAdamW(16, asked.half), GradientRelease("two_pass"), GradientRelease("host"))
+    hosted = OptimizerOffload(True, "bfloat16")
+    return [
+        ((*layers, stored, GradientRelease("kept8"), CudaGraphs()), alike),
+        (half, ()),
+        ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
+    ]
+
+
+def candidates(
+    asked: Asked, *, having: Sequence[str] = (), also: Option = ()
+) -> Iterator[Candidate]:
+    """Every way of training, the plainest first.
+
+    Only those with one of the strategies `having` where any are named; each with all of `also`.
+    """
+    free = _free(asked)
+    options = [axis(asked) for axis in AXES]
+    for chosen in itertools.product(*options):
+        strategies = (*itertools.chain(*chosen), *also)
+        if having and not any(one.name in having for one in strategies):
+            continue
+        together = _together(strategies, free)
+        if together is None or _senseless(together):
+            continue
+        for limits in _limits(asked, together):
+            yield Candidate(together, limits)
+
+
+def batches_of(workload: Workload, strategies: Option) -> Batches:
+    """Effective batches of the rows as these strategies leave them."""
+    cut = next((one for one in strategies if isinstance(one, Truncation)), None)
+    longest = workload.longest_tokens if cut is None else cut.max_length
+    known = workload.batches
+    if longest not in known:
+        lengths = [min(length, longest) for length in workload.lengths]
+        known[longest] = Batches(lengths, workload.effective_rows)
+    return known[longest]
+
+
+# ------------------------------------------------------------------------------- the axes
+
+
+def _learning(asked: Asked) -> list[Option]:
+    """Which weights learn."""
+    options: list[Option] = [()]
+    if asked.workload.freeze is None and asked.workload.lora is None:
+        if "freeze" in asked.allow:
+            frozen: list[Option] = [(Freezing("embeddings"),), (Freezing("encoder"),)]
+            frozen.append((Freezing("encoder"), FrozenFeatures()))
+            options += asked.usable(frozen)
+        if "lora" in asked.allow:
+            options += asked.usable([(Lora(),)])
+    elif asked.workload.freeze == "encoder" and "freeze" in asked.allow:
+        options += asked.usable([(FrozenFeatures(),)])
+    return options
+
+
+def _texts(asked: Asked) -> list[Option]:
+    """How long texts may be."""
+    if "truncate" not in asked.allow:
+        return [()]
+    lengths = asked.workload.lengths
+    shorter = {choose_length(lengths, cut_at_most=share).max_length for share in _CUT_SHARES}
+    shorter.add(max(8, asked.workload.longest_tokens // 2 // 8 * 8))
+    fewer = sorted((one for one in shorter if one < max(lengths)), reverse=True)
+    return [(), *asked.usable((Truncation(one),) for one in fewer)]
+
+
+def _updating(asked: Asked) -> list[Option]:
+    """In which precision is computed, and how weights are stored and stepped.
+
+    Where the low-bit optimizer can be used, float32 weights are left out: the same arithmetic
+    with more memory and more traffic, so slower and larger on any card.
+    """
+    low_bit = _low_bit(asked) if asked.card is not None else []
+    halved = _half_precision(asked) if not low_bit else []
+    options: list[Option] = low_bit or [(), *halved]
+    if asked.card is None:
+        return options
+    if not low_bit:
+        hosted = [(OptimizerOffload(weights=weights),) for weights in (False, True)]
+        for one in asked.usable(hosted):
+            options += [one, *((*half, *one) for half in halved)]
+    if asked.half == "bfloat16" and not _refused(asked, "bf16"):
+        bf16 = [(OptimizerOffload(weights=which, dtype="bfloat16"),) for which in (False, True)]
+        options += asked.usable(bf16)
+    if "optimizer" in asked.allow:
+        small = asked.usable([(SmallStateOptimizer(),)])
+        options += [*small, *((*half, *one) for half in halved for one in small)]
+    return options
+
+
+def _keeping(asked: Asked) -> list[Option]:
+    """What layers keep for backward, recompute, or leave in host memory."""
+    depth = asked.depth
+    options: list[Option] = [()]
+    recomputed = bool(asked.workload.args.gradient_checkpointing)
+    if not recomputed and not asked.given("gradient_checkpointing"):
+        if asked.works(Checkpointing()):
+            options += [(Checkpointing(count if count < depth else None),) for count in _up(depth)]
+        if asked.works(Checkpointing(part="mlp")):
+            counts = [count if count < depth else None for count in _up(depth)]
+            options += [(Checkpointing(count, "mlp"),) for count in counts]
+    if asked.card is not None and asked.works(ActivationOffload()):
+        if not recomputed:
+            shares = sorted({max(depth * share // 4, 1) for share in (1, 2, 3)})
+            options += [(ActivationOffload(count),) for count in shares]
+        options.append((ActivationOffload(),))
+        if (Checkpointing(),) in options:
+            options.append((Checkpointing(), ActivationOffload()))
+    return options
+
+
+def _launching(asked: Asked) -> list[Option]:
+    """Kernels launched one by one, or replayed."""
+    if asked.card is None or asked.exact:
+        return [()]  # graphs capture the low-bit optimizer's step
+    beside = (Packing(), LowBitAdamW(dtype=asked.half))
+    return [(), *asked.usable([(CudaGraphs(),)], beside)]
+
+
+AXES: tuple[Callable[[Asked], list[Option]], ...] = (
+    _learning,
+    _texts,
+    _updating,
+    _keeping,
+    _launching,
+)
+
+
+def _free(asked: Asked) -> Option:
+    """Strategies that cost neither time nor fidelity, wherever they can be used."""
+    packs = asked.works(Packing())
+    free: list[Strategy] = [Packing()] if packs else []
+    config: Any = asked.workload.config
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    if (
+        not packs
+        and eager
+        and not asked.given("attn_implementation")
+        and asked.works(FusedAttention())
+    ):
+        free.append(FusedAttention())
+    if asked.card is not None:
+        if asked.works(*free, FusedLayers()):
+            free.append(FusedLayers())
+        if asked.works(SmallWorkspace()):
+            free.append(SmallWorkspace())
+    return tuple(free)
+
+
+# ------------------------------------------------------------------------------- the rules
+
+
+def _half_precision(asked: Asked) -> list[Option]:
+    if asked.card is None:
+        from memfit.strategies.half_precision import has_fast_bf16
+
+        if not has_fast_bf16():
+            asked.left_out["half_precision"] = "this CPU has no bfloat16 instructions"
+            return []
+    if _refused(asked, "bf16" if asked.half == "bfloat16" else "fp16"):
+        return []
+    return asked.usable([(HalfPrecision(asked.half),)])
+
+
+def _low_bit(asked: Asked) -> list[Option]:
+    """The low-bit optimizer with each way of keeping gradients until the norm is known."""
+    if _refused(asked, "bf16" if asked.half == "bfloat16" else "fp16"):
+        return []
+    if not asked.works(LowBitAdamW(dtype=asked.half)):
+        return []
+    clips = (asked.workload.args.max_grad_norm or 0) > 0
+    ways: list[Option] = [
+        (),
+        (GradientRelease("kept8"),),
+        (GradientRelease("two_pass"),),
+        (GradientRelease("host"),),
+    ]
+    if not clips:
+        ways.append((GradientRelease("release"),))
+    if "optimizer" in asked.allow:
+        clip: Literal["none", "predicted"] = "predicted" if clips else "none"
+        ways.append((GradientRelease("release", clip=clip, accumulate=True),))
+        if clips:
+            ways.append((GradientRelease("release", clip=clip),))
+    options: list[Option] = []
+    for bits in (24, 16):
+        stored = LowBitAdamW(24 if bits == 24 else 16, asked.half)
+        options += [(stored, *way) for way in asked.usable(ways, (stored,))]
+    return options
+
+
+def _refused(asked: Asked, name: str) -> bool:
+    """Whether the user said no to a precision."""
+    return asked.given(name) and not getattr(asked.workload.args, name)
+
+
+def _up(depth: int) -> range:
+    return range(1, depth + 1)
+
+
+def _together(strategies: Option, free: Option) -> Option | None:
+    """All of them in their order; None where two conflict. Free ones give way."""
+    names = {one.name for one in strategies}
+    added = [
+        one
+        for one in free
+        if not one.conflicts & names
+        and not any(one.name in other.conflicts for other in strategies)
+    ]
+    try:
+        return tuple(ordered([*strategies, *added]))
+    except ConfigError:
+        return None
+
+
+def _senseless(strategies: Option) -> bool:
+    """Whether one of them would have nothing to do beside the others."""
+    kinds = {type(one): one for one in strategies}
+    release = kinds.get(GradientRelease)
+    few_learn = any(kind in kinds for kind in (Lora, Freezing, FrozenFeatures))
+    if few_learn and (release or OptimizerOffload in kinds or SmallStateOptimizer in kinds):
+        return True  # gradients and state are small already
+    hosted = kinds.get(OptimizerOffload)
+    if isinstance(hosted, OptimizerOffload) and hosted.weights:
+        # The last resort: it goes with all layers recomputed, or with none.
+        again = kinds.get(Checkpointing)
+        if ActivationOffload in kinds or (again is not None and again != Checkpointing()):
+            return True
+    frozen = kinds.get(Freezing)
+    nothing_kept = FrozenFeatures in kinds or (
+        isinstance(frozen, Freezing) and frozen.what == "encoder"
+    )
+    if nothing_kept and (Checkpointing in kinds or ActivationOffload in kinds):
+        return True
+    if CudaGraphs in kinds:
+        host = isinstance(release, GradientRelease) and release.mode == "host"
+        return host or LowBitAdamW not in kinds or Packing not in kinds
+    return False
+
+
+def _limits(asked: Asked, strategies: Option) -> list[MicroBatching]:
+    """The whole effective batch at once, or in ever smaller parts down to the longest row."""
+    whole = [MicroBatching()]
+    if needs_whole_batches(strategies):
+        return whole
+    batches = batches_of(asked.workload, strategies)
+    longest = batches.longest_tokens
+    if any(isinstance(one, Packing) for one in strategies):
+        most = batches.worst_tokens
+        counts = {batches.usual_most_tokens(), *(-(-most // parts) for parts in _PARTS)}
+    else:
+        rows = min(asked.workload.effective_rows, len(asked.workload.lengths))
+        most = rows * longest
+        counts = {-(-rows // parts) * longest for parts in _PARTS}
+    smaller = sorted({max(one, longest) for one in counts} - {most}, reverse=True)
+    return whole + [MicroBatching(max_tokens=one) for one in smaller if one < most]
+
+
+def needs_whole_batches(strategies: Option) -> bool:
+    """Whether a step of several micro-batches is another update rule, or is not captured."""
+    release = next((one for one in strategies if isinstance(one, GradientRelease)), None)
+    if release is None:
+        # Gradients kept in `.grad` would be the graph's own memory, written anew each time.
+        return any(isinstance(one, CudaGraphs) for one in strategies)
+    return release.mode == "two_pass" or (release.mode == "release" and not release.accumulate)

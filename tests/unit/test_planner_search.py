@@ -1,0 +1,262 @@
+"""Choosing a plan: the fastest that fits, nothing the user did not allow."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as values
+from planner_fixtures import FormulaPricer, h200, task
+
+from memfit.errors import ConfigError, DoesNotFitError
+from memfit.memory.cards import DeviceProfile
+from memfit.planner.missing import NothingFitsError
+from memfit.planner.search import Planning, make_plan
+from memfit.planner.values import Workload
+from memfit.strategies import Fidelity
+
+PLENTY_OF_HOST = 10**12
+
+
+def plan(workload: Workload, budget_bytes: float, **options: Any) -> Planning:
+    card = options.pop("card", h200())
+    pricer = options.pop("pricer", None) or pricer_of(workload, card)
+    options.setdefault("host_bytes_free", PLENTY_OF_HOST)
+    return make_plan(workload, int(budget_bytes), card, pricer=pricer, **options)
+
+
+_pricers: dict[tuple[int, bool], tuple[Workload, FormulaPricer]] = {}
+
+
+def pricer_of(workload: Workload, card: DeviceProfile | None) -> FormulaPricer:
+    """One for all tests of a task: what it has priced once it knows."""
+    key = (id(workload), card is None)
+    return _pricers.setdefault(key, (workload, FormulaPricer(workload, card)))[1]
+
+
+TASK = task()
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return TASK
+
+
+def seconds(planning: Planning) -> float:
+    assert planning.chosen.price is not None
+    return planning.chosen.price.step_seconds
+
+
+def test_slack_budget_recomputes_nothing_and_runs_whole_batches(workload: Workload) -> None:
+    chosen = plan(workload, 80e9).chosen
+    assert chosen.candidate.get("checkpointing") is None
+    assert chosen.candidate.get("activation_offload") is None
+    assert chosen.candidate.get("optimizer_offload") is None
+    assert chosen.micro_batching.max_tokens is None
+    assert chosen.candidate.get("cuda_graphs") is not None
+
+
+def test_binding_budget_is_kept_and_nearly_used(workload: Workload) -> None:
+    chosen = plan(workload, 4e9).chosen
+    assert chosen.price is not None
+    assert 0.9 * 4e9 < chosen.price.device_bytes <= 4e9
+    assert chosen.fidelity <= Fidelity.ROUNDING
+
+
+@pytest.mark.parametrize("budget", [2e9, 3e9, 4e9])
+def test_every_parameter_learns_in_small_budgets(workload: Workload, budget: float) -> None:
+    chosen = plan(workload, budget).chosen
+    assert chosen.price is not None
+    assert chosen.price.device_bytes <= budget
+    assert chosen.fidelity <= Fidelity.ROUNDING
+
+
+def test_exact_forbids_rounding_and_fits_16_gb(workload: Workload) -> None:
+    chosen = plan(workload, 16e9, exact=True).chosen
+    assert chosen.fidelity is Fidelity.EXACT
+    assert chosen.price is not None
+    assert chosen.price.device_bytes <= 16e9
+
+
+def test_infeasible_budget_names_the_smallest_plan_and_what_is_missing(workload: Workload) -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(workload, 0.9e9)
+    error = caught.value
+    assert isinstance(error, DoesNotFitError)
+    assert error.exit_code == 3
+    assert error.smallest.price is not None
+    assert error.missing_bytes == error.smallest.price.device_bytes - 900_000_000
+    assert error.budget_bytes == 900_000_000
+    kinds = {one.kind for one in error.helps}
+    assert {"budget", "allow"} <= kinds
+    assert all(one.device_bytes > 0 for one in error.helps)
+    assert "0.90 GB" in str(error)
+
+
+def test_budget_of_the_smallest_plan_fits(workload: Workload) -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        plan(workload, 0.9e9)
+    price = caught.value.smallest.price
+    assert price is not None
+    found = plan(workload, price.device_bytes).chosen
+    assert found.price is not None
+    assert found.price.device_bytes <= price.device_bytes
+    with pytest.raises(NothingFitsError):
+        plan(workload, price.device_bytes - 1)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_more_memory_never_gives_a_slower_plan(workload: Workload, exact: bool) -> None:
+    pricer = FormulaPricer(workload, h200(), off=0.01)
+    budgets = [budget / 10 * 1e9 for budget in range(45 if exact else 17, 90, 3)]
+    times = [seconds(plan(workload, one, exact=exact, pricer=pricer)) for one in budgets]
+    for smaller, larger in itertools.pairwise(times):
+        assert larger <= smaller
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    budget=values.integers(2_000_000_000, 12_000_000_000),
+    more=values.integers(0, 4_000_000_000),
+)
+def test_more_memory_never_gives_a_slower_plan_at_any_two_budgets(budget: int, more: int) -> None:
+    small, large = (plan(TASK, one) for one in (budget, budget + more))
+    assert seconds(large) <= seconds(small)
+
+
+@pytest.mark.parametrize("budget", [2e9, 2.5e9, 3e9, 6e9, 20e9])
+def test_effective_batch_learning_and_lengths_are_never_changed(
+    workload: Workload, budget: float
+) -> None:
+    planning = plan(workload, budget)
+    for one in (planning.chosen, *planning.candidates):
+        names = {strategy.name for strategy in one.strategies}
+        assert not names & {"freezing", "lora", "truncation", "frozen_features"}
+        assert not names & {"small_state_optimizer"}
+        assert one.digest.effective_rows == 32
+        release = one.candidate.get("gradient_release")
+        assert release is None or release.mode != "release"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("lora", "lora"), ("freeze", "freezing"), ("truncate", "truncation")],
+)
+def test_allowed_strategy_is_used_where_it_is_faster(
+    workload: Workload, name: str, strategy: str
+) -> None:
+    without = plan(workload, 2e9)
+    chosen = plan(workload, 2e9, allow=frozenset({name}))
+    assert chosen.chosen.candidate.get(strategy) is not None
+    assert seconds(chosen) < seconds(without)
+
+
+def test_unknown_permission_is_refused_with_the_nearest_name(workload: Workload) -> None:
+    with pytest.raises(ConfigError, match="'truncate'"):
+        plan(workload, 4e9, allow=frozenset({"truncat"}))
+
+
+def test_exact_with_permissions_is_refused(workload: Workload) -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        plan(workload, 4e9, exact=True, allow=frozenset({"lora"}))
+
+
+def test_release_needs_no_clipping() -> None:
+    unclipped = task(max_grad_norm=0.0)
+    chosen = plan(unclipped, 2.5e9).chosen
+    assert chosen.candidate.get("gradient_release").mode == "release"
+    assert chosen.fidelity is Fidelity.ROUNDING
+
+
+def test_missing_host_memory_rules_a_plan_out_and_is_said(workload: Workload) -> None:
+    rich = plan(workload, 2e9).chosen
+    assert rich.candidate.get("optimizer_offload") is not None
+    with pytest.raises(NothingFitsError):
+        plan(workload, 2e9, host_bytes_free=2 * 10**9)
+
+
+def test_passed_over_plan_is_noted(workload: Workload) -> None:
+    # Gradients in host memory make room for fewer recomputed layers.
+    pricer = FormulaPricer(workload, h200(), host_is_fast=True)
+    rich = plan(workload, 2.7e9, pricer=pricer)
+    assert rich.chosen.candidate.get("gradient_release").mode == "host"
+    poor = plan(workload, 2.7e9, pricer=pricer, host_bytes_free=10**9)
+    assert poor.chosen.candidate.get("gradient_release").mode != "host"
+    assert [note.message for note in poor.notes] == ["note.host"]
+    assert seconds(poor) > seconds(rich)
+
+
+def test_full_disk_is_noted(workload: Workload) -> None:
+    planning = plan(workload, 4e9, disk_bytes_free=10**9)
+    assert [note.message for note in planning.notes] == ["note.disk"]
+    assert "1.00 GB" in planning.notes[0].sentence()
+    assert not plan(workload, 4e9, disk_bytes_free=10**12).notes
+
+
+def test_plan_that_does_not_fit_when_traced_is_not_chosen(workload: Workload) -> None:
+    for budget in (2.1e9, 2.6e9, 3.3e9, 4.7e9):
+        pricer = FormulaPricer(workload, h200(), off=0.02)
+        chosen = plan(workload, budget, pricer=pricer).chosen
+        assert chosen.price is not None
+        assert chosen.price.traced
+        assert chosen.price.device_bytes <= budget
+
+
+def test_short_masters_only_where_long_ones_do_not_fit(workload: Workload) -> None:
+    bits = {}
+    for budget in (2.2e9, 2.4e9, 2.6e9, 3e9, 5e9):
+        low = plan(workload, budget).chosen.candidate.get("lowbit_adamw")
+        bits[budget] = None if low is None else low.master_bits
+    assert bits[5e9] == 24
+    assert bits[3e9] == 24
+    assert 16 in bits.values()
+
+
+def test_users_precision_and_optimizer_are_kept() -> None:
+    workload = task(bf16=True, user_set=frozenset({"bf16"}))
+    planning = plan(workload, 8e9)
+    for one in (planning.chosen, *planning.candidates):
+        names = {strategy.name for strategy in one.strategies}
+        assert not names & {"lowbit_adamw", "half_precision"}
+    assert any(one.message == "yours.precision" for one in planning.chosen.decisions)
+
+
+def test_users_checkpointing_is_kept_and_not_doubled() -> None:
+    workload = task(gradient_checkpointing=True, user_set=frozenset({"gradient_checkpointing"}))
+    planning = plan(workload, 8e9)
+    for one in (planning.chosen, *planning.candidates):
+        assert one.candidate.get("checkpointing") is None
+    assert any(one.message == "yours.checkpointing" for one in planning.chosen.decisions)
+
+
+def test_checkpointing_the_user_forbade_is_not_used() -> None:
+    workload = task(gradient_checkpointing=False, user_set=frozenset({"gradient_checkpointing"}))
+    assert plan(workload, 4e9).chosen.candidate.get("checkpointing") is None
+
+
+def test_own_loss_is_not_captured() -> None:
+    workload = dataclasses.replace(task(), stock_loss=False)
+    planning = plan(workload, 80e9)
+    assert planning.chosen.candidate.get("cuda_graphs") is None
+    assert "cuda_graphs" in planning.left_out
+    assert any("CUDA graphs, because" in one for one in planning.chosen.sentences())
+
+
+def test_cpu_plan_has_no_gpu_strategies() -> None:
+    workload = task()
+    planning = plan(workload, 8e9, card=None)
+    names = {one.name for one in planning.chosen.strategies}
+    assert names <= {"packing", "checkpointing", "half_precision", "fused_attention"}
+    assert "packing" in names
+
+
+def test_padded_batches_where_packing_is_not_possible(workload: Workload) -> None:
+    pricer = FormulaPricer(workload, h200(), packs=False)
+    planning = plan(workload, 4e9, pricer=pricer)
+    assert planning.chosen.candidate.get("packing") is None
+    assert planning.chosen.candidate.get("cuda_graphs") is None
+    limit = planning.chosen.micro_batching.max_tokens
+    assert limit is None or limit % workload.longest_tokens == 0
