@@ -26,6 +26,8 @@ class _HuggingFace(Handler):
         name = r"([\w.-]+/[\w.-]+)"
         return [
             (r"GET /api/whoami-v2", self.whoami),
+            (r"POST /oauth/device", self.device),
+            (r"POST /oauth/token", self.token),
             (r"POST /api/repos/create", self.create),
             (r"POST /api/validate-yaml", self.validate),
             (rf"GET /api/models/{name}(?:/revision/[^/]+)?", self.info),
@@ -43,6 +45,19 @@ class _HuggingFace(Handler):
             return
         access = {"accessToken": {"displayName": "tests", "role": "write"}}
         self.answer(200, {"type": "user", "name": name, "orgs": [], "auth": access})
+
+    def device(self) -> None:
+        where = f"{self.hub.url}/device"
+        code = {"device_code": "d", "user_code": "ABCD-1234", "verification_uri": where}
+        self.answer(200, {**code, "interval": 0, "expires_in": 60})
+
+    def token(self) -> None:
+        """The user has confirmed in the browser once the question is asked again."""
+        token = next(iter(self.hub.users))
+        if len(self.hub.asked("POST", "/oauth/token")) < 2:
+            self.answer(400, {"error": "authorization_pending"})
+        else:
+            self.answer(200, {"access_token": token, "token_type": "bearer"})
 
     def create(self) -> None:
         asked = json.loads(self.body)

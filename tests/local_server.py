@@ -58,6 +58,7 @@ class Request:
     method: str
     path: str
     headers: dict[str, str]
+    """Under their names in lower case."""
     body: bytes
 
 
@@ -156,7 +157,8 @@ class Handler(BaseHTTPRequestHandler):
         self.fault = self.hub.fault_for(method, path)
         try:
             self.body = self._read_body()
-            self.hub.requests.append(Request(method, path, dict(self.headers.items()), self.body))
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            self.hub.requests.append(Request(method, path, headers, self.body))
             if self.fault is not None and self.fault.status is not None:
                 self.answer(self.fault.status, {"error": "as asked"})
                 return
@@ -184,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
             return b"".join(parts)
         length = int(self.headers.get("Content-Length") or 0)
-        if self.fault is not None and self.fault.status is None and self.fault.after_bytes:
+        if length and self.fault is not None and self.fault.status is None:
             self.rfile.read(min(length, self.fault.after_bytes))
             raise _Cut
         return self.rfile.read(length)

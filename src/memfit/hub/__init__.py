@@ -75,13 +75,17 @@ def endpoint(to: str = "hub") -> str:
     return address
 
 
-@functools.cache
 def source_of(name: str, *, weights: bool = True) -> str:
     """What transformers loads a model from: the name itself, or a folder it was downloaded to.
 
     A hub that does not answer is asked once, for a few seconds; what the cache holds is then
     read from there, instead of waiting for every single file.
     """
+    return _found(name, weights)
+
+
+@functools.cache
+def _found(name: str, weights: bool) -> str:
     if name.startswith(MODELSCOPE_PREFIX):
         from memfit.hub import modelscope
 
@@ -90,7 +94,7 @@ def source_of(name: str, *, weights: bool = True) -> str:
         return name
     from memfit.hub import huggingface
 
-    return huggingface.source_of(name)
+    return huggingface.source_of(name, weights=weights)
 
 
 def check_hub(to: str) -> None:

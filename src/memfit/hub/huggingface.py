@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, ModelError
-from memfit.hub.words import causes, reason
+from memfit.hub.words import causes, is_connection, reason
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -43,13 +43,17 @@ def is_off() -> bool:
 # ---- down ----
 
 
-def source_of(name: str) -> str:
+def source_of(name: str, *, weights: bool) -> str:
     """The id itself where the hub answers; else the cache's folder, without waiting for retries."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    from memfit.hub.download import prefetch
+
     try:
         if answers(name):
+            if weights:
+                prefetch(name)
             return name
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
@@ -186,17 +190,10 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _is_connection(error: BaseException) -> bool:
-    # The HTTP library under huggingface_hub has changed its name; its classes have not.
-    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__) or isinstance(
-        error, ConnectionError | TimeoutError
-    )
-
-
 def _may_pass(error: BaseException) -> bool:
     """Whether trying again may help."""
     return any(
-        _is_connection(each) or (_status(each) or 0) in (408, 429, 500, 502, 503, 504)
+        is_connection(each) or (_status(each) or 0) in (408, 429, 500, 502, 503, 504)
         for each in causes(error)
     )
 
@@ -227,7 +224,7 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
             f"cannot {doing}: the token may not write there; make one that may "
             f"({endpoint()}/settings/tokens) and log in again with memfit login --force"
         )
-    if any(_is_connection(each) for each in chain):
+    if any(is_connection(each) for each in chain):
         again = "; the same command goes on where it stopped" if doing.startswith("upload") else ""
         return MemfitError(f"cannot {doing}: the connection to {endpoint()} failed{again}")
     return MemfitError(f"cannot {doing}: {reason(error, get_token(), *secrets)}")

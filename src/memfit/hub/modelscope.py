@@ -220,10 +220,9 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
     from modelscope_hub import errors
 
     if isinstance(error, errors.AuthenticationError):
-        return ConfigError(
-            f"cannot {doing}: ModelScope does not accept the token; log in with "
-            "memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
-        )
+        then = "; log in with memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
+        again = "" if doing.startswith("log in") else then
+        return ConfigError(f"cannot {doing}: ModelScope does not accept the token{again}")
     if isinstance(error, errors.PermissionDeniedError):
         return ConfigError(f"cannot {doing}: your token may not do that on ModelScope")
     if isinstance(error, errors.NotExistError):

@@ -31,6 +31,14 @@ def causes(error: BaseException) -> list[BaseException]:
     return found
 
 
+def is_connection(error: BaseException) -> bool:
+    """Whether it is the connection that failed, and not what was asked for."""
+    # The HTTP library under huggingface_hub has changed its name; its classes have not.
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__) or isinstance(
+        error, ConnectionError | TimeoutError
+    )
+
+
 def is_set(variable: str) -> bool:
     """Whether a switch of the environment is on, as the clients read it."""
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")

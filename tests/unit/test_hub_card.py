@@ -1,0 +1,168 @@
+"""The model card: the run's figures are in it, and no text, path, tag or token."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from memfit.errors import ConfigError
+from memfit.evaluation import ClassRow, Evaluation, Mistake
+from memfit.hub.card import card_for, has_licence, model_card
+from memfit.memory.components import Component, MemoryPeak
+from memfit.results import MemorySummary, RunSummary, write_evaluation, write_summary
+
+SECRET_TEXT = "房間很髒，電話是0912345678"
+PLAN = """version = 1
+fidelity = "rounding"
+[workload]
+model = "/home/anna/models/macbert"
+rows = 90
+[strategies]
+packing = {}
+checkpointing = {layers = 9, part = "mlp"}
+[reasons]
+packing = "texts are 40 % of their padded length"
+"""
+
+
+def peak(activations: int) -> MemoryPeak:
+    parts = {Component.WEIGHTS: 2**30, Component.ACTIVATIONS: activations}
+    total = sum(parts.values())
+    return MemoryPeak(parts, total, total, total + 2**20)
+
+
+def summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = {
+        "model": "hfl/chinese-macbert-large",
+        "task": "single_label",
+        "labels": ("負評", "正評"),
+        "metrics": {"accuracy": 0.91234, "f1": 0.90006},
+        "averaging": "binary",
+        "positive": "正評",
+        "training": {"steps": 27, "epochs": 2.0, "learning_rate": 2e-5, "parameters": 325_524_482,
+                     "optim": "adamw_torch", "effective_batch": 32, "seed": 42},
+        "data": {"rows_read": 102, "dropped_no_text": 1, "dropped_no_label": 1, "train_rows": 90,
+                 "validation_rows": 10, "duplicates_across_split": 3, "text_column": "review",
+                 "train_class_counts": {"負評": 30, "正評": 60},
+                 "validation_class_counts": {"負評": 3, "正評": 7}},
+        "lengths": {"p50": 21, "p90": 80, "max": 301, "max_length": 128, "cut_rows": 4},
+        "seconds": {"train": 75.0, "total": 80.2},
+        "memory": MemorySummary(4_000_000_000, peak(2**31), peak(2**29)),
+        "device": "NVIDIA GeForce RTX 3060",
+        "versions": {"memfit": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+    }  # fmt: skip
+    return RunSummary(**{**values, **changes})
+
+
+@pytest.fixture
+def run(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "private folder"
+    shutil.copytree(tiny_model_dir, folder)
+    write_summary(folder, summary())
+    rows = (ClassRow("負評", 0.8, 0.7, 0.75, 3), ClassRow("正評", 0.9, 1.0, 0.95, 7))
+    wrong = (Mistake(SECRET_TEXT, "負評", "正評", 0.99),)
+    write_evaluation(folder, Evaluation("single_label", 10, {}, classes=rows), wrong)
+    return folder
+
+
+def test_the_figures_of_the_run_are_in_the_card(run: Path) -> None:
+    card = model_card(run, "anna/reviews", "apache-2.0")
+    for line in (
+        "| accuracy | 0.9123 |",
+        "| f1 | 0.9001 |",
+        "| 正評 | 0.9000 | 1.0000 | 0.9500 | 7 |",
+        "| 正評 | 60 | 7 |",
+        "| rows to train on | 90 |",
+        "| rows left out, without text or label | 2 |",
+        "| tokens of a text: median / 90 % / longest | 21 / 80 / 301 |",
+        "| base model | `hfl/chinese-macbert-large` |",
+        "| parameters | 325,524,482 |",
+        "| learning rate | 2e-05 |",
+        "The budget was 4.00 GB (3.73 GiB).",
+        "| at the peak | predicted | measured |",
+        "| activations | 2.00 GiB | 512.0 MiB |",
+        "| **on the device** | 3.00 GiB | 1.50 GiB |",
+        "| train | 1 min 15 s |",
+        "Trained and uploaded with memfit (memfit 0.1.0, torch 2.13.0).",
+    ):
+        assert line in card.splitlines(), line
+    assert 'model="anna/reviews"' in card
+
+
+def test_the_hub_can_read_the_front_matter(run: Path) -> None:
+    data = ModelCard(model_card(run, "anna/reviews", "apache-2.0")).data
+    assert data.license == "apache-2.0"
+    assert data.base_model == "hfl/chinese-macbert-large"
+    assert data.pipeline_tag == "text-classification"
+    assert data.metrics == ["accuracy", "f1"]
+    assert "memfit" in data.tags
+
+
+def test_no_text_and_no_path_is_in_the_card(run: Path) -> None:
+    write_summary(run, summary(model=str(run)))
+    (run / "plan.toml").write_text(PLAN, encoding="utf-8")
+    card = model_card(run, "anna/reviews", "mit")
+    assert SECRET_TEXT not in card
+    assert "/home/anna" not in card
+    assert str(run) not in card
+    assert run.name not in card
+    assert "| base model | a model from a local folder |" in card
+    assert "base_model" not in card
+
+
+def test_the_plan_is_in_the_card(run: Path) -> None:
+    (run / "plan.toml").write_text(PLAN, encoding="utf-8")
+    lines = model_card(run, "anna/reviews", "mit").splitlines()
+    assert "What it does to the result: rounding." in lines
+    assert "| `packing` |  | texts are 40 % of their padded length |" in lines
+    assert "| `checkpointing` | layers = 9, part = mlp |  |" in lines
+
+
+def test_labels_cannot_break_out_of_their_cell(run: Path) -> None:
+    name = "a|b\n# heading<script>"
+    write_summary(run, summary(data={"train_class_counts": {name: 5}}, labels=(name,)))
+    card = model_card(run, "anna/reviews", "mit")
+    assert r"| a\|b # heading&lt;script&gt; | 5 | 0 |" in card.splitlines()
+    assert "<script" not in card
+    assert "\n# heading" not in card
+
+
+def test_a_folder_without_a_run_has_a_card_of_what_is_known(tiny_model_dir: Path) -> None:
+    card = model_card(tiny_model_dir, "anna/reviews", "mit")
+    assert "Gives a text one of these labels: 負評, 正評." in card
+    assert "## Results" not in card
+    assert card.endswith("Trained and uploaded with memfit.\n")
+
+
+def test_modelscope_is_used_through_its_own_client(run: Path) -> None:
+    write_summary(run, summary(model="modelscope:damo/bert"))
+    card = model_card(run, "anna/reviews", "mit", to="modelscope")
+    assert 'HubApi().download_repo("anna/reviews", "model")' in card
+    assert "| base model | `damo/bert` (ModelScope) |" in card
+    assert "base_model" not in card
+
+
+def test_a_card_somebody_wrote_is_kept_and_gets_the_licence(run: Path) -> None:
+    (run / "README.md").write_text("---\nlanguage: zh\n---\n\nMine.\n", encoding="utf-8")
+    assert not has_licence(run)
+    with pytest.raises(ConfigError, match="--licence"):
+        card_for(run, "anna/reviews", None, "hub")
+    card = card_for(run, "anna/reviews", "MIT", "hub")
+    assert "Mine." in card
+    assert "## Results" not in card
+    assert (ModelCard(card).data.license, ModelCard(card).data.language) == ("mit", "zh")
+    (run / "README.md").write_text(card, encoding="utf-8")
+    assert has_licence(run)
+    assert card_for(run, "anna/reviews", None, "hub") == card
+
+
+def test_a_card_a_program_wrote_is_made_anew(run: Path) -> None:
+    made = model_card(run, "anna/reviews", "mit")
+    (run / "README.md").write_text(made, encoding="utf-8")
+    assert not has_licence(run)
+    write_summary(run, summary(metrics={"accuracy": 0.5}))
+    assert "| accuracy | 0.5000 |" in card_for(run, "anna/reviews", "mit", "hub")
