@@ -53,6 +53,8 @@ _WAIT_SECONDS = 0.5
 """Before a step with nothing left to change is tried again: a neighbour may be done by then."""
 _WITHOUT_GAPS = 0.95
 """What of its reserved memory torch's allocator can fill with tensors of changing size."""
+_WITHOUT_ERROR = 0.98
+"""Where every byte is counted: a line through two measurements is not quite the truth."""
 
 
 class Guard:
@@ -69,6 +71,8 @@ class Guard:
         self.spill = SpillWatch()
         self.worst_lengths: list[int] | None = None
         """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
+        self.when_squeezed: Callable[[], None] | None = None
+        """Called when the limit has fallen: the rehearsal may have more to find out."""
         self.boundaries: LayerBoundaries | None = None
         """Where gradients are released: how far backward has come."""
         self._evaluated: int | None = None
@@ -144,6 +148,8 @@ class Guard:
             self.cap.move(now)
             why = "less memory is free" if now < before else "more memory is free"
             self.note(why, f"a limit of {format_both(before)}", format_both(now))
+            if now < before and self.when_squeezed is not None:
+                self.when_squeezed()
         if spilled := self.spill.spilled_bytes():
             limit = max(self.watch.limit_bytes - spilled, 0)
             why = f"{format_both(spilled)} were moved to shared memory"
@@ -227,7 +233,7 @@ class Guard:
         """What tensors may take: the context and the gaps between blocks left out."""
         context_bytes = getattr(getattr(self.cap, "read", None), "context_bytes", None)
         if context_bytes is None:
-            return self.limit_bytes
+            return int(self.limit_bytes * _WITHOUT_ERROR)
         return int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS)
 
     def standing_tensors(self) -> Iterator[Tensor]:

@@ -59,7 +59,9 @@ def rehearse(trainer: GuardedTraining, loader: Any) -> Rehearsal | None:
     dataset: Any = getattr(loader, "dataset", None)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return None
-    return _Stage(trainer, dataset, loader.collate_fn).play()
+    stage = _Stage(trainer, dataset, loader.collate_fn)
+    trainer.guard.when_squeezed = stage.learn_if_tight
+    return stage.play()
 
 
 class _Stage:
@@ -72,6 +74,7 @@ class _Stage:
         self._collate = collate
         self._device: torch.device = trainer.args.device
         self._count = min(trainer.args.per_device_train_batch_size, len(dataset))
+        self._tried: _Tried | None = None
 
     def play(self) -> Rehearsal:
         model, guard = self._trainer.model, self._guard
@@ -80,11 +83,19 @@ class _Stage:
             worst = self._batch(self._longest())
             lengths = lengths_of(worst, self._trainer.executor.trim)
             guard.worst_lengths = lengths
-            tried = self._until_it_fits(worst, lengths)
-            if self._may_be_tight(tried):
-                self._learn(lengths, tried)
+            self._tried = tried = self._until_it_fits(worst, lengths)
+            self.learn_if_tight()
             seconds = self._usual_seconds(tried)
         return Rehearsal(seconds, tried.peak_bytes, tuple(lengths))
+
+    def learn_if_tight(self) -> None:
+        """Find out what a token takes, once the limit could make a difference."""
+        guard, tried = self._guard, self._tried
+        if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
+            return
+        assert guard.worst_lengths is not None
+        with preserved_rng():
+            self._learn(guard.worst_lengths, tried)
 
     # ---- the batches ----
 
@@ -145,6 +156,8 @@ class _Stage:
         guard = self._guard
         if guard.watch is None or guard.cap is None:
             return False
+        if self._device.type == "cuda":
+            return True  # later would take the allocator's record of the run's peak away
         planned = guard.adjuster.plan
         free = planned.max_tokens is None and not planned.recomputed
         return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes

@@ -1,0 +1,296 @@
+"""A step that runs out of memory is run again: the same gradient, no step lost, none doubled."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from strategy_fixtures import arguments, build, collate, rows_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+
+from memfit import BudgetTrainer
+from memfit.errors import RunStoppedError
+from memfit.runtime import watch
+from memfit.runtime.adjustments import Adjustment
+from memfit.runtime.batching import MicroBatching
+from memfit.runtime.cap import CpuCap
+from memfit.runtime.checkpoint import damage
+from memfit.runtime.watch import Reading, Watch
+from memfit.strategies import Packing
+from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, Budget
+
+ROWS = rows_of(24)
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class FailAt(TorchDispatchMode):
+    """The n-th operators find no memory."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers = set(numbers)
+        self.seen = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += 1
+        if self.seen in self.numbers:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def trainer_of(folder: Path, model: Any = None, strategies: Any = (), **named: Any) -> Any:
+    fields = {"max_steps": 3, "learning_rate": 1e-2, "seed": 3, **named.pop("fields", {})}
+    given = {"train_dataset": ROWS, "data_collator": collate, "micro_batching": MicroBatching()}
+    trainer = BudgetTrainer(
+        model or build(**NO_DROPOUT), arguments(folder, **fields), strategies=strategies,
+        **{**given, **named},
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def gradient(trainer: Any, fail: FailAt, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one effective batch, and the random state it leaves."""
+    torch.manual_seed(seed)
+    trainer.model.train()
+    trainer.model.zero_grad()
+    with fail:
+        trainer.guard.run(trainer.model, collate(ROWS[:8]))
+    found = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    return found, torch.get_rng_state()
+
+
+@pytest.fixture(autouse=True)
+def _said(caplog) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, logger="memfit"):
+        yield
+
+
+# ---- the gradient ----
+
+
+@pytest.mark.parametrize("strategies", [(), (Packing(),)], ids=["padded", "packed"])
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.95])
+def test_the_gradient_of_a_recovered_step_is_the_clean_ones(tmp_path, strategies, share):
+    trainer = trainer_of(tmp_path, strategies=strategies)
+    count = FailAt()
+    clean, _ = gradient(trainer, count)
+    recovered, _ = gradient(trainer, FailAt(int(share * count.seen)))
+    assert len(trainer.guard.adjustments.made) == 1
+    assert float((recovered - clean).norm() / clean.norm()) < 1e-6
+
+
+def test_the_same_split_has_the_same_dropout_bit_for_bit(tmp_path):
+    """One row at a time: all that can be changed is recomputation, and that changes no number."""
+    trainer = trainer_of(tmp_path, build(), micro_batching=MicroBatching(max_rows=1))
+    count = FailAt()
+    clean, state = gradient(trainer, count)
+    for share in (0.2, 0.5, 0.9):
+        recovered, after = gradient(trainer, FailAt(int(share * count.seen)))
+        assert torch.equal(recovered, clean)
+        assert torch.equal(after, state)
+    assert trainer.guard.live.recomputed == 2
+    assert str(trainer.guard.adjustments.made[0]).endswith("2 layers recomputed")
+
+
+def test_a_failure_of_the_retry_is_another_failure(tmp_path):
+    trainer = trainer_of(tmp_path)
+    count = FailAt()
+    clean, _ = gradient(trainer, count)
+    recovered, _ = gradient(trainer, FailAt(100, 400, 800))
+    assert len(trainer.guard.adjustments.made) == 3
+    assert float((recovered - clean).norm() / clean.norm()) < 1e-6
+
+
+def test_other_errors_are_nobodys_business(tmp_path):
+    trainer = trainer_of(tmp_path)
+
+    class Broken(FailAt):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        gradient(trainer, Broken())
+
+
+def test_memory_errors_of_other_allocators_are_recovered_too(tmp_path):
+    trainer = trainer_of(tmp_path)
+    said = iter(["CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", "can't allocate memory"])
+    original = trainer.executor.loss
+
+    def loss(*args: Any) -> torch.Tensor:
+        if (words := next(said, None)) is not None:
+            raise RuntimeError(words)
+        return original(*args)
+
+    trainer.executor = dataclasses.replace(trainer.executor, loss=loss)
+    gradient(trainer, FailAt())
+    assert [made.why[:13] for made in trainer.guard.adjustments.made] == ["out of memory"] * 2
+
+
+# ---- the end ----
+
+
+def test_a_run_with_nothing_left_to_change_stops_with_a_checkpoint(tmp_path):
+    trainer = trainer_of(tmp_path, fields={"max_steps": 5})
+    original = trainer.executor.loss
+
+    def loss(*args: Any) -> torch.Tensor:
+        if trainer.state.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*args)
+
+    trainer.executor = dataclasses.replace(trainer.executor, loss=loss)
+    with pytest.raises(RunStoppedError) as stopped:
+        trainer.train()
+    assert "out of memory in step 3, with nothing left to make smaller" in str(stopped.value)
+    assert "checkpoint-2" in str(stopped.value)
+    assert damage(tmp_path / "checkpoint-2") == ""
+    # Gone on with where there is memory, it is the run in which nothing failed.
+    again = trainer_of(tmp_path, fields={"max_steps": 5})
+    again.train(resume_from_checkpoint=True)
+    clean = trainer_of(tmp_path / "clean", fields={"max_steps": 5})
+    clean.train()
+    for mine, theirs in zip(again.model.parameters(), clean.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# ---- the budget of a CPU ----
+
+
+def test_the_budget_of_a_cpu_holds_and_its_run_ends_where_the_others_do(tmp_path):
+    sgd = {"optim": "sgd"}
+    free = trainer_of(tmp_path, budget="10GB", fields=sgd)
+    free.train()
+    assert free.guard.adjustments.made == []
+    held_bytes = free._cap.held_bytes()
+    budget = held_bytes + (free.rehearsal.peak_bytes - held_bytes) // 2
+    tight = trainer_of(tmp_path, budget=str(budget), fields=sgd)
+    tight.train()
+    assert tight._cap.counted > 0
+    assert tight._cap.peak_bytes <= budget < free._cap.peak_bytes
+    for mine, theirs in zip(tight.model.parameters(), free.model.parameters(), strict=True):
+        assert float((mine - theirs).detach().abs().max()) < 1e-6
+
+
+def test_only_steps_that_may_need_more_than_those_before_are_counted(tmp_path):
+    trainer = trainer_of(tmp_path, budget="10GB", fields={"max_steps": 12})
+    trainer.train()
+    # The largest batch in the rehearsal; then, at most, one usual one there and step 50.
+    assert 1 <= trainer._cap.counted <= 3
+
+
+# ---- neighbours ----
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_limit_follows_what_others_leave_and_does_not_flicker():
+    clock, free = Clock(), iter([7, 7, 6.97, 3, 3.1, 3.2, 6, 2])
+    follow = Watch(Budget(), lambda: Reading(8 * GIB, int(next(free) * GIB), GIB), clock)
+    moves = []
+    for _ in range(6):
+        clock.now += 1
+        if moved := follow.look():
+            moves.append([round((limit + DISPLAY_HEADROOM_BYTES) / GIB, 2) for limit in moved])
+    assert moves == [[8.0, 4.0], [4.0, 4.2], [4.2, 7.0]]
+    assert follow.look() is None  # asked again at once, it does not look
+
+
+def test_auto_takes_what_is_free_but_for_the_display():
+    reading = Reading(8 * GIB, 5 * GIB, GIB)
+    assert reading.limit_bytes(Budget()) == 6 * GIB - DISPLAY_HEADROOM_BYTES
+    assert reading.limit_bytes(Budget(bytes=4 * GIB)) == 4 * GIB
+    assert reading.limit_bytes(Budget(fraction=0.5)) == 4 * GIB
+    crowded = Reading(8 * GIB, GIB, GIB)
+    assert GIB < crowded.limit_bytes(Budget(bytes=4 * GIB)) < 2 * GIB
+
+
+def test_the_plan_moves_before_the_wall_when_a_neighbour_takes_memory(tmp_path, monkeypatch):
+    """With `auto` the budget is what is free, looked at before every step."""
+    roomy = trainer_of(tmp_path, budget="10GB", strategies=[Packing()])
+    roomy.train()
+    held_bytes = roomy._cap.held_bytes()
+    needed_bytes = roomy.rehearsal.peak_bytes
+    free = {"bytes": 2 * needed_bytes}
+
+    class Neighbour(TrainerCallback):
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                free["bytes"] = (needed_bytes + held_bytes) // 2
+            if state.global_step == 5:
+                free["bytes"] = 2 * needed_bytes
+
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "DISPLAY_HEADROOM_BYTES", 0)
+    trainer = trainer_of(tmp_path, budget="auto", strategies=[Packing()], callbacks=[Neighbour()],
+                         fields={"max_steps": 8})  # fmt: skip
+    trainer._cap = CpuCap(trainer.guard.standing_tensors)
+
+    def read() -> Reading:
+        held_bytes = trainer._cap.held_bytes()
+        return Reading(10**12, max(free["bytes"] - held_bytes, 0), held_bytes)
+
+    trainer._cap.read = read
+    trainer.train()
+    made = trainer.guard.adjustments.made
+    assert [(one.step, one.why) for one in made] == [
+        (3, "less memory is free"), (6, "more memory is free"),
+    ]  # fmt: skip
+    assert trainer.state.global_step == 8
+    assert not any("out of memory" in one.why for one in made)
+
+
+def test_what_was_changed_is_in_the_log_and_in_what_a_checkpoint_keeps(tmp_path, caplog):
+    trainer = trainer_of(tmp_path)
+    gradient(trainer, FailAt(200))
+    (made,) = trainer.guard.adjustments.made
+    assert isinstance(made, Adjustment)
+    assert made.step == 1
+    assert made.why.startswith("out of memory (CUDA out of memory")
+    assert made.before.endswith("tokens at once")
+    assert made.after.endswith("tokens at once")
+    assert caplog.messages == [str(made)]
+    assert trainer.state.log_history[0]["adjustment"]["step"] == 1
+
+
+# ---- evaluation ----
+
+
+def test_an_evaluation_that_does_not_fit_is_done_in_smaller_pieces(tmp_path):
+    trainer = trainer_of(tmp_path, fields={"per_device_eval_batch_size": 24})
+    expected = trainer.predict(ROWS).predictions
+    step = transformers.Trainer.prediction_step
+    sizes: list[int] = []
+
+    def limited(self: Any, model: Any, inputs: Any, *rest: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, model, inputs, *rest)
+
+    transformers.Trainer.prediction_step = limited
+    try:
+        found = trainer.predict(ROWS).predictions
+    finally:
+        transformers.Trainer.prediction_step = step
+    assert sizes[0] == 24
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-6)
