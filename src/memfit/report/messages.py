@@ -64,6 +64,10 @@ _MEMORY: _Messages = {
     "memory.predicted": {"en": "predicted", "zh": "预测"},
     "memory.measured": {"en": "measured", "zh": "实测"},
     "memory.budget": {"en": "budget {bytes}", "zh": "预算 {bytes}"},
+    "memory.budget.beyond": {
+        "en": "budget {bytes}, beyond the scale",
+        "zh": "预算 {bytes}，超出图示范围",
+    },
     "memory.component": {"en": "component", "zh": "组成部分"},
     "memory.table": {"en": "Bytes by what they are for", "zh": "按用途统计"},
     "memory.table.module": {

@@ -107,6 +107,6 @@ def policy(script: str, *, live: bool) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     reach = "'self'" if live else "'none'"
     return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        f"connect-src {reach}; base-uri 'none'; form-action 'none'"
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; connect-src {reach}; base-uri 'none'; form-action 'none'"
     )

@@ -11,12 +11,14 @@ from memfit.messages import t
 from memfit.report import plots
 from memfit.report.story import Adjusted, Story
 from memfit.report.terminal import UNUSED, peak_components, percent
-from memfit.report.values import Picture, Table, number
+from memfit.report.values import Picture, Table, number, together
 from memfit.results import MemorySummary
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes
 
 MOST_ADJUSTMENTS = 50
+SCALE_REACHES = 8
+"""A picture's scale ends at the budget, if that is no more than so many times the peak."""
 
 
 def section(story: Story) -> dict[str, Any] | None:
@@ -64,25 +66,34 @@ def bars(memory: MemorySummary) -> Picture:
     }
     order = [*map(str, Component), UNUSED]
     used = [name for name in order if any(parts.get(name) for parts in split.values())]
+    highest_bytes = max(peak.device_bytes for peak in peaks.values())
+    budget_bytes, budget_key = _budget_line(memory, highest_bytes)
     return Picture(
         plots.memory_bars(
             {
                 titles[name]: {css_name(part): parts[part] for part in used if part in parts}
                 for name, parts in split.items()
             },
-            memory.budget_bytes,
+            budget_bytes,
             name="bars",
             label="; ".join(text for text, _ in verdicts(memory)),
         ),
         t("report.memory.bars"),
-        [*((css_name(name), component_name(name)) for name in used), *_budget_key(memory)],
+        [*((css_name(name), component_name(name)) for name in used), *budget_key],
     )
 
 
-def _budget_key(memory: MemorySummary) -> list[tuple[str, str]]:
-    if not memory.budget_bytes:
-        return []
-    return [("dashes", t("report.memory.budget", bytes=format_both(memory.budget_bytes)))]
+def _budget_line(
+    memory: MemorySummary, highest_bytes: int
+) -> tuple[int | None, list[tuple[str, str]]]:
+    """The budget as it is drawn, and its key; on its scale a small peak could not be seen."""
+    budget = memory.budget_bytes
+    if not budget:
+        return None, []
+    near = budget <= SCALE_REACHES * highest_bytes
+    which = "budget" if near else "budget.beyond"
+    key = t(f"report.memory.{which}", bytes=format_both(budget))
+    return (budget if near else None), [("dashes" if near else "none", key)]
 
 
 def verdicts(memory: MemorySummary) -> list[tuple[str, bool]]:
@@ -107,7 +118,7 @@ def verdicts(memory: MemorySummary) -> list[tuple[str, bool]]:
     return said
 
 
-def _sentences(memory: MemorySummary) -> list[str]:
+def _sentences(memory: MemorySummary) -> str:
     said = []
     if memory.predicted and memory.measured and memory.measured.device_bytes:
         off = memory.predicted.device_bytes / memory.measured.device_bytes - 1
@@ -115,7 +126,7 @@ def _sentences(memory: MemorySummary) -> list[str]:
         said.append(t(f"report.memory.{which}", share=f"{abs(off):.1%}".replace("%", " %")))
     if memory.measured and memory.measured_step is not None:
         said.append(t("report.memory.one.step", step=memory.measured_step))
-    return said
+    return together(said)
 
 
 def _table(peaks: Mapping[str, MemoryPeak]) -> dict[str, Any]:
@@ -147,14 +158,15 @@ def over_time(story: Story) -> Picture:
     memory, extra = story.summary.memory, story.context_bytes
     now = [(float(one.step), float(one.now_bytes + extra)) for one in story.samples]
     peak = [(float(one.step), float(one.peak_bytes + extra)) for one in story.samples]
-    # The budget on a CPU counts tensors, not what the process holds: no line to compare with.
-    budget = None if story.on_cpu else memory.budget_bytes
     highest_bytes = int(max(value for _, value in (*now, *peak)))
+    budget_bytes, budget_key = _budget_line(memory, highest_bytes)
+    if story.on_cpu:  # there the budget counts tensors, not what the process holds
+        budget_bytes, budget_key = None, []
     return Picture(
         plots.memory_over_time(
             now,
             peak,
-            budget_bytes=budget,
+            budget_bytes=budget_bytes,
             marks=[float(one.step) for one in story.adjustments],
             name="time",
             label=t(
@@ -168,7 +180,7 @@ def over_time(story: Story) -> Picture:
         [
             ("series-1", t("report.time.now")),
             ("series-2", t("report.time.peak")),
-            *([] if story.on_cpu else _budget_key(memory)),
+            *budget_key,
         ],
         t("report.time.marks") if story.adjustments else "",
     )

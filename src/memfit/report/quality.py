@@ -8,7 +8,7 @@ from typing import Any
 from memfit.evaluation import ClassRow, Evaluation, Mistake
 from memfit.messages import t
 from memfit.report.terminal import percent
-from memfit.report.values import Table, named, number
+from memfit.report.values import Table, named, number, together
 from memfit.safe_text import clean
 
 LARGEST_MATRIX = 20
@@ -38,7 +38,7 @@ def sentence(result: Evaluation) -> str:
     said = [t("report.quality.rows", rows=result.rows)]
     if result.averaging in ("binary", "macro", "micro"):
         said.append(t(f"report.quality.{result.averaging}", positive=clean(result.positive)))
-    return " ".join(said)
+    return together(said)
 
 
 def _classes(result: Evaluation) -> Table | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -183,11 +185,13 @@ def _measured_peak(summary: RunSummary) -> str:
 
 
 def _measured_step(story: Story) -> float | None:
-    """From the samples, whose time leaves out loading; evaluation between them is in it."""
-    if len(story.samples) < 2 or story.samples[-1].step <= story.samples[0].step:
-        return None
-    begin, end = story.samples[0], story.samples[-1]
-    return (end.seconds - begin.seconds) / (end.step - begin.step)
+    """The median between two samples: evaluations and checkpoints in between do not count."""
+    times = [
+        (end.seconds - begin.seconds) / (end.step - begin.step)
+        for begin, end in itertools.pairwise(story.samples)
+        if end.step > begin.step
+    ]
+    return statistics.median(times) if times else None
 
 
 def _step_time(seconds: float | None) -> str:

@@ -41,6 +41,11 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else clean(value)
 
 
+def together(sentences: Sequence[str]) -> str:
+    """One after the other; Chinese ones follow without a space."""
+    return " ".join(sentences).replace("。 ", "。")
+
+
 def named(group: str, name: str) -> str:
     """What a person calls it, where there is a word for it; else its own name."""
     message = f"report.{group}.{name}"
