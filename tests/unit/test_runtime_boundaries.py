@@ -1,0 +1,144 @@
+"""A backward pass that moves weights, failing anywhere: finished bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from strategy_fixtures import arguments, build, collate, rows_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.bert.modeling_bert import BertLayer
+
+from memfit import BudgetTrainer
+from memfit.runtime.boundaries import TRIES, HalfDoneError, LayerBoundaries, boundary_bytes
+from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
+
+CPU = torch.device("cpu")
+BATCH = collate(rows_of(8))
+
+
+class FailAt(TorchDispatchMode):
+    """Operators that find no memory, once an update has been made; the updates' own never do."""
+
+    def __init__(self, sink: Any, *numbers: int) -> None:
+        super().__init__()
+        self._sink = sink
+        self._numbers = set(numbers)
+        self.seen = self.raised = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._sink.touched and torch._C._current_autograd_node() is not None:
+            self.seen += 1
+            if self.seen in self._numbers:
+                self.raised += 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
+class Step:
+    """One step of a BERT of four layers whose gradients are released."""
+
+    def __init__(self, folder: Path, mode: Any, strategies: list[Any]) -> None:
+        model = build("bert", num_hidden_layers=4, hidden_size=128, intermediate_size=160)
+        clip = 1.0 if mode == "two_pass" else 0.0
+        trainer: Any = BudgetTrainer(
+            model, arguments(folder, max_steps=1, learning_rate=1e-3, max_grad_norm=clip),
+            train_dataset=rows_of(8), data_collator=collate,
+            strategies=[LowBitAdamW(), GradientRelease(mode), *strategies],
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.create_optimizer()
+        self.model, self.sink = trainer.model.train(), trainer.setup.sink
+        self.boundaries = LayerBoundaries(self.model, self.sink, CPU, lambda _: None)
+        self.executor = dataclasses.replace(trainer.executor, boundaries=self.boundaries)
+
+    def run(self, *numbers: int) -> tuple[list[torch.Tensor], FailAt]:
+        torch.manual_seed(5)
+        with FailAt(self.sink, *numbers) as fault:
+            self.loss = self.executor.run(self.model, BATCH)
+        self.sink.finish()
+        state = [t for s in self.sink.optimizer.state.values() for t in s.values()]
+        ended = [*self.model.parameters(), *state, torch.get_rng_state(), self.loss]
+        return [tensor.detach().clone() for tensor in ended], fault
+
+
+@pytest.mark.parametrize("mode", ["release", "two_pass"])
+@pytest.mark.parametrize(
+    "strategies", [[], [Packing(), Checkpointing(2)]], ids=["padded", "packed, recomputed"]
+)
+def test_a_released_backward_that_fails_anywhere_ends_as_if_it_had_not(tmp_path, mode, strategies):
+    clean, counted = Step(tmp_path, mode, strategies).run()
+    assert counted.seen > 100
+    resumed = 0
+    for number in range(2, counted.seen, counted.seen // 5):
+        step = Step(tmp_path, mode, strategies)
+        ended, fault = step.run(number)
+        assert fault.raised == 1
+        resumed += step.boundaries.resumed
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ended, clean, strict=True))
+    assert resumed > 1
+
+
+def test_it_may_fail_again_while_it_is_finished(tmp_path):
+    clean, counted = Step(tmp_path, "release", []).run()
+    step = Step(tmp_path, "release", [])
+    third = counted.seen // 3
+    ended, fault = step.run(third, third + 40, third + 90)
+    assert fault.raised == 3
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ended, clean, strict=True))
+
+
+def test_what_cannot_be_finished_says_where_to_go_on_from(tmp_path):
+    step = Step(tmp_path, "release", [])
+    passed = step.boundaries._passed
+
+    def fails(index: int, gradient: torch.Tensor) -> None:
+        if index == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        passed(index, gradient)
+
+    step.boundaries._passed = fails  # type: ignore[method-assign]
+    with pytest.raises(HalfDoneError, match="go on from the last checkpoint"):
+        step.run()
+    assert step.boundaries.resumed > TRIES
+
+
+def test_a_step_that_has_moved_nothing_is_left_to_be_run_again(tmp_path):
+    step = Step(tmp_path, "release", [])
+    weights = [p.detach().clone() for p in step.model.parameters()]
+    counters = step.sink.optimizer.clock.counters.clone()
+    broken = dataclasses.replace(step.executor, loss=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.run(step.model, BATCH)
+    step.sink.abandon()
+    assert torch.equal(step.sink.optimizer.clock.counters, counters)
+    assert all(
+        torch.equal(p, before) for p, before in zip(step.model.parameters(), weights, strict=True)
+    )
+
+
+def test_weights_that_have_moved_cannot_be_abandoned(tmp_path):
+    step = Step(tmp_path, "release", [])
+    torch.manual_seed(5)
+    step.executor.run(step.model, BATCH)
+    with pytest.raises(RuntimeError, match="it can only be finished"):
+        step.sink.abandon()
+
+
+def test_what_it_costs_is_a_layers_gradients_and_a_hidden_state():
+    model = build("bert", num_hidden_layers=4, hidden_size=128, intermediate_size=160)
+    layer = sum(p.nbytes for p in model.bert.encoder.layer[0].parameters())
+    assert boundary_bytes(model, 500) == layer + 500 * 128 * 4
+
+
+def test_removing_gives_the_model_back(tmp_path):
+    step = Step(tmp_path, "release", [])
+    step.boundaries.remove()
+    assert not step.sink.by_layers
+    assert type(step.model.bert.encoder.layer[0]) is BertLayer

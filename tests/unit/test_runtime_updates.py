@@ -1,0 +1,163 @@
+"""Optimizer state made before step 1, and updates that are finished once they have begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.optimization import Adafactor
+
+from memfit.runtime.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
+from memfit.runtime.updates import allocate_state, careful
+
+CPU = torch.device("cpu")
+KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda params: AdamW(params),
+    "AdamW foreach": lambda params: AdamW(params, foreach=True),
+    "AdamW fused": lambda params: AdamW(params, fused=True),
+    "Adam amsgrad": lambda params: Adam(params, amsgrad=True),
+    "SGD": lambda params: SGD(params, lr=0.1),
+    "SGD momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "RMSprop": lambda params: RMSprop(params),
+    "Adagrad": lambda params: Adagrad(params),
+    "NAdam": lambda params: NAdam(params),
+    "Adafactor": lambda params: Adafactor(
+        params, lr=1e-3, relative_step=False, scale_parameter=False
+    ),
+}
+# These make nothing, or make it from the first gradient itself.
+LATE = ("SGD", "SGD momentum", "Adafactor")
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 7), (9,), (30, 20))
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def give_gradients(params: list[torch.nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+class FailOnce(TorchDispatchMode):
+    """One operator finds no memory."""
+
+    def __init__(self, number: int, times: int = 1) -> None:
+        super().__init__()
+        self.number, self.times = number, times
+        self.seen = self.raised = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += 1
+        if self.seen >= self.number and self.raised < self.times:
+            self.raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
+def same_state(one: Optimizer, other: Optimizer) -> bool:
+    mine, theirs = one.state_dict()["state"], other.state_dict()["state"]
+    assert mine.keys() == theirs.keys()
+    return all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[number][name]))
+        for number, state in mine.items()
+        for name, value in state.items()
+        if value is not None
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_made_early_is_the_state_the_first_step_makes(kind):
+    early, late = parameters(), parameters()
+    one, other = KINDS[kind](early), KINDS[kind](late)
+    allocate_state(one)
+    made = sum(len(state) for state in one.state.values())
+    assert (made > 0) == (kind not in LATE)
+    assert all(p.grad is None for p in early)
+    for step in range(3):
+        for params, optimizer in ((early, one), (late, other)):
+            give_gradients(params, step)
+            optimizer.step()
+    assert same_state(one, other)
+    assert all(torch.equal(p, q) for p, q in zip(early, late, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_fails_at_any_operator_ends_as_if_it_had_not(kind):
+    clean = parameters()
+    reference = KINDS[kind](clean)
+    counter = FailOnce(10**9)
+    for step in range(2):
+        give_gradients(clean, step)
+        with counter:
+            reference.step()
+    for number in range(1, counter.seen // 2 + 1, 3):
+        params = parameters()
+        optimizer = KINDS[kind](params)
+        careful(optimizer, CPU, lambda: None)
+        for step in range(2):
+            give_gradients(params, step)
+            with FailOnce(number) as fault:
+                optimizer.step()
+            assert fault.raised == 1 or fault.seen < number
+        assert same_state(optimizer, reference)
+        assert all(torch.equal(p, q) for p, q in zip(params, clean, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_little_is_free_parameters_are_updated_a_few_at_a_time(kind):
+    few, all_at_once = parameters(), parameters()
+    one, other = KINDS[kind](few), KINDS[kind](all_at_once)
+    room = 2 * 4 * (35 + 9)
+    careful(one, CPU, lambda: room)
+    calls: list[int] = []
+    one.register_step_pre_hook(lambda *_: calls.append(sum(p.grad is not None for p in few)))
+    for step in range(3):
+        for params, optimizer in ((few, one), (all_at_once, other)):
+            give_gradients(params, step)
+            optimizer.step()
+    assert calls == [2, 1] * 3
+    assert all(torch.equal(p, q) for p, q in zip(few, all_at_once, strict=True))
+    assert same_state(one, other)
+
+
+def test_a_careful_step_is_still_what_a_schedule_expects():
+    params = parameters()
+    optimizer = AdamW(params, lr=1.0)
+    careful(optimizer, CPU, lambda: None)
+    careful(optimizer, CPU, lambda: None)  # a second time changes nothing
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for step in range(2):
+        give_gradients(params, step)
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_an_operator_that_never_finds_memory_is_given_up():
+    with pytest.raises(torch.OutOfMemoryError), FailOnce(1, times=100) as fault, retrying(CPU):
+        torch.zeros(3)
+    assert fault.raised == OPERATOR_TRIES
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_running_out_of_memory_looks_like(error, memory):
+    assert is_out_of_memory(error) == memory
