@@ -87,12 +87,18 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     stated = values.pop("sha256", None)
     if stated != _own_digest(values):
         raise ValueError("it does not match its own checksum")
-    files: dict[str, dict[str, Any]] = values["files"]
+    files = values.get("files")
+    if not isinstance(files, dict) or not all(_is_entry(item) for item in files.values()):
+        raise ValueError("it is not a list of files that memfit wrote")
     for name in files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
             raise ValueError(f"it names {name!r}, which is outside the checkpoint")
     return files
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry
 
 
 def sync_directory(folder: Path) -> None:

@@ -162,7 +162,8 @@ class SafeSaving(EffectiveLoading):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         """No stored path is followed: the best checkpoint lies beside the one continued from."""
-        started = super()._init_training_state(*args, **kwargs)
+        with _reading(str(self._last_good)) if self._last_good else contextlib.nullcontext():
+            started = super()._init_training_state(*args, **kwargs)
         if self._last_good is not None:
             best = self._last_good.with_name(f"checkpoint-{self.state.best_global_step}")
             found = best.is_dir() and not best.is_symlink()
