@@ -39,6 +39,7 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "plan": "memfit.planner.messages",
     "report": "memfit.report.messages",
 }
 """The first word of an id -> the module whose MESSAGES it is looked up in."""

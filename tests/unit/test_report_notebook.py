@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from report_fixtures import ACTING, EVIL, PEAK, Page, add_samples, make_run
 
 from memfit.evaluation import Evaluation
+from memfit.memory.counts import StepCounts
 from memfit.messages import speaking
+from memfit.planner.plan import Decision, Digest, Plan
+from memfit.planner.values import Candidate, Price
 from memfit.report.notebook import notebook_html
+from memfit.report.story import read_plan
 from memfit.results import RunSummary, read_evaluation, read_summary
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.packing import Packing
 from memfit.workflow import RunResult
 
 
@@ -59,37 +64,48 @@ def test_text_from_data_never_becomes_markup(tmp_path: Path) -> None:
     assert not ACTING & set(html)
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """A strategy as the planner's plans hold them."""
+def a_plan(price: Price | None) -> Plan:
+    """As the planner makes them."""
+    candidate = Candidate((Packing(), Checkpointing(9)), MicroBatching(max_tokens=2048))
+    digest = Digest(
+        model="bert", rows=9600, effective_rows=32, longest_tokens=128, worst_tokens=4096,
+        total_tokens=600_000, budget_bytes=4 * 10**9, card="RTX 3060",
+    )  # fmt: skip
+    saved = {"count": "9", "depth": "24", "saved": "<1.1> GiB", "cost": "12 %"}
+    decisions = (
+        Decision("packing", {"share": "41 %"}, "packing"),
+        Decision("checkpointing.layer", saved, "checkpointing"),
+        Decision("unused.exact", {"name": "half precision"}),
+    )
+    return Plan(candidate=candidate, digest=digest, price=price, decisions=decisions)
 
-    layers: int = 9
-    part: str | None = None
-    name = "checkpointing"
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What notebook_html asks of a plan."""
-
-    price: Any = None
-    strategies = (Checkpointing(),)
-    fidelity = "exact"
-    decisions = (SimpleNamespace(strategy="checkpointing"), SimpleNamespace(message="memory"))
-    digest = SimpleNamespace(budget_bytes=4 * 10**9)
-
-    def sentences(self, spoken: str) -> list[str]:
-        return [f"{spoken}: recomputes <9> layers", f"{spoken}: peaks"]
+def priced() -> Price:
+    plan = a_plan(None)
+    return Price(candidate=plan.candidate, peak=PEAK, counts=StepCounts(), step_seconds=0.063)
 
 
 def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:
     with speaking("zh"):
-        found = Page(notebook_html(Plan(SimpleNamespace(peak=PEAK, step_seconds=0.063))))
-    assert "checkpointing layers 9 zh: recomputes <9> layers" in found.words
-    assert "zh: peaks" in found.words
+        found = Page(notebook_html(a_plan(priced())))
+    assert "重算 24 层中的 9 层：省 <1.1> GiB，使每步慢 12 %" in found.words
+    assert "未使用：half precision" in found.words
     assert "每步用时（预测） 63 ms" in found.words
+    assert "exact：数值相同" in found.words
     assert found.tags.count("svg") == 1
-    assert "svg" not in Page(notebook_html(Plan())).tags  # read from a file, not priced
+    assert "svg" not in Page(notebook_html(a_plan(None))).tags  # read from a file, not priced
+
+
+def test_a_plans_file_says_in_the_report_what_the_plan_says_itself(tmp_path: Path) -> None:
+    a_plan(priced()).write(tmp_path / "plan.toml")
+    plan = read_plan(tmp_path / "plan.toml")
+    assert plan is not None
+    assert [name for name, _, _ in plan.strategies] == ["packing", "checkpointing"]
+    assert plan.strategies[1][1].startswith("layers 9")
+    assert plan.strategies[0][2].startswith("texts are packed without padding")
+    assert plan.reasons == ("not used: half precision, because --exact forbids rounding",)
+    assert (plan.fidelity, plan.limits) == ("exact", "max_tokens 2048")
+    assert (plan.device_bytes, plan.step_seconds) == (PEAK.device_bytes, 0.063)
 
 
 def test_a_trainer_shows_where_it_stands() -> None:
