@@ -5,6 +5,11 @@
 Random weights: only memory and time are measured here, quality is benchmarks/quality.py's. One
 epoch is 6,988 reviews, effective batch 32, length 128: 219 steps. Runs found in the result file
 are not run again. A run of fewer steps than an epoch is marked as extrapolated.
+
+    python benchmarks/bert_large.py --table … --vocab … --out F.json --counts
+
+adds to each run what an average step does, from its trace, without a GPU: arithmetic, bytes read
+and written, kernels, bytes across the bus. Other cards have other ratios of these.
 """
 
 from __future__ import annotations
@@ -292,6 +297,35 @@ def summary(
     }  # fmt: skip
 
 
+def counts_of(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What a step of average size does."""
+    from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
+
+    from memfit.memory.cards import find_card
+    from memfit.planner.trace import trace_step
+    from memfit.planner.values import Candidate, Workload
+    from memfit.runtime.batching import MicroBatching
+
+    args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
+    for name, value in run.get("args", {}).items():
+        setattr(args, name, value)  # bf16 is refused where there is no GPU
+    config = XLMRobertaConfig(**XLMR) if run.get("model") == "xlmr" else BertConfig(**CONFIG)
+    lengths = tuple(len(row["input_ids"]) for row in rows)
+    workload = Workload(config=config, lengths=lengths, args=args)
+    candidate = Candidate(tuple(made(text) for text in run.get("strategies", [])), MicroBatching())
+    # Stock batches are padded to their longest row, which is cut in nearly all of them.
+    tokens = round(workload.mean_tokens) if "strategies" in run else BATCH * LENGTH
+    found = trace_step(workload, candidate, find_card("H200"), tokens=tokens)
+    counts = found.counts
+    return {
+        "flops": counts.half_flops + counts.full_flops + counts.tf32_flops
+        + counts.half_attention_flops + counts.full_attention_flops,
+        "bytes": counts.bytes_moved + counts.product_bytes,
+        "kernels": counts.launches + counts.replayed,
+        "bus_bytes": counts.to_host_bytes + counts.to_device_bytes,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, required=True)
@@ -299,8 +333,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bert_large.json"))
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after")
+    parser.add_argument("--counts", action="store_true", help="add what steps do; needs no GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.counts:
+        result = json.loads(options.out.read_text())
+        rows = rows_of(options.table, options.vocab)
+        for run in result["runs"]:
+            run["per_step"] = counts_of(run["run"], rows)
+            print(run["name"], {key: f"{value:.3g}" for key, value in run["per_step"].items()})
+        options.out.write_text(json.dumps(result, indent=1))
+        return
     if options.one:
         print("RESULT " + json.dumps(measure(options.one, options.table, options.vocab)))
         return
