@@ -125,7 +125,9 @@ def really(
     gc.disable()
     try:
         with tracker:
-            batch = next(iter(trainer.get_train_dataloader()))
+            loader = trainer.get_train_dataloader()
+            batch = next(iter(loader))
+            trainer.prepare_steps(loader)
             for _ in range(2):
                 trainer.training_step(model, dict(batch))
                 if clip:

@@ -41,6 +41,8 @@ from memfit.strategies import Strategy, ordered
 
 _KEPT_TASKS = 4
 _KEPT_TRACES = 512
+_BESIDE = ("activation_offload", "optimizer_offload")
+"""Strategies that copy on a stream of their own."""
 _OLDEST_FIRST = ("update_first", "clear", "update")
 
 
@@ -82,10 +84,14 @@ def trace_step(
 
 
 def price_memory(
-    workload: Workload, candidate: Candidate, card: DeviceProfile | None
+    workload: Workload,
+    candidate: Candidate,
+    card: DeviceProfile | None,
+    *,
+    tokens: int | None = None,
 ) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
     """The highest peak of all phases, each phase's own, and the trace they come from."""
-    trace = trace_step(workload, candidate, card)
+    trace = trace_step(workload, candidate, card, tokens=tokens)
     phases = price(_priced(trace, candidate, workload), card)
     return max(phases.values(), key=lambda peak: peak.device_bytes), phases, trace
 
@@ -110,9 +116,15 @@ def _priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Price
         biases=trace.biases,
         recompute=checkpointing or bool(workload.args.gradient_checkpointing),
         small_workspace=candidate.get("small_workspace") is not None,
+        streams=any(candidate.get(name) for name in _BESIDE) or _sends_gradients(candidate),
         graphs=graph_count(workload, candidate) if is_graphed else 0,
         graphed_kernels=trace.counts.replayed / trace.rows.parts,
     )
+
+
+def _sends_gradients(candidate: Candidate) -> bool:
+    release = candidate.get("gradient_release")
+    return release is not None and release.mode == "host"
 
 
 class _Tracer:

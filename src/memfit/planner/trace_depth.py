@@ -17,7 +17,7 @@ from memfit.memory.segments import Mark, Segments, sorted_deaths
 from memfit.planner.values import Candidate, Workload
 
 _SHORT_OFFLOADED = 4
-"""Weights that live on the host: the layer at work, its neighbours, and one that is away."""
+"""What lives on the host: the layer at work, its neighbours, and one that is away."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def plan_runs(workload: Workload, candidate: Candidate, layers: Sequence[Any]) -
     count = len(layers)
     ends = boundaries(workload, candidate, count)
     if len(ends) == 1:
-        least = _SHORT_OFFLOADED if _weights_away(candidate) else 2
+        least = _SHORT_OFFLOADED if _is_away(candidate) else 2 + _is_released(candidate)
         depths = plan_depths(list(layers), least=least)
         if depths is None:
             return None
@@ -79,6 +79,16 @@ def _frozen(workload: Workload, candidate: Candidate, count: int) -> int:
     freezing = candidate.get("freezing")
     what = str(freezing.what) if freezing else workload.freeze
     return min(int(what), count) if what is not None and what.isdecimal() else 0
+
+
+def _is_away(candidate: Candidate) -> bool:
+    return _weights_away(candidate) or candidate.get("activation_offload") is not None
+
+
+def _is_released(candidate: Candidate) -> bool:
+    """Whether a layer's gradients wait until backward has passed the next one."""
+    release = candidate.get("gradient_release")
+    return release is not None and release.mode in ("release", "two_pass")
 
 
 def _weights_away(candidate: Candidate) -> bool:

@@ -38,11 +38,11 @@ from memfit.planner.trace_setup import (
     optimizer_spec,
     traced_device,
 )
-from memfit.planner.trace_sinks import begin, prepare_sink, use_traced_sinks
+from memfit.planner.trace_sinks import begin, layer_boundaries, prepare_sink, use_traced_sinks
 from memfit.planner.values import Candidate, Workload
 from memfit.runtime.batching import MicroBatch, trimming_for
 from memfit.runtime.loss import counted_labels
-from memfit.runtime.sinking import GraphedExecutor
+from memfit.runtime.sinking import GraphedExecutor, SinkExecutor
 from memfit.runtime.step import StepExecutor
 from memfit.strategies import Setup
 from memfit.strategies._features import FEATURES
@@ -197,7 +197,10 @@ class TracedRun:
                         f"a step of {self._rows.parts} micro-batches would lose its sum: "
                         "gradients are released as they come"
                     )
-                prepare_sink(setup.sink, self._tracker, self._large_bytes)
+                prepare_sink(setup.sink, self._tracker)
+                found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)
+                assert isinstance(self._executor, SinkExecutor)
+                self._executor = replace(self._executor, boundaries=found)
                 begin(setup.sink, self._tracker, self._rows.parts)
 
     def _step(self) -> None:

@@ -11,7 +11,9 @@ from memfit.memory.fake import FakeTracker
 from memfit.optim import GradientRelease, GradientSink, HostGradients
 from memfit.optim.host_traced import TracedHostGradients
 from memfit.optim.release import FLUSH_BYTES
+from memfit.runtime.boundaries import LayerBoundaries
 from memfit.strategies import Setup
+from memfit.strategies._layers import stack_problem
 
 
 def use_traced_sinks(setup: Setup) -> None:
@@ -20,11 +22,8 @@ def use_traced_sinks(setup: Setup) -> None:
         setup.make_sink = TracedHostGradients
 
 
-def prepare_sink(sink: GradientSink, tracker: FakeTracker, large_bytes: int) -> None:
-    """What a sink is handed are gradients; what it makes at the end of a step, the optimizer's.
-
-    `large_bytes` are those of all the gradients it will be handed at full depth.
-    """
+def prepare_sink(sink: GradientSink, tracker: FakeTracker) -> None:
+    """What a sink is handed are gradients; what it makes at the end of a step, the optimizer's."""
     watched: Any = sink
     take, finish = sink.take, sink.finish
 
@@ -37,8 +36,22 @@ def prepare_sink(sink: GradientSink, tracker: FakeTracker, large_bytes: int) -> 
         take(p, grad)
 
     watched.take, watched.finish = noted, finishing
-    if isinstance(sink, GradientRelease) and large_bytes > FLUSH_BYTES:
+
+
+def layer_boundaries(
+    setup: Setup, sink: GradientSink, tracker: FakeTracker, large_bytes: int
+) -> LayerBoundaries | None:
+    """What lets a released backward go on where it failed; BudgetTrainer has it in every run.
+
+    `large_bytes` are those of all the gradients the sink will be handed at full depth.
+    """
+    if not isinstance(sink, GradientRelease):
+        return None
+    if not stack_problem(setup.model, None):
+        return LayerBoundaries(setup.model, sink, setup.device, lambda _: None)
+    if large_bytes > FLUSH_BYTES:
         _gather_alike(sink, tracker)
+    return None
 
 
 def begin(sink: GradientSink, tracker: FakeTracker, parts: int) -> None:

@@ -1,0 +1,186 @@
+"""The planner's memory beside what runs of memfit's own strategies took: how far off it is.
+
+    python benchmarks/plan_accuracy.py --table ChnSentiCorp_htl_all.csv --vocab vocab.txt
+    python benchmarks/plan_accuracy.py --table … --vocab … --only '*graphs*' results/other.json
+
+Needs no GPU. Reads what bert_large.py and step_time.py measured. A plan covers the largest batch
+the shuffle can draw; a run saw only the batches it drew, so those are drawn again here, and the
+largest of them is what is predicted. Graphs take the largest there can be before they see it;
+`--graphs-seen` is for files measured before they did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from bert_large import BATCH, CONFIG, XLMR, collate, made, rows_of
+from step_time import SHAPES
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MEASURED = (RESULTS / "bert_large_h200.json", RESULTS / "step_time_h200.json")
+CARD = "H200 141GB"
+EPOCH_STEPS = 219
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: how it trained, and what it took."""
+
+    name: str
+    model: str
+    shape: Mapping[str, Any]
+    args: Mapping[str, Any]
+    strategies: Sequence[str]
+    rows: int | None
+    """Of a micro-batch."""
+    steps: int
+    allocated_bytes: int
+    device_bytes: int | None
+
+
+def read(path: Path) -> Iterator[Measured]:
+    """The runs of either kind of result file that strategies of memfit trained."""
+    runs = json.loads(path.read_text())["runs"]
+    if isinstance(runs, dict):
+        yield from (_step_time(name, run) for name, run in runs.items() if "case" in run)
+        return
+    for run in runs:
+        if "strategies" not in run.get("run", {}) or "error" in run:
+            continue
+        kind = run["run"].get("model", "bert")
+        device = run["max_memory_reserved"] + run["context_bytes"]
+        yield Measured(
+            run["name"], kind, XLMR if kind == "xlmr" else CONFIG, run["run"].get("args", {}),
+            run["run"]["strategies"], None, run["steps"], run["max_memory_allocated"], device,
+        )  # fmt: skip
+
+
+def _step_time(name: str, run: Mapping[str, Any]) -> Measured:
+    case = run["case"]
+    shape = {"vocab_size": 21128, "num_labels": 2, **SHAPES[case["shape"]]}
+    args = {"bf16": True} if case.get("bf16") else {}
+    return Measured(
+        name, "bert", shape, args, case.get("strategies", []), case.get("rows"),
+        case.get("steps", 48), run["max_memory_allocated"], None,
+    )  # fmt: skip
+
+
+def drawn_tokens(rows: list[dict[str, Any]], folder: str) -> list[int]:
+    """Tokens of each batch of an epoch, drawn by the Trainer as the runs drew them."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    trainer = transformers.Trainer(
+        model=transformers.BertForSequenceClassification(config),
+        args=arguments(folder, {"max_steps": EPOCH_STEPS}),
+        train_dataset=rows,
+        data_collator=collate,
+    )
+    return [int(batch["attention_mask"].sum()) for batch in trainer.get_train_dataloader()]
+
+
+def arguments(folder: str, more: Mapping[str, Any]) -> Any:
+    """As the runs were given them, on whatever this machine has."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=BATCH, seed=0, report_to="none",
+        use_cpu=True, **more,
+    )  # fmt: skip
+
+
+def predict(
+    run: Measured, lengths: tuple[int, ...], drawn: list[int], folder: str, *, graphs_seen: bool
+) -> dict[str, Any]:
+    """The run's peak as a plan would have said it, and how long that took."""
+    import transformers
+
+    from memfit.memory.cards import find_card
+    from memfit.memory.phases import TRAINING
+    from memfit.planner.trace import price_memory
+    from memfit.planner.values import Candidate, Workload
+    from memfit.runtime.batching import MicroBatching
+
+    began = time.perf_counter()
+    kind = transformers.XLMRobertaConfig if run.model == "xlmr" else transformers.BertConfig
+    workload = Workload(config=kind(**run.shape), lengths=lengths, args=arguments(folder, run.args))
+    strategies = tuple(made(text) for text in run.strategies)
+    candidate = Candidate(strategies, MicroBatching(max_rows=run.rows))
+    graphed = candidate.get("cuda_graphs") is not None and not graphs_seen
+    is_worst = graphed or run.rows or not candidate.get("packing")
+    tokens = None if is_worst else max(drawn[: run.steps])
+    _, phases, trace = price_memory(workload, candidate, find_card(CARD), tokens=tokens)
+    peak = phases[TRAINING]
+    return {
+        "name": run.name, "tokens": trace.rows.tokens,
+        "measured": {"allocated": run.allocated_bytes, "device": run.device_bytes},
+        "predicted": {"allocated": peak.allocated_bytes, "device": peak.device_bytes},
+        "components": {str(name): size for name, size in peak.components.items()},
+        "seconds": round(time.perf_counter() - began, 2),
+    }  # fmt: skip
+
+
+def error(record: Mapping[str, Any], size: str) -> float | None:
+    """The prediction against the measurement: +0.01 is one percent too much."""
+    measured = record["measured"][size]
+    return None if measured is None else float(record["predicted"][size] / measured - 1)
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """One run as a row of the table."""
+    parts = [f"{record['name'][:58]:58s} {record['tokens']:5d}"]
+    for size in ("allocated", "device"):
+        off = error(record, size)
+        measured = record["measured"][size]
+        if off is None:
+            parts.append(" " * 26)
+        else:
+            predicted = record["predicted"][size]
+            parts.append(f"{predicted / 1e9:7.3f} {measured / 1e9:7.3f} {off:+8.2%}")
+    return "  ".join(parts) + f"  {record['seconds']:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, default=MEASURED)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--vocab", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="names or patterns")
+    parser.add_argument("--out", type=Path, help="write the records as JSON")
+    parser.add_argument("--graphs-seen", action="store_true")
+    options = parser.parse_args()
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = rows_of(options.table, options.vocab)
+        lengths = tuple(len(row["input_ids"]) for row in rows)
+        drawn = drawn_tokens(rows, folder)
+        records = []
+        print(f"{'':58s} tokens  allocated: predicted, measured   device: predicted, measured")
+        for run in (run for path in options.files for run in read(path)):
+            if options.only and not any(fnmatch.fnmatch(run.name, one) for one in options.only):
+                continue
+            records.append(predict(run, lengths, drawn, folder, graphs_seen=options.graphs_seen))
+            print(line(records[-1]), flush=True)
+    for size in ("allocated", "device"):
+        found = sorted(abs(off) for one in records if (off := error(one, size)) is not None)
+        if found:
+            print(f"{size}: median {found[len(found) // 2]:.2%}, worst {found[-1]:.2%}")
+    if options.out:
+        options.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
