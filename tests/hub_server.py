@@ -21,6 +21,8 @@ from local_server import Handler, LocalServer, Repo, git_oid, is_large
 
 
 class _HuggingFace(Handler):
+    hub: HubServer
+
     def routes(self) -> list[tuple[str, Callable[..., None]]]:
         """METHOD path -> handler; the groups of the path are its arguments."""
         name = r"([\w.-]+/[\w.-]+)"
@@ -161,6 +163,10 @@ class _HuggingFace(Handler):
         headers["ETag"] = f'"{_etag(repo, path)}"'
         if path in repo.large:
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(content))}
+            if self.hub.store_url is not None:
+                there = f"{self.hub.store_url}{self.path}"
+                self.answer(302, b"", Location=there, **_as_arguments(headers))
+                return
         self.answer_file(content, headers)
 
     def _at(self, name: str) -> str:
@@ -168,7 +174,8 @@ class _HuggingFace(Handler):
 
     def _readable(self, name: str) -> Repo | None:
         repo = self.hub.repos.get(name)
-        if repo is None or (repo.private and self.user() != name.partition("/")[0]):
+        may = self.hub.open_to_all or self.user() == name.partition("/")[0]
+        if repo is None or (repo.private and not may):
             self.answer(404 if self.user() else 401, {"error": "Repository not found"},
                         X_Error_Code="RepoNotFound")  # fmt: skip
             return None
@@ -185,6 +192,9 @@ class HubServer(LocalServer):
     """The Hugging Face Hub."""
 
     handler = _HuggingFace
+    store_url: str | None = None
+    """Where large files lie, if not here; as with the real hub, nobody is asked who they are."""
+    open_to_all = False
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
         """What points a process at this hub and at a cache of its own."""
@@ -194,6 +204,10 @@ class HubServer(LocalServer):
             "HF_HUB_DISABLE_UPDATE_CHECK": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         return variables if token is None else {**variables, "HF_TOKEN": token}
+
+
+def _as_arguments(headers: dict[str, str]) -> dict[str, str]:
+    return {name.replace("-", "_"): value for name, value in headers.items()}
 
 
 def _etag(repo: Repo, path: str) -> str:
