@@ -28,8 +28,9 @@ from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW
 
 _CLOSE = 0.02
 """What a quick price may be off by."""
-SLOW = ("two_pass", "host", "activation_offload", "optimizer_offload")
-"""What always costs time: a second backward pass, or the bus."""
+_RECOMPUTING = "checkpointing"
+SLOW = ("two_pass", "host", "activation_offload", "optimizer_offload", _RECOMPUTING)
+"""What always costs time: a second backward pass, the bus, layers computed again."""
 _NEIGHBOURS = 2
 _LISTED = 6
 
@@ -77,10 +78,13 @@ def make_plan(
     possible = [one for one in prices if fits_host(one, host_free)]
     search = _Search(possible, budget_bytes, pricer)
     found = search.run()
-    if found is None:
+    # Kinds may have been passed over for a plan that should have fitted.
+    if found is None or found.step_seconds > _best_seconds(prices, budget_bytes, host_free):
         every = price_all(asked, pricer)
-        search = _Search([one for one in every if fits_host(one, host_free)], budget_bytes, pricer)
-        found = search.run() if len(every) > len(prices) else None
+        if len(every) > len(prices):
+            possible = [one for one in every if fits_host(one, host_free)]
+            search = _Search(possible, budget_bytes, pricer)
+            found = search.run()
         if found is None:
             raise does_not_fit(asked, pricer, every, budget_bytes, host_free)
     digest = digest_of(workload, budget_bytes, card)
@@ -142,7 +146,7 @@ def price_all(
     With a budget, without the slow kinds that cannot be faster than the best of the others:
     each kind costs traces.
     """
-    kinds: dict[str, list[Candidate]] = {name: [] for name in ("", *SLOW)}
+    kinds: dict[str, list[Candidate]] = {name: [] for name in ("", _RECOMPUTING, *SLOW)}
     for one in candidates(asked):
         kinds[_slow_kind(one)].append(one)
     prices = [pricer.quick(one) for one in kinds.pop("")]
@@ -184,18 +188,20 @@ def rank(price: Price) -> tuple[float, int, int, int, int]:
 
 
 def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
-    """Masters of 16 bits only below what those of 24 need at least.
+    """Masters of 16 bits only below what those of 24 need at least, gradients kept alike.
 
     They cost up to half a point of F1 (ALBERT-tiny), 24 bits nothing that was measured.
     """
-    longer = [
-        one.device_bytes
-        for one in prices
-        if (stored := one.candidate.get("lowbit_adamw")) and stored.master_bits == 24
-    ]
-    least = min(longer, default=0)
+    least: dict[object, int] = {}
+    for one in prices:
+        if one.candidate.get("lowbit_adamw") and not _has_short_masters(one.candidate):
+            kind = one.candidate.get("gradient_release")
+            least[kind] = min(least.get(kind, one.device_bytes), one.device_bytes)
     return [
-        one for one in prices if not _has_short_masters(one.candidate) or one.device_bytes < least
+        one
+        for one in prices
+        if not _has_short_masters(one.candidate)
+        or one.device_bytes < least.get(one.candidate.get("gradient_release"), math.inf)
     ]
 
 
