@@ -26,8 +26,8 @@ class Cap(Protocol):
     def read(self) -> Read:
         """Says what there is."""
 
-    def move(self, limit_bytes: int) -> None:
-        """From now on this is the limit."""
+    def move(self, limit_bytes: int) -> bool:
+        """From now on this is the limit; whether more than that is still held."""
 
     def room_bytes(self) -> int | None:
         """What is left of it now; None where only counting would tell."""
@@ -49,13 +49,14 @@ class CudaCap:
         self._total_bytes = torch.cuda.mem_get_info(self._index)[1]
         self._allowed_bytes: int | None = None
 
-    def move(self, limit_bytes: int) -> None:
+    def move(self, limit_bytes: int) -> bool:
         """The context is part of the limit, and torch's allocator does not know of it."""
         self._allowed_bytes = max(limit_bytes - self.read.context_bytes, 0)
         share = min(self._allowed_bytes / self._total_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self._index)
         if torch.cuda.memory_reserved(self._index) > self._allowed_bytes:
             torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._index) > self._allowed_bytes
 
     def room_bytes(self) -> int | None:
         """Between what tensors take and what they may."""
@@ -92,11 +93,12 @@ class CpuCap:
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}
         return sum(storage.nbytes() for storage in storages.values())
 
-    def move(self, limit_bytes: int) -> None:
+    def move(self, limit_bytes: int) -> bool:
         """What fitted before may not fit now."""
         if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
             self._proven.clear()
         self._limit_bytes = limit_bytes
+        return False
 
     def room_bytes(self) -> int | None:
         """Not known without counting; the step as a whole is counted."""

@@ -145,7 +145,9 @@ class Guard:
             return
         if moved:
             before, now = moved
-            self.cap.move(now)
+            if self.cap.move(now):  # captured graphs hold what no tensor does
+                self._trainer.executor.drop()
+                free_memory(self._device)
             why = "less memory is free" if now < before else "more memory is free"
             self.note(why, f"a limit of {format_both(before)}", format_both(now))
             if now < before and self.when_squeezed is not None:

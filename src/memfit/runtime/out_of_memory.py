@@ -34,20 +34,32 @@ class BudgetExceeded(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was what lacked, whoever says it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SIGNS)
+    """Whether memory was what lacked, whoever says it.
+
+    A graph whose capture runs out of memory ends with another error, raised while handling it.
+    """
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
+        for one in _and_before(error)
+    )
 
 
 def let_go(error: BaseException) -> str:
     """Drop the tensors that the failed call's frames still hold; returns what was said."""
-    said = str(error).strip().split("\n", 1)[0]
+    *_, first = _and_before(error)
+    for one in _and_before(error):
+        traceback.clear_frames(one.__traceback__)
+    # CUDA's message goes on for lines about what else the card holds.
+    return ". ".join(str(first).strip().split("\n", 1)[0].split(". ")[:2]).rstrip(".")
+
+
+def _and_before(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those it was raised in the handling of."""
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
+        yield seen
         seen = seen.__context__
-    return said
 
 
 def free_memory(device: torch.device) -> None:

@@ -16,6 +16,8 @@ LOOK_SECONDS = 0.25
 """Asking the driver takes up to a millisecond: some times a second is enough, and costs nothing."""
 _MARGIN_BYTES = 32 * MIB
 """Left free where a size was asked for: the driver itself takes a little now and then."""
+_STRANGE = 2
+"""A context this many times the expected one is somebody else's memory."""
 SHRUNK, GROWN = 0.99, 1.05
 """A limit moves when it has fallen by one hundredth or risen by five: free memory flickers."""
 
@@ -48,8 +50,11 @@ class CudaReader:
         properties = torch.cuda.get_device_properties(self.index)
         capability = (properties.major, properties.minor)
         predicted = predicted_context_bytes(capability, properties.multi_processor_count)
-        # Libraries load when they are first used: the context of a training process is larger.
-        self.context_bytes = max(measured_context_bytes(self.index) or 0, predicted)
+        measured = measured_context_bytes(self.index) or 0
+        # Libraries load when they are first used: the context of a training process is larger than
+        # that of a fresh one. Where the driver does not tell processes apart, a neighbour's memory
+        # would be taken for it.
+        self.context_bytes = max(measured if measured < _STRANGE * predicted else 0, predicted)
 
     def __call__(self) -> Reading:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
