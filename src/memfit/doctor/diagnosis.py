@@ -74,9 +74,7 @@ def diagnose(
     card, budget_bytes = _card(found, named)
     trains: tuple[Reach, ...] = ()
     if card is not None and table:
-        if say is not None:
-            say(f"pricing well-known models on {card.name}...")
-        trains = tuple(reaches(card, budget_bytes))
+        trains = tuple(reaches(card, budget_bytes, say=say))
     return Diagnosis(
         environment=found,
         findings=notes,

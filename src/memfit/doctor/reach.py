@@ -1,15 +1,16 @@
 """What a card can train: well-known models against what the result may pay for it.
 
 Each cell is the fastest plan that fits, by quick prices composed from traced layers: what
-`memfit plan` would then trace whole. The task is the usual one: an effective batch of 32 texts,
-each of 128 tokens.
+`memfit plan` would then trace whole. Techniques that are slow for what they save (offload, cut
+texts) are only priced where nothing fits without them. The task is the usual one: an effective
+batch of 32 texts, each of 128 tokens.
 """
 
 from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.values import Price, Pricer, Workload
+    from memfit.planner.values import Candidate, Price, Pricer, Workload
 
 ROWS, TOKENS = 32, 128
 """The effective batch, and the length of every text."""
@@ -80,9 +81,13 @@ def reaches(
     models: Sequence[KnownModel] | None = None,
     host_bytes_free: int | None = None,
     pricer_for: PricerFor | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[Reach]:
-    """The table, line by line: a line takes a moment."""
-    for model in well_known() if models is None else models:
+    """The table, line by line: a line takes some seconds, so each is announced."""
+    every = well_known() if models is None else models
+    for number, model in enumerate(every, start=1):
+        if say is not None:
+            say(f"pricing {model.name} ({number} of {len(every)})")
         workload = _workload(model)
         row = _Row(workload, card, budget_bytes, host_bytes_free, pricer_for)
         exact, rounding = row.cell(exact=True), row.cell()
@@ -119,15 +124,20 @@ class _Row:
         return TracedPricer(self.workload, self.card)
 
     def cell(self, *, exact: bool = False, allow: bool = False) -> Cell:
-        from memfit.planner.search import ask, price_all
-        from memfit.planner.space import ALLOWABLE
+        from memfit.planner.search import ask, rank
+        from memfit.planner.space import ALLOWABLE, candidates
 
         allowed = frozenset(ALLOWABLE) if allow else frozenset[str]()
-        asked, pricer = ask(self.workload, self.card, self.pricer, exact=exact, allow=allowed)
-        prices = [one for one in price_all(asked, pricer) if self._has_host_memory(one)]
+        asked, _ = ask(self.workload, self.card, self.pricer, exact=exact, allow=allowed)
+        rare: list[Candidate] = []
+        usual: list[Candidate] = []
+        for candidate in candidates(asked):
+            (usual if _is_usual(candidate) else rare).append(candidate)
+        prices = self._priced(usual)
+        if not any(one.device_bytes <= self.budget_bytes for one in prices):
+            prices += self._priced(rare)
         fitting = [one for one in prices if one.device_bytes <= self.budget_bytes]
-        # price_all puts the fastest first.
-        best = fitting[0] if fitting else min(prices, key=lambda one: one.device_bytes)
+        best = min(fitting, key=rank) if fitting else min(prices, key=lambda one: one.device_bytes)
         return Cell(
             fits=bool(fitting),
             device_bytes=best.device_bytes,
@@ -135,10 +145,29 @@ class _Row:
             strategies=tuple(one.name for one in best.candidate.strategies),
         )
 
-    def _has_host_memory(self, price: Price) -> bool:
+    def _priced(self, ways: Iterable[Candidate]) -> list[Price]:
+        """Quick prices of those this machine has the host memory for."""
         import psutil
 
         from memfit.planner.preflight import fits_host
 
         free = self.host_bytes_free
-        return fits_host(price, psutil.virtual_memory().available if free is None else free)
+        free = psutil.virtual_memory().available if free is None else free
+        prices = (self.pricer.quick(one) for one in ways)
+        return [one for one in prices if fits_host(one, free)]
+
+
+def _is_usual(candidate: Candidate) -> bool:
+    """Whether it is priced first: each technique beyond these takes traces of its own."""
+    from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW
+
+    for one in candidate.strategies:
+        if one.name in ("activation_offload", "optimizer_offload", "truncation"):
+            return False
+        if isinstance(one, Checkpointing) and one.part != "layer":
+            return False
+        if isinstance(one, LowBitAdamW) and one.master_bits != 24:
+            return False
+        if isinstance(one, GradientRelease) and one.mode not in ("kept8", "release"):
+            return False
+    return True
