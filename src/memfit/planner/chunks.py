@@ -239,10 +239,9 @@ def gap_bytes(
     tokens: int,
     *,
     keeps: bool,
-    expandable_segments: bool,
 ) -> int:
     """What the allocator reserves beyond what is allocated at the peak of such a micro-batch."""
-    allocator = Allocator(expandable_segments=expandable_segments)
+    allocator = Allocator()
     living: dict[int, list[Block]] = {}
     highest = 0
 

@@ -16,6 +16,7 @@ from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.counts import StepCounts
 from memfit.memory.phases import TRAINING
+from memfit.memory.segments import Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
 from memfit.planner.batches import Cutting
 from memfit.planner.chunks import gap_bytes, peak_of, walk
@@ -62,6 +63,13 @@ class Split:
     def packed(self) -> bool:
         """Whether micro-batches have no padding."""
         return any(one.name == "packing" for one in self.family)
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether something travels to the host beside the computation."""
+        names = {one.name for one in (*self.policy, *self.updating)}
+        sent = any(getattr(one, "mode", "") == "host" for one in self.updating)
+        return sent or bool(names & {"activation_offload", "optimizer_offload"})
 
     @cached_property
     def as_counted(self) -> Split:
@@ -121,6 +129,7 @@ class TracedPricer:
             "host": max(launched, 4 * learning / speeds.bus_bytes_per_second),
             "activation_offload": launched,
             "optimizer_offload": learning / speeds.host_parameters_per_second,
+            "checkpointing": fastest,
         }
         return least[kind]
 
@@ -223,7 +232,10 @@ class TracedPricer:
         gap = 0
         if self.card is not None:
             gap = self._gap_at(family, split, tokens, adds_up)
-            gap += round(max(updating.gap_bytes, 0.0))
+            # What graphs were captured in is theirs: an evaluation takes memory beside it.
+            gap += round(
+                updating.evaluation_bytes if split.graphs else max(updating.gap_bytes, 0.0)
+            )
         held = {name: round(static.parts.get(name, 0.0)) for name in Component}
         held[Component.GRADIENTS] += round(gradients)
         held[Component.WORKSPACE] += workspace
@@ -299,11 +311,12 @@ class TracedPricer:
         count: int,
         tokens: int,
         keeps: bool,
-        expandable: bool,
+        graphed: bool,
     ) -> float:
         steps = self._walk(family, policy, count)
-        before = family.traced(family.layers).segments
-        return gap_bytes(steps, before, tokens, keeps=keeps, expandable_segments=expandable)
+        # A graph's pool begins empty.
+        before = Segments({}) if graphed else family.traced(family.layers).segments
+        return gap_bytes(steps, before, tokens, keeps=keeps)
 
     def _make_outside(
         self, split: Split, family: Family, limits: MicroBatching, kernels: float
@@ -319,6 +332,7 @@ class TracedPricer:
             biases=trace.biases,
             recompute=again,
             small_workspace=split.small_workspace,
+            streams=split.copies,
             graphs=self._graphs(limits, split.graphs) if split.graphs else 0,
             graphed_kernels=kernels,
         )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.planner.messages import name_of
 from memfit.planner.plan import Decision
 from memfit.planner.space import Asked, batches_of
 from memfit.planner.values import Candidate, Price, Pricer
@@ -213,12 +212,12 @@ class _Explaining:
     def _unused(self) -> Iterator[Decision]:
         for name, reason in self.asked.left_out.items():
             if self.candidate.get(name) is None:
-                fields = {"name": name_of(name), "reason": reason}
+                fields = {"name": name, "reason": reason}
                 yield Decision("unused.cannot", fields, name)
         if self.asked.exact and self.asked.card is not None:
             for name in ("lowbit_adamw", "half_precision"):
                 if by_name(name)().fidelity is not Fidelity.EXACT:
-                    yield Decision("unused.exact", {"name": name_of(name)}, name)
+                    yield Decision("unused.exact", {"name": name}, name)
         known = self.asked.left_out
         if not self.candidate.get("checkpointing") and "checkpointing" not in known:
             yield from self._needless(Checkpointing())
@@ -230,7 +229,7 @@ class _Explaining:
             self.candidate, strategies=tuple(ordered([*self.candidate.strategies, strategy]))
         )
         slower = self.pricer.quick(with_it).step_seconds / self.quick.step_seconds - 1
-        fields = {"name": name_of(strategy.name), "cost": percent(max(slower, 0.0))}
+        fields = {"name": strategy.name, "cost": percent(max(slower, 0.0))}
         yield Decision("unused.needless", fields, strategy.name)
 
     # ------------------------------------------------------------------------- figures

@@ -287,10 +287,10 @@ PHASES: dict[str, dict[Language, str]] = {
 
 
 def say(message: str, fields: Mapping[str, str], language: Language = "en") -> str:
-    """The sentence of that id with its fields filled in."""
-    return MESSAGES[message][language].format_map(dict(fields))
-
-
-def name_of(strategy: str, language: Language = "en") -> str:
-    """What a person calls a strategy."""
-    return NAMES[strategy][language] if strategy in NAMES else strategy
+    """The sentence of that id with its fields filled in; names of things in its language too."""
+    known = {"name": NAMES, "phase": PHASES}
+    said = {
+        key: known[key][value][language] if key in known and value in known[key] else value
+        for key, value in fields.items()
+    }
+    return MESSAGES[message][language].format_map(said)

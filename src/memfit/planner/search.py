@@ -232,6 +232,11 @@ def best_of_each_kind(prices: Sequence[Price], budget_bytes: int, chosen: Price)
             return
 
 
+def first_that_fits(prices: Sequence[Price], budget_bytes: int, pricer: Pricer) -> Price | None:
+    """The first of these, fastest first, whose whole step stays inside the budget."""
+    return _Search(prices, budget_bytes, pricer).run()
+
+
 class _Search:
     """Goes through the quick prices, fastest first, and traces what should fit."""
 

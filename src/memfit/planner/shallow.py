@@ -188,7 +188,7 @@ class Updating:
     def _gap(self, trace: StepTrace) -> float:
         whole = [(Stretch(trace.segments.parts["micro"], self._family.growth), 1)]
         tokens = self._family.tokens[0]
-        return gap_bytes(whole, trace.segments, tokens, keeps=False, expandable_segments=False)
+        return gap_bytes(whole, trace.segments, tokens, keeps=False)
 
     @cached_property
     def evaluation_bytes(self) -> float:

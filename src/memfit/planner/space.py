@@ -91,7 +91,8 @@ class Asked:
             return True
         reason = self.judge(strategies)
         if reason:
-            self.left_out.setdefault(strategies[-1].name, reason)
+            name = strategies[-1].name
+            self.left_out.setdefault(name, reason.removeprefix(f"{name} cannot be used here: "))
         else:
             self._good.update(strategies)
         return not reason
@@ -149,7 +150,7 @@ def candidates(
         together = _together(strategies, free)
         if together is None or _senseless(together):
             continue
-        for limits in _limits(asked, together):
+        for limits in limits_for(asked, together):
             yield Candidate(together, limits)
 
 
@@ -367,7 +368,7 @@ def _senseless(strategies: Option) -> bool:
     return False
 
 
-def _limits(asked: Asked, strategies: Option) -> list[MicroBatching]:
+def limits_for(asked: Asked, strategies: Option) -> list[MicroBatching]:
     """The whole effective batch at once, or in ever smaller parts down to the longest row."""
     whole = [MicroBatching()]
     if needs_whole_batches(strategies):
