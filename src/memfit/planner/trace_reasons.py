@@ -45,9 +45,9 @@ def first_objection(
     """The first sentence against one of them, each asked after those before it were applied."""
     setup = make_setup(workload, build_model(workload, config), card)
     early = [one for one in strategies if one.name in ON_META]
+    if reason := _objection(early, setup):
+        return reason
     with FakeTensorMode(), traced.tracing(_Unwatched(traced_device(card))):
-        if reason := _objection(early, setup):
-            return reason
         materialize(setup.model, empty_like)
         return _objection([one for one in strategies if one.name not in ON_META], setup)
 
