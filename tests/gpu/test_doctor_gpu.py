@@ -1,0 +1,58 @@
+"""`memfit doctor` on a machine that has a GPU: what it says against what torch and NVML say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memfit.doctor.advice import findings
+from memfit.doctor.diagnosis import diagnose
+from memfit.doctor.environment import look_around
+from memfit.doctor.readiness import readiness
+from memfit.memory import nvml
+from memfit.memory_logging import MemoryLogging
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def test_the_driver_names_the_card_torch_sees() -> None:
+    driver = nvml.driver()
+    assert driver is not None
+    names = [card.name for card in driver.cards]
+    assert torch.cuda.get_device_name(0) in names
+    card = driver.cards[names.index(torch.cuda.get_device_name(0))]
+    assert card.capability == torch.cuda.get_device_capability(0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert card.total_bytes == pytest.approx(total, rel=0.05)
+    built_for = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+    assert driver.cuda[0] >= built_for[0]
+    assert driver.version[0].isdigit()
+
+
+def test_a_machine_that_trains_has_no_problems() -> None:
+    found = look_around()
+    assert found.torch.sees_gpu
+    assert [one.text for one in findings(found) if one.kind == "problem"] == []
+
+
+def test_every_strategy_is_ready_on_the_card_that_is_here() -> None:
+    found = look_around()
+    assert [one for one in readiness(found) if not one.ready] == []
+
+
+def test_without_a_name_the_card_here_is_judged_by_its_free_memory() -> None:
+    held = torch.zeros(2**30, dtype=torch.uint8, device="cuda")
+    found = diagnose(table=False)
+    assert found.card is not None
+    assert found.card.name == torch.cuda.get_device_name(0)
+    assert found.budget_bytes < found.card.total_bytes - held.nbytes
+
+
+def test_what_is_logged_is_what_the_allocator_reserved() -> None:
+    from transformers import TrainingArguments
+
+    held = torch.zeros(2**28, device="cuda")
+    logs: dict[str, float] = {"loss": 1.0}
+    MemoryLogging().on_log(TrainingArguments("unused", report_to="none"), logs=logs)
+    assert held.nbytes / 2**30 <= logs["memory_gib"] <= logs["memory_peak_gib"]
+    assert logs["memory_gib"] == pytest.approx(torch.cuda.memory_reserved() / 2**30, abs=1e-3)
