@@ -26,6 +26,7 @@ from memfit.units import parse_budget
 TASKS = ("auto", "single_label", "multi_label", "regression")
 DTYPES = ("float32", "bfloat16", "float16")
 ON_NAN = ("stop", "skip")
+_LONGEST_NAME = 255
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -64,6 +65,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_choice("task", self.task, TASKS)
+        _check_path("the data file", self.path)
+        _check_path("--validation-file", self.validation_file)
+        check_seed("--seed", self.seed)
         if not 0 < self.validation_split < 1:
             raise ConfigError(
                 f"--validation-split is {self.validation_split}; write a share between 0 and 1, "
@@ -95,6 +99,7 @@ class ModelConfig:
         return _construct(cls, options)
 
     def __post_init__(self) -> None:
+        _check_path("--model", self.model)
         if self.freeze is not None and not (
             self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
         ):
@@ -127,6 +132,7 @@ class RunConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_path("--output-dir", self.output_dir)
         parse_budget(self.budget)
         _check_choice("on_nan", self.on_nan, ON_NAN)
 
@@ -301,6 +307,8 @@ def _label_names(value: Any) -> dict[str, str]:
     if isinstance(value, Mapping):
         return {str(key): str(name) for key, name in value.items()}
     names: dict[str, str] = {}
+    if not isinstance(value, (str, list, tuple)):
+        raise ConfigError(f"label_names is {value!r}; write label=name, such as 0=negative")
     for item in [value] if isinstance(value, str) else value:
         label, sign, name = str(item).partition("=")
         if not (sign and label and name):
@@ -314,6 +322,22 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         hint = nearest(value, choices)
         flag = "--" + key.replace("_", "-")
         raise ConfigError(f"{flag} is {value!r}; it is one of {', '.join(choices)}.{hint}")
+
+
+def check_seed(flag: str, seed: object) -> None:
+    """What torch, numpy and Python's own generator all take."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(f"{flag} is {seed!r}; write a whole number from 0 to {2**32 - 1}")
+
+
+def _check_path(what: str, path: str | None) -> None:
+    """Names that no file system takes, before one is asked in many places."""
+    if path is None:
+        return
+    if not path.strip() or "\0" in path:
+        raise ConfigError(f"{what} is {path!r}, which is no name; write a path")
+    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in path.split("/")):
+        raise ConfigError(f"{what} begins with {path[:40]!r} and is too long a name; check it")
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -78,6 +78,9 @@ class RunSummary:
         """The inverse of `to_dict`; keys of another version are passed over."""
         known = {item.name for item in fields(cls)}
         kept = {key: value for key, value in values.items() if key in known}
+        for key in ("metrics", "training", "data", "lengths", "seconds", "versions"):
+            if not isinstance(kept.get(key, {}), Mapping):
+                raise TypeError(f"its {key} is no object")
         kept["labels"] = tuple(kept.get("labels", ()))
         memory = kept.get("memory") or {}
         kept["memory"] = MemorySummary(

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.config import check_seed
 from memfit.errors import ConfigError, MemfitError, nearest
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
         count = training.get(name)
         if isinstance(count, int) and count < 1:
             raise ConfigError(f"{flag} ({name}) is {count}; write 1 or more")
+    for name in ("seed", "data_seed"):
+        if training.get(name) is not None:
+            check_seed(f"--{name.replace('_', '-')}", training[name])
     metric = training.get("metric_for_best_model")
     known = ("loss", *METRICS[task]) if task is not None else ()
     if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:

@@ -61,7 +61,7 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path}, line {number}: not JSON ({_reason(error)}); write one object a line"
                 ) from None
@@ -82,6 +82,8 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 return
             try:
                 value, end = _DECODER.raw_decode(buffer, position)
+            except RecursionError as error:
+                raise DataError(f"{path}, line {line}: not JSON ({_reason(error)})") from None
             except ValueError as error:
                 # Either it is wrong or it is not all there yet; only the end of the file tells.
                 more = file.read(_CHUNK_CHARS)
@@ -97,8 +99,10 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             position = end
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     """Without the position, which counts from the start of a line or a part of the file."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 

@@ -63,11 +63,11 @@ def newest_good(output_dir: str | Path) -> Search:
     """Looks from the newest on; every byte of the one that is taken has been read."""
     found = checkpoints_in(output_dir)
     if found and all(_is_foreign(item) for item in found):
-        whole = [item for item in found if not foreign_problem(item)]
+        whole = [item for item in found if not state_problem(item)]
         return Search(whole[0] if whole else None, tuple(_passed_over(found, whole)))
     passed_over: list[tuple[Path, str]] = []
     for item in found:
-        problem = problem_with(item)
+        problem = damage(item)
         if not problem:
             return Search(item, tuple(passed_over))
         passed_over.append((item, problem))
@@ -76,7 +76,8 @@ def newest_good(output_dir: str | Path) -> Search:
 
 def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, whoever wrote it; empty where nothing is."""
-    return foreign_problem(checkpoint) if _is_foreign(checkpoint) else problem_with(checkpoint)
+    listed = "" if _is_foreign(checkpoint) else problem_with(checkpoint)
+    return listed or state_problem(checkpoint)
 
 
 def newest_listed(output_dir: str | Path) -> Path | None:
@@ -86,7 +87,7 @@ def newest_listed(output_dir: str | Path) -> Path | None:
 
 def _passed_over(found: list[Path], whole: list[Path]) -> Iterator[tuple[Path, str]]:
     for item in found[: found.index(whole[0])] if whole else found:
-        yield item, foreign_problem(item)
+        yield item, state_problem(item)
 
 
 def _is_foreign(checkpoint: Path) -> bool:
@@ -94,10 +95,15 @@ def _is_foreign(checkpoint: Path) -> bool:
     return not (checkpoint / MANIFEST).exists() and not (checkpoint / _OURS).exists()
 
 
-def foreign_problem(checkpoint: Path) -> str:
-    """Why a checkpoint without manifest is none; all that can be told is whether it was ended."""
+def state_problem(checkpoint: Path) -> str:
+    """Why nothing can be continued from the state: not there, cut off, or not one at all.
+
+    Of a checkpoint without manifest this is all that can be told.
+    """
     try:
-        TrainerState.load_from_json(str(checkpoint / _WRITTEN_LAST))
+        state = TrainerState.load_from_json(str(checkpoint / _WRITTEN_LAST))
+        if not isinstance(state.global_step, int) or not isinstance(state.log_history, list):
+            raise TypeError("it counts no steps")
     except FileNotFoundError:
         return f"{_WRITTEN_LAST}, which is written last, is missing"
     except Exception as error:  # whatever half a file makes of JSON and of the state's fields
