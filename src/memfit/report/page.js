@@ -19,6 +19,21 @@
     try { localStorage.setItem(kept, theme.value); } catch { /* then for this time only */ }
   });
 
+  // ---- what scrolls sideways is a stop for the keyboard, what does not is none ----
+  const stops = () => {
+    for (const box of document.querySelectorAll(".scroll")) {
+      if (box.scrollWidth > box.clientWidth) {
+        box.tabIndex = 0;
+        box.setAttribute("role", "region");
+      } else {
+        box.removeAttribute("tabindex");
+        box.removeAttribute("role");
+      }
+    }
+  };
+  stops();
+  window.addEventListener("resize", stops);
+
   // ---- while the run trains ----
   let refresh = Number(root.dataset.refresh);
   if (!refresh) return;
@@ -35,6 +50,7 @@
       if (here && there && here.innerHTML !== there.innerHTML) here.replaceWith(there);
     }
     document.title = fresh.title;
+    stops();
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
     if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
     window.scrollTo({ top, behavior: "instant" });
