@@ -56,5 +56,4 @@ class Notebook:
         block = re.sub(
             r"""(['"])(google-bert/bert-base-chinese|hfl/rbt3)\1""", repr(str(self.model)), block
         )
-        block = re.sub(r"""(['"])(\./)?ChnSentiCorp_htl_all\.csv\1""", repr(str(self.table)), block)
-        return re.sub(r"""(['"])roberthsu2003/checkpoints\1""", "'./checkpoints'", block)
+        return re.sub(r"""(['"])(\./)?ChnSentiCorp_htl_all\.csv\1""", repr(str(self.table)), block)
