@@ -134,7 +134,7 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
     def read() -> Reading:
         """A card of 4 GB, of which the neighbour holds a part."""
         own = torch.cuda.memory_reserved() + context
-        return Reading(CAP_BYTES, max(CAP_BYTES - own - held.value, 0) + 2**26, own)
+        return Reading(CAP_BYTES, CAP_BYTES - own - held.value + 2**26, own)
 
     read.context_bytes = context  # type: ignore[attr-defined]
     cap.read = read  # type: ignore[assignment]

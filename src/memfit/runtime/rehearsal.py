@@ -101,7 +101,10 @@ class _Stage:
 
     def _longest(self) -> list[int]:
         """The rows with most tokens; any where that cannot be told."""
-        lengths = row_lengths(self._dataset)
+        try:
+            lengths = row_lengths(self._dataset)
+        except (KeyError, TypeError):  # rows of something else than tokens
+            lengths = []
         order = range(len(self._dataset))
         if len(lengths) == len(self._dataset):
             order = sorted(order, key=lambda row: -lengths[row])  # type: ignore[assignment]
@@ -167,7 +170,9 @@ class _Stage:
         guard, depth = self._guard, self._guard.adjuster.abilities.depth
         way = guard.way_for(lengths)
         half = self._batch(self._longest()[::2])
-        smaller, _ = self._try(half, replace(way, max_tokens=max(tried.tokens // 2, 1)))
+        # Where batches were cut, half of them would be cut into the same pieces.
+        halved = replace(way, max_tokens=tried.tokens // 2 or 1) if tried.pieces > 1 else way
+        smaller, _ = self._try(half, halved)
         if smaller is None or smaller.tokens >= tried.tokens:
             return
         gradients = self._gradient_bytes()
@@ -175,11 +180,10 @@ class _Stage:
         low = smaller.peak_bytes - (gradients if smaller.pieces > 1 else 0)
         token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
         fixed_bytes = high - token_bytes * tried.tokens
-        other = depth if way.recomputed < depth else 0
         layer_bytes = 0.0
-        if depth and other != way.recomputed:
-            again, _ = self._try(half, replace(way, recomputed=other,
-                                               max_tokens=max(tried.tokens // 2, 1)))  # fmt: skip
+        if depth:
+            other = depth if way.recomputed < depth else 0
+            again, _ = self._try(half, replace(halved, recomputed=other))
             if again is not None:
                 saved = (smaller.peak_bytes - again.peak_bytes) / (other - way.recomputed)
                 layer_bytes = max(saved / smaller.tokens, 0.0)

@@ -73,10 +73,10 @@ def careful(
 
     @functools.wraps(plain)
     def step(self: Optimizer, closure: Any = None, **named: Any) -> Any:
-        # A closure wants all gradients at once; so do optimizers with sinks, which have them not.
-        room = room_bytes() if closure is None else None
+        # A closure wants all gradients at once. A fused kernel needs nothing for itself.
+        whole = closure is not None or self.defaults.get("fused") or not _has_gradients(self)
         with retrying(device):
-            parts = list(_parts(self, room))
+            parts = [] if whole else list(_parts(self, room_bytes()))
             if len(parts) <= 1:
                 return plain(closure, **named) if closure is not None else plain(**named)
             for shown in parts:
@@ -86,6 +86,11 @@ def careful(
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _MARK, True)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    """An optimizer whose gradients go into a sink has none when its step is called."""
+    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
 
 
 def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor]]:
