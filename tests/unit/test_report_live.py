@@ -187,10 +187,11 @@ def test_ctrl_c_is_for_the_training_and_a_dead_parent_ends_it(tmp_path: Path) ->
         assert process.wait(60) == 0
 
 
+@pytest.mark.parametrize("executable", ["false", "", "/nowhere/python"])
 def test_a_server_that_cannot_start_costs_the_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executable: str
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "false")
+    monkeypatch.setattr(sys, "executable", executable)
     said: list[str] = []
     with watching(tmp_path, said.append, "en"):
         pass

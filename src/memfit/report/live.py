@@ -29,6 +29,7 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 _START_SECONDS = 20.0
+_NOT_STARTED = "the live page could not be started; report.html will be written"
 _REST = 9
 """Times as long as a drawing took, nothing is drawn after it."""
 _WATCHED = (
@@ -45,24 +46,30 @@ def watching(folder: Path, say: Callable[[str], None], lang: str) -> Iterator[No
     """Serve the folder's page for as long as the block lasts, and say where."""
     # Without -P a file in the current folder could take the place of a module.
     command = [sys.executable, "-P", "-m", "memfit.report.live", str(folder), "--lang", lang]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process: subprocess.Popen[str] | None = None
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     try:
-        if url := _first_line(process):
-            say(f"watch    {url}")
-        else:
-            say("note     the live page could not be started; report.html will be written")
+        url = _first_line(process) if process is not None else ""
+        say(f"watch    {url}" if url else f"note     {_NOT_STARTED}")
         yield
     finally:
-        _end(process)
+        if process is not None:
+            _end(process)
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
     """What the server says when it listens; nothing where it does not in time."""
     found: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: found.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    out = process.stdout
+    assert out is not None
+    reader = threading.Thread(target=lambda: found.append(out.readline()), daemon=True)
     reader.start()
     reader.join(_START_SECONDS)
     return found[0].strip() if found else ""

@@ -42,6 +42,11 @@
   const parts = ["#state", "#contents", "main"];
 
   const swap = (fresh) => {
+    // A screen reader hears of the end, not of every step.
+    const word = fresh.querySelector(".state").textContent;
+    if (word !== document.querySelector(".state").textContent) {
+      document.getElementById("said").textContent = word;
+    }
     const open = [...document.querySelectorAll("details[open][id]")].map((one) => one.id);
     const focused = document.activeElement && document.activeElement.id;
     const top = window.scrollY;
