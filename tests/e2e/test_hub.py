@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from hub_server import HubServer
 from local_server import Fault
 from memfit.evaluation import ClassRow, Evaluation, Mistake
 from memfit.results import RunSummary, write_evaluation, write_summary
+from terminal import at_a_terminal
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -71,26 +73,22 @@ class Desk:
         plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
         return {**plain, **self.hub.environment(self.home, token), **more}
 
-    def __call__(
-        self, *words: str, token: str | None = TOKEN, given: str = "", code: int = 0, **more: str
+    def run(
+        self, *words: str, token: str | None, given: str = "", code: int = 0, **more: str
     ) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "memfit", *words],
-            input=given, capture_output=True, text=True, timeout=120, cwd=self.home,
-            env=self.environment(token, **more),
+            [sys.executable, *words], input=given, capture_output=True, text=True, timeout=120,
+            cwd=self.home, env=self.environment(token, **more),
         )  # fmt: skip
         self.said += done.stdout + done.stderr
         assert done.returncode == code, done.stderr
         return (done.stdout if code == 0 else done.stderr).strip()
 
-    def python(self, code: str, token: str | None = None, **more: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-            cwd=self.home, env=self.environment(token, **more),
-        )  # fmt: skip
-        self.said += done.stdout + done.stderr
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def __call__(self, *words: str, token: str | None = TOKEN, **more: Any) -> str:
+        return self.run("-m", "memfit", *words, token=token, **more)
+
+    def python(self, text: str, token: str | None = None, **more: Any) -> str:
+        return self.run("-c", text, token=token, **more)
 
 
 @pytest.fixture
@@ -174,6 +172,20 @@ def test_in_a_pipe_a_missing_licence_names_the_option(desk: Desk, run_folder: Pa
     assert desk.hub.requests == []
 
 
+def test_at_a_terminal_the_licence_is_asked_for(desk: Desk, run_folder: Path) -> None:
+    command = [sys.executable, "-m", "memfit", "push", str(run_folder), "anna/reviews"]
+    answers = [("licence: ", "apache2"), ("licence: ", "apache-2.0")]
+    code, screen = at_a_terminal(command, answers, desk.environment(TOKEN))
+    assert code == 0, screen
+    assert "Did you mean 'apache-2.0'?" in screen
+    assert b"license: apache-2.0" in desk.hub.repos["anna/reviews"].files["README.md"]
+    # A card that names one needs no question.
+    (run_folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n", encoding="utf-8")
+    code, screen = at_a_terminal(command, [], desk.environment(TOKEN))
+    assert code == 0, screen
+    assert b"Mine." in desk.hub.repos["anna/reviews"].files["README.md"]
+
+
 def test_what_the_hub_refuses_says_what_to_do(desk: Desk, run_folder: Path) -> None:
     words = ("push", str(run_folder), "bob/reviews", "--licence", "mit")
     assert "the hub knows no token; log in with memfit login" in desk(*words, token=None, code=2)
@@ -242,6 +254,34 @@ def test_an_upload_that_was_killed_sends_what_arrived_no_second_time(
     assert len(desk.hub.asked("PUT", "/lfs/")) == len(shards)
     files = desk.hub.repos["anna/reviews"].files
     assert all(files[shard.name] == shard.read_bytes() for shard in shards)
+
+
+# ---- the Trainer's own push ----
+
+TRAINER = """
+import sys
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from memfit import BudgetTrainer, TrainingArguments
+model, token = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(model)
+trainer = BudgetTrainer(
+    AutoModelForSequenceClassification.from_pretrained(model),
+    TrainingArguments("reviews", hub_token=token, use_cpu=True, report_to="none"),
+)
+trainer.push_to_hub()
+tokenizer.push_to_hub("anna/reviews", token=token)
+"""
+
+
+def test_the_trainers_push_leaves_the_token_out_of_what_it_uploads(
+    desk: Desk, tiny_model_dir: Path
+) -> None:
+    desk.run("-c", TRAINER, str(tiny_model_dir), TOKEN, token=None)
+    files = desk.hub.repos["anna/reviews"].files
+    assert {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"} <= set(files)
+    assert [name for name, content in files.items() if TOKEN.encode() in content] == []
+    assert kept_tokens(desk.home) == set()
+    assert TOKEN not in desk.said
 
 
 # ---- download ----

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from local_server import Fault
 from modelscope_server import ModelScopeServer
+from terminal import at_a_terminal
 
 TOKEN = "ms-01234567-89ab-cdef-0123-456789abcdef"
 MODEL = "modelscope:anna/reviews"
@@ -49,11 +51,11 @@ class Desk:
         assert done.returncode == code, done.stderr
         return (done.stdout if code == 0 else done.stderr).strip()
 
-    def __call__(self, *words: str, token: str | None = TOKEN, **more: object) -> str:
-        return self.run("-m", "memfit", *words, token=token, **more)  # type: ignore[arg-type]
+    def __call__(self, *words: str, token: str | None = TOKEN, **more: Any) -> str:
+        return self.run("-m", "memfit", *words, token=token, **more)
 
-    def python(self, text: str, **more: object) -> str:
-        return self.run("-c", text, token=None, **more)  # type: ignore[arg-type]
+    def python(self, text: str, **more: Any) -> str:
+        return self.run("-c", text, token=None, **more)
 
 
 @pytest.fixture
@@ -80,6 +82,18 @@ def test_login_keeps_the_token_with_modelscopes_own(desk: Desk) -> None:
     kept = {item.name for item in (desk.home / "modelscope").rglob("*") if item.is_file()}
     assert "cookies" in kept
     assert TOKEN not in desk.said
+
+
+def test_at_a_terminal_the_token_is_asked_for_and_not_shown(desk: Desk) -> None:
+    command = [sys.executable, "-m", "memfit", "login", "--to", "modelscope"]
+    env = {**os.environ, **desk.hub.environment(desk.home)}
+    code, screen = at_a_terminal(command, [("token (not shown):", TOKEN)], env)
+    assert code == 0, screen
+    assert screen.strip().endswith("as anna")
+    assert TOKEN not in screen
+    code, screen = at_a_terminal(command, [], env)  # it is known now
+    assert code == 0, screen
+    assert "not shown" not in screen
 
 
 def test_push_uploads_model_tokenizer_and_card(desk: Desk, push: tuple[str, ...]) -> None:
