@@ -1,0 +1,97 @@
+"""k of n layers, from shallow traces of memfit's own step, against the full trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from transformers import BertConfig, TrainingArguments
+
+from memfit.memory.allocator import simulate
+from memfit.memory.cards import find_card
+from memfit.memory.segments import Segments, play
+from memfit.planner.trace import trace_step
+from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import (
+    ActivationOffload,
+    Checkpointing,
+    Freezing,
+    FusedLayers,
+    GradientRelease,
+    HalfPrecision,
+    LowBitAdamW,
+    Packing,
+    Strategy,
+)
+
+H200 = find_card("H200")
+SMALL: dict[str, Any] = {
+    "vocab_size": 500, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512,
+}  # fmt: skip
+LOW = LowBitAdamW()
+
+
+def workload(layers: int) -> Workload:
+    args = TrainingArguments(
+        "unused", per_device_train_batch_size=8, max_grad_norm=0.0, report_to="none", use_cpu=True
+    )
+    draw = random.Random(1)
+    lengths = tuple(draw.randint(8, 64) for _ in range(200))
+    return Workload(
+        config=BertConfig(num_hidden_layers=layers, **SMALL), lengths=lengths, args=args
+    )
+
+
+def candidate(*strategies: Strategy) -> Candidate:
+    return Candidate(strategies, MicroBatching())
+
+
+def assert_same(found: Segments, expected: Segments) -> None:
+    assert found.parts.keys() == expected.parts.keys()
+    for name, marks in expected.parts.items():
+        ours = [(mark.birth, mark.kind[0]) for mark in found.parts[name]]
+        assert ours == [(mark.birth, mark.kind[0]) for mark in marks], name
+    order = ["build", "start", "micro", "update_first", "clear"]
+    ours, theirs = simulate(play(found, order)), simulate(play(expected, order))
+    assert ours.allocated_bytes == theirs.allocated_bytes
+    assert ours.reserved_bytes == theirs.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategies", "traced_layers"),
+    [
+        ([Packing(), Checkpointing(), LOW, GradientRelease()], (3, 4)),
+        ([HalfPrecision(), Freezing(6), Checkpointing(7)], (4, 5, 5, 5)),
+        ([Packing(), FusedLayers(), Checkpointing(6), LOW, GradientRelease()], (3, 4, 4)),
+        ([Packing(), Checkpointing(), ActivationOffload(), LOW], (4, 5)),
+    ],
+    ids=lambda value: "-".join(getattr(one, "name", str(one)) for one in value),
+)
+def test_k_of_n_layers_follow_from_shallow_traces_to_the_byte(
+    strategies: list[Strategy], traced_layers: tuple[int, ...]
+) -> None:
+    count = 20 if len(traced_layers) == 4 else 12
+    task = workload(count)
+    chosen = candidate(*strategies)
+    found = trace_step(task, chosen, H200)
+    assert found.traced_layers == traced_layers
+    full = trace_step(task, chosen, H200, layers=count)
+    assert_same(found.segments, full.segments)
+    assert found.parameters == full.parameters
+    assert found.trainable_parameters == full.trainable_parameters
+    assert found.host_bytes == pytest.approx(full.host_bytes, rel=0.05)
+    assert found.counts.half_flops == pytest.approx(full.counts.half_flops)
+    assert found.counts.launches == pytest.approx(full.counts.launches)
+
+
+def test_layers_recomputed_are_computed_once_more() -> None:
+    task, plain = workload(12), candidate(Packing(), LOW)
+    flops = [
+        trace_step(task, one, H200).counts.half_flops
+        for one in (plain, candidate(Packing(), LOW, Checkpointing(6)),
+                    candidate(Packing(), LOW, Checkpointing()))
+    ]  # fmt: skip
+    assert flops[1] - flops[0] == pytest.approx((flops[2] - flops[0]) / 2, rel=0.1)
+    assert 1.25 < flops[2] / flops[0] < 1.34
