@@ -11,12 +11,13 @@ import pytest
 
 import memfit
 from memfit import hub
-from memfit.config import ModelConfig
+from memfit.config import ModelConfig, RunConfig
 from memfit.errors import ConfigError, ModelError
 from memfit.hub import huggingface, modelscope, words
-from memfit.hub.folder import files_to_push
+from memfit.hub.folder import Upload, files_to_push
 from memfit.hub.licences import LICENCES, checked_licence
 from memfit.models import load_config
+from memfit.results import RunSummary, write_summary
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
 ODD_TOKEN = "my-own-hubs-token-1"
@@ -126,6 +127,24 @@ def test_no_token_is_in_an_error_of_either_hub(token: str, monkeypatch: pytest.M
         assert token not in str(caught.value)
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
+
+
+def test_no_token_is_in_the_files_of_a_run_or_in_the_card(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.build(data="a.csv", model=f"https://anna:{TOKEN}@hub/x", hub_token=TOKEN)
+    assert "hub/x" in config.to_toml()
+    assert TOKEN not in config.to_toml()
+    leaky = RunSummary(model="m", task="single_label", labels=(f"label {TOKEN}",))
+    written = write_summary(folder, leaky).read_text(encoding="utf-8")
+    assert "label hf_…" in written
+    assert TOKEN not in written
+    (folder / "README.md").write_text(f"---\nlicense: mit\n---\nMine, {TOKEN}", encoding="utf-8")
+    uploads: list[Upload] = []
+    monkeypatch.setattr(huggingface, "upload", lambda what: uploads.append(what) or "url")
+    memfit.push(folder, "anna/reviews")
+    assert b"Mine, hf_" in uploads[0].card
+    assert TOKEN.encode() not in uploads[0].card
 
 
 # ---- a hub that does not answer ----
