@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from memfit.memory.allocator import Allocator, Block
 from memfit.memory.components import Component
-from memfit.memory.segments import Mark, Segments, layer_of
+from memfit.memory.segments import Kind, Mark, Segments, layer_of
 
 TRACED_LAYERS = 3
 _Floats = NDArray[np.float64]
@@ -28,34 +28,37 @@ class Growth:
     """How sizes depend on the tokens: as a line through two traces of the same step."""
 
     tokens: tuple[int, int]
+    kinds: Mapping[Kind, int]
+    """A kind of block in the first trace, and its size in the second."""
     sizes: Mapping[int, int]
-    """A size in the first trace, and the same block's in the second, where they differ."""
+    """The same by size alone, of those that grow: for kinds that only other traces have."""
 
     @classmethod
     def between(cls, first: Segments, second: Segments, tokens: tuple[int, int]) -> Growth:
         """From the same micro-batch at two numbers of tokens."""
-        sizes: dict[int, int] = {}
+        kinds: dict[Kind, int] = {}
         marks, others = (_births(one) for one in (first, second))
         # Blocks die in an order that depends on their size, so only births are compared.
         if [mark.kind[1:] for mark in marks] == [mark.kind[1:] for mark in others]:
-            for mark, other in zip(marks, others, strict=True):
-                if mark.kind[0] != other.kind[0]:
-                    sizes[mark.kind[0]] = other.kind[0]
-        return cls(tokens, sizes)
+            kinds = {mark.kind: other.kind[0] for mark, other in zip(marks, others, strict=True)}
+        sizes = {kind[0]: size for kind, size in kinds.items() if kind[0] != size}
+        return cls(tokens, kinds, sizes)
 
-    def line(self, size: int) -> tuple[float, float]:
+    def line(self, kind: Kind) -> tuple[float, float]:
         """Bytes at no token, and more bytes for each."""
+        size, component, _ = kind
         first, second = self.tokens
-        if size in self.sizes:
-            slope = (self.sizes[size] - size) / (second - first)
+        if component is not Component.ACTIVATIONS:
+            return float(size), 0.0
+        other = self.kinds.get(kind, self.sizes.get(size))
+        if other is not None and first != second:
+            slope = (other - size) / (second - first)
             return size - slope * first, slope
-        if size % first == 0:
-            return 0.0, size / first
-        return float(size), 0.0
+        return (0.0, size / first) if size % first == 0 else (float(size), 0.0)
 
-    def at(self, size: int, tokens: int) -> int:
+    def at(self, kind: Kind, tokens: int) -> int:
         """A block's bytes at so many tokens."""
-        constant, slope = self.line(size)
+        constant, slope = self.line(kind)
         return max(round(constant + slope * tokens), 1)
 
 
@@ -84,7 +87,7 @@ class Stretch:
     _known: dict[tuple[int, bool], Rise] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lines = [self.growth.line(mark.kind[0]) for mark in self.marks]
+        lines = [self.growth.line(mark.kind) for mark in self.marks]
         signs = np.array([1.0 if mark.birth else -1.0 for mark in self.marks])
         gradient = np.array([mark.kind[1] is Component.GRADIENTS for mark in self.marks], bool)
         sizes = np.array(lines, np.float64).reshape(-1, 2)
@@ -117,8 +120,8 @@ class Stretch:
     def sized(self, tokens: int, *, keeps: bool) -> Iterator[Mark]:
         """The events themselves, at another number of tokens; blocks are known by size alone."""
         for mark in self.marks:
-            nbytes, component, _ = mark.kind
-            sized = Mark(mark.birth, (self.growth.at(nbytes, tokens), component, ""), "")
+            component = mark.kind[1]
+            sized = Mark(mark.birth, (self.growth.at(mark.kind, tokens), component, ""), "")
             if component is not Component.GRADIENTS:
                 yield sized
             elif mark.birth:

@@ -11,7 +11,7 @@ updating at two depths. Nothing here depends on the budget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -43,7 +43,11 @@ class Tracing:
     """Shallow traces of one task on one card."""
 
     def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
-        self.workload, self.card = workload, card
+        rows = min(workload.effective_rows, len(workload.lengths))
+        # Rows of one length: where attention pads texts again, what it pads is then in proportion
+        # to the tokens, as it is in the largest batch.
+        alike = (workload.longest_tokens,) * rows
+        self.workload, self.card = replace(workload, lengths=alike), card
         self._traced = cache(self._trace)
 
     def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
@@ -67,8 +71,8 @@ class Tracing:
         if packed:
             # A prime, so that what grows with the tokens is not taken for what happens to be
             # a multiple of them.
-            most = max(min(round(self.workload.mean_tokens), self.workload.worst_tokens), 2)
-            return MicroBatching(), _prime_below(most // 2 if fewer else most)
+            most = max(self.workload.worst_tokens, 4)
+            return MicroBatching(), _prime_below(most // 3 if fewer else 2 * most // 3)
         if rows < _FEWEST_ROWS:
             return MicroBatching(), rows * max(longest // 2 if fewer else longest, 1)
         count = _prime_below(max(rows // (4 if fewer else 2), 2 - fewer))
