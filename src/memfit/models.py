@@ -23,6 +23,9 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_CONFUSED = (TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError)
+"""What reading values of the wrong kind ends in, deep inside a library."""
 FOREIGN_WEIGHT_FILES = ("tf_model.h5", "flax_model.msgpack", "model.onnx", "bert_model.ckpt.index")
 
 
@@ -74,11 +77,29 @@ def load_for_training(
     config: ModelConfig, labels: LabelSpace, max_length: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model with a head for these labels and its tokenizer, frozen or adapted as asked."""
+    settings, tokenizer = load_settings(config, labels)
+    return load_weights(config, settings, tokenizer, max_length), tokenizer
+
+
+def load_settings(
+    config: ModelConfig, labels: LabelSpace
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The model's configuration with a head for these labels, and its tokenizer: no weights."""
     check_model_folder(config)
     # One file, and so the shortest wait for a hub that does not answer.
     settings = _label_settings(load_config(config), labels)
     tokenizer = load_tokenizer(config)
     _set_padding(settings, tokenizer)
+    return settings, tokenizer
+
+
+def load_weights(
+    config: ModelConfig,
+    settings: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> PreTrainedModel:
+    """The model these settings describe, frozen or adapted as asked."""
     model: Any
     model, fresh = _load_model(config, settings)
     _check_vocabulary(model, tokenizer, config.model)
@@ -91,7 +112,8 @@ def load_for_training(
         model.accepts_loss_kwargs = False
     elif config.freeze is not None:
         freeze(model, config.freeze)
-    return model, tokenizer
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def load_config(config: ModelConfig) -> PretrainedConfig:
@@ -104,6 +126,12 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
         )
     except Exception as error:
         raise explain(error, config.model) from None
+    for key in _COUNTS:
+        count = getattr(loaded, key, None)
+        if isinstance(count, int) and count < 1:
+            raise ModelError(
+                f"the config.json of {config.model} has {key} {count}; download it again"
+            )
     return loaded
 
 
@@ -249,7 +277,28 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
         )
     if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
         return ModelError(f"cannot get the {part} {name}: {_hub_reason(text, name)}")
+    if local and (broken := _broken_json(Path(name))):
+        return ModelError(f"cannot load the {part} of {name}: {broken}; download it again")
+    if isinstance(error, _CONFUSED):
+        return ModelError(
+            f"cannot load the {part} of {name}: its files hold values that cannot be "
+            f"({type(error).__name__}: {_first_sentence(error)}); download them again"
+        )
     return ModelError(f"cannot load the {part} of {name}: {_first_sentence(error)}")
+
+
+def _broken_json(folder: Path) -> str:
+    """Which of a model's small files is cut off or something else, since no library says it."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            values = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return f"{path.name} is not a valid JSON file"
+        if not isinstance(values, dict):
+            return f"{path.name} holds no JSON object"
+        if "weight_map" in values and not isinstance(values["weight_map"], dict):
+            return f"{path.name} lists no weights"
+    return ""
 
 
 def _hub_reason(text: str, name: str) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import check_seed
 from memfit.errors import ConfigError, MemfitError, nearest
+from memfit.training_fields import wanted_type
 
 if TYPE_CHECKING:
     from memfit.arguments import TrainingArguments
@@ -71,16 +72,43 @@ def training_arguments(
         fields["learning_rate"] = HEAD_LEARNING_RATE
     fields.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     try:
-        return TrainingArguments(output_dir=str(output_dir), **fields)
+        arguments = TrainingArguments(output_dir=str(output_dir), **fields)
     except MemfitError:
         raise
     except Exception as error:
         reason = _refusal(str(error).strip() or type(error).__name__)
         raise ConfigError(f"TrainingArguments refuses what was given: {reason}") from None
+    _check_trackers(list(arguments.report_to or ()))
+    return arguments
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Services the log goes to: known ones, and installed."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known: Mapping[str, Any] = INTEGRATION_TO_CALLBACK
+    for name in set(names) - {"none", "all"}:
+        if name not in known:
+            raise ConfigError(
+                f"--report-to is {name!r}; it is none, all, or some of "
+                f"{', '.join(sorted(known))}.{nearest(name, known)}"
+            )
+        try:
+            known[name]()
+        except Exception as error:
+            reason = _refusal(str(error).strip() or type(error).__name__)
+            raise ConfigError(f"--report-to {name} does not work here: {reason}") from None
 
 
 def check_training(training: Mapping[str, Any], task: str | None = None) -> None:
     """What would train nothing, or fail only after the first epoch."""
+    for name, value in training.items():
+        if wanted := wanted_type(name, value):
+            raise ConfigError(f"{name} is {value!r}; it takes {wanted}")
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        every = training.get(name)
+        if isinstance(every, int | float) and every <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {every}; write more than 0")
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")

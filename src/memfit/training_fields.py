@@ -10,8 +10,10 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SHORT_NAMES: Mapping[str, str] = {
     "batch_size": "per_device_train_batch_size",
@@ -66,3 +68,30 @@ def is_switch(name: str) -> bool:
 def takes_several(name: str) -> bool:
     """Whether a flag takes several values: `--report-to a b`."""
     return "list[" in training_fields().get(name, "")
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "a word"),
+    "dict": (dict, "a table of names and values"),
+    "list": (list, "a list"),
+}
+
+
+def wanted_type(name: str, value: Any) -> str:
+    """What a field takes, in words, where the value is of another kind; empty where it fits.
+
+    Fields of kinds of transformers' own are left to it.
+    """
+    annotation = training_fields().get(name, "")
+    kinds = {kind.strip().split("[")[0] for kind in annotation.split("|")} - {"None", ""}
+    if value is None or not kinds or not kinds <= _KINDS.keys():
+        return ""
+    fits = any(isinstance(value, _KINDS[kind][0]) for kind in kinds)
+    if isinstance(value, bool) and "bool" not in kinds:
+        fits = False  # to Python it is a number
+    if "float" in kinds and isinstance(value, int | float) and not isinstance(value, bool):
+        fits = math.isfinite(value)
+    return "" if fits else " or ".join(_KINDS[kind][1] for kind in _KINDS if kind in kinds)

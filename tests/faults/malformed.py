@@ -27,8 +27,9 @@ class Place:
         return shutil.copytree(self.run, self.folder / "run")
 
     def train(self, data: Path | str, *more: str, model: Path | str | None = None) -> list[str]:
+        # The model has few positions: the usual length would be what is refused.
         return ["train", str(data), "--model", str(model or self.model), "--output-dir",
-                str(self.folder / "out"), *more]  # fmt: skip
+                str(self.folder / "out"), "--max-length", "16", *more]  # fmt: skip
 
     def good(self) -> Path:
         path = self.folder / "good.csv"
@@ -61,7 +62,11 @@ def toml(content: str) -> Case:
     def write(place: Place) -> list[str]:
         path = place.folder / "run.toml"
         path.write_text(content, encoding="utf-8")
-        return place.train(place.good(), "--config", str(path))
+        words = ["train", str(place.good()), "--model", str(place.model), "--config", str(path)]
+        # An option would win over what the file says.
+        if "output_dir" not in content:
+            words += ["--output-dir", str(place.folder / "out")]
+        return words if "max_length" in content else [*words, "--max-length", "16"]
 
     return write
 

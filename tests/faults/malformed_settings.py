@@ -11,7 +11,7 @@ OPTIONS = """
 --max-length 99999 | --max-length 10000000000000000000000 | --max-length
 --validation-split 0 | --validation-split 1 | --validation-split -1 | --validation-split nan
 --validation-split half | --validation-split inf | --validation-split 0.0000001
---task binary | --task | --task multi_label | --task regression --label-column review
+--task binary | --task | --task regression --label-column review
 --seed x | --seed 1.5 | --seed -1 | --seed 99999999999999999999
 --text-column nope | --label-column nope | --text-pair-column nope | --label-column label,nope
 --text-column review --text-pair-column review | --text-column label --label-column label

@@ -68,7 +68,6 @@ def json_tables() -> Iterator[tuple[str, Case]]:
         "text-object": '{"label": 1, "review": {"a": 2}}\n{"label": 0, "review": {"a": 1}}\n' * 5,
         "text-list": '{"label": 1, "review": ["好"]}\n{"label": 0, "review": ["壞"]}\n' * 5,
         "label-object": '{"label": {"a": 1}, "review": "好"}\n' * 9,
-        "label-nested": '{"label": [[1]], "review": "好"}\n{"label": [[0]], "review": "壞"}\n' * 9,
         "deep": "[" * 100_000, "deep-object": '{"a":' * 100_000,
         "deep-row": '{"label": 1, "review": ' + "[" * 50_000,
         "not-utf8": b'{"label": 1, "review": "\xff\xfe\xfa"}\n' * 9,

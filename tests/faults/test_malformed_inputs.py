@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def test_a_wrong_input_is_refused_in_one_sentence(
     words = CASES[name](place)
     monkeypatch.chdir(place.folder)
     before = sorted(os.listdir(place.folder))
-    assert_refused(words, capsys, monkeypatch)
+    said = assert_refused(words, capsys, monkeypatch)
+    about_length = re.search(r"max-length (9|10)", name)
+    assert ("positions of" in said) == bool(about_length)  # else the length is what is refused
     assert sorted(os.listdir(place.folder)) == before
 
 

@@ -61,6 +61,8 @@ def _check_file(path: Path) -> None:
         tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
         inside = f" ({', '.join(tables[:5])})" if tables else ""
         raise DataError(f"{path} is a folder; give one of the files in it{inside}")
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to a file that is not there; give the file itself")
     if not path.exists():
         folder = path.parent
         here = [item.name for item in folder.iterdir()] if folder.is_dir() else []
