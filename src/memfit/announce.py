@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from memfit.memory.components import MemoryPeak
+    from memfit.planner.plan import Plan
     from memfit.runtime.trainer import BudgetTrainer
 
 
@@ -107,22 +107,22 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
     return f"{whole}, at most {' and '.join(limits)} on the device at once{packed}"
 
 
-def predicted_peak(trainer: BudgetTrainer) -> MemoryPeak | None:
-    """The highest moment of a step as it will be run; None where the trace cannot run the model."""
-    from memfit.errors import TraceError
-    from memfit.planner import predict_micro_batch
-    from memfit.runtime.lengths import longest_row
+def plan_sentence(plan: Plan) -> str:
+    """What the plan does to the result, and the strategies it uses."""
+    from memfit.messages import language
+    from memfit.planner.messages import NAMES
 
-    micro, rows = trainer.micro_batching, int(trainer.args.per_device_train_batch_size)
-    longest_tokens = longest_row(trainer.train_dataset, trainer.model)
-    if micro.max_tokens is not None:
-        rows = min(rows, max(micro.max_tokens // longest_tokens, 1))
-    if micro.max_rows is not None:
-        rows = min(rows, micro.max_rows)
-    try:
-        return predict_micro_batch(trainer.model, trainer.args, rows=rows, length=longest_tokens)
-    except TraceError:
-        return None
+    spoken = language()
+    names = [NAMES.get(one.name, {}).get(spoken, one.name) for one in plan.strategies]
+    return f"{plan.fidelity}: {', '.join(names)}" if names else str(plan.fidelity)
+
+
+def time_sentence(plan: Plan) -> str:
+    """A step, an epoch and the run, as predicted; empty where the plan was not explained."""
+    from memfit.messages import language
+
+    said = [one.sentence(language()) for one in plan.decisions if one.message == "time"]
+    return said[0] if said else ""
 
 
 def device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import typing
 import warnings
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from memfit.units import parse_budget
 TASKS = ("auto", "single_label", "multi_label", "regression")
 DTYPES = ("float32", "bfloat16", "float16")
 ON_NAN = ("stop", "skip")
+ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
+"""What lowers a plan's fidelity below `rounding`, by the name it is allowed by."""
 _LONGEST_NAME = 255
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -125,6 +128,9 @@ class RunConfig:
     model: ModelConfig
     output_dir: str | None = option("The folder the result is written to.", default=None)
     budget: str = option("Device memory: 4GB, 4GiB, 80% or auto.", default="auto")
+    plan: str | None = option("A plan.toml to train by, as memfit plan wrote it.", default=None)
+    exact: bool = option("Only plans that change no number but by rounding.", default=False)
+    allow: str = option(f"What plans may change besides: any of {','.join(ALLOWABLE)}.", default="")
     on_nan: str = option(
         "What a loss that is not a finite number does: stop the run, or skip the update.",
         default="stop",
@@ -135,6 +141,17 @@ class RunConfig:
         _check_path("--output-dir", self.output_dir)
         parse_budget(self.budget)
         _check_choice("on_nan", self.on_nan, ON_NAN)
+        for name in sorted(self.allowed):
+            _check_choice("allow", name, ALLOWABLE)
+        if self.exact and self.allow:
+            raise ConfigError(f"--exact and --allow {self.allow} exclude each other; choose one")
+        if self.plan is not None and (self.exact or self.allow):
+            raise ConfigError("--exact and --allow are for making a plan, and --plan gives one")
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What plans may change, by name."""
+        return frozenset(name for name in re.split(r"[,\s]+", self.allow) if name)
 
     @classmethod
     def build(cls, config: str | os.PathLike[str] | None = None, **options: Any) -> RunConfig:
@@ -164,8 +181,10 @@ class RunConfig:
         tables: dict[str, Any] = {"budget": self.budget}
         if self.output_dir is not None:
             tables["output_dir"] = self.output_dir
-        if self.on_nan != "stop":
-            tables["on_nan"] = self.on_nan
+        for name in ("on_nan", "plan", "exact", "allow"):
+            value = getattr(self, name)
+            if value not in ("stop", None, False, ""):
+                tables[name] = value
         for name, part in (("data", self.data), ("model", self.model)):
             tables[name] = {
                 item.name: value

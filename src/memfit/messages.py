@@ -40,6 +40,7 @@ ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
     "plan": "memfit.planner.messages",
+    "planned": "memfit.plan_messages",
     "report": "memfit.report.messages",
 }
 """The first word of an id -> the module whose MESSAGES it is looked up in."""

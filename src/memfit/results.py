@@ -2,6 +2,7 @@
 
 model.safetensors, config.json, tokenizer*   the best model, ready for pipeline()
 run.toml           the configuration that reruns it
+plan.toml          how it was trained inside the budget, and why
 summary.json       metrics, times, memory, versions, data counts
 evaluation.json    per-class rows, confusion matrix, the most wrong texts
 trainer_state.json every logged loss and metric
@@ -31,7 +32,14 @@ from memfit.memory.components import Component, MemoryPeak
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 # What file managers and version control leave in a folder nobody has used yet.
-_WRITTEN = ("run.toml", "summary.json", "evaluation.json", "report.html", "trainer_state.json")
+_WRITTEN = (
+    "run.toml",
+    "plan.toml",
+    "summary.json",
+    "evaluation.json",
+    "report.html",
+    "trainer_state.json",
+)
 _NOT_A_RUN = frozenset({".DS_Store", "Thumbs.db", "desktop.ini", ".gitkeep", ".gitignore"})
 
 
@@ -62,6 +70,8 @@ class RunSummary:
     lengths: Mapping[str, Any] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     memory: MemorySummary = field(default_factory=MemorySummary)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Fidelity, strategies, micro-batches, reasons, and the price as predicted."""
     device: str = ""
     best_checkpoint: str | None = None
     config_digest: str = ""
@@ -102,6 +112,11 @@ class RunFolder:
     def config(self) -> Path:
         """The configuration that reruns it."""
         return self.path / "run.toml"
+
+    @property
+    def plan(self) -> Path:
+        """How it is trained, and why."""
+        return self.path / "plan.toml"
 
     @property
     def summary(self) -> Path:

@@ -67,6 +67,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
         model=dataclasses.replace(model, model=_absolute(model.model)),
+        plan=None if config.plan is None else os.path.abspath(Path(config.plan).expanduser()),
         output_dir=os.path.abspath(Path(config.output_dir).expanduser())
         if config.output_dir
         else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,24 +11,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import announce
+from memfit import announce, outcome
 from memfit.config import RunConfig
-from memfit.errors import LossError, OutputError, RunStoppedError, SaveError, TraceError
+from memfit.errors import LossError, OutputError, RunStoppedError, SaveError
 from memfit.evaluation import (
     Evaluation,
     best_metric,
     compute_metrics_for,
-    evaluate_predictions,
-    worst_mistakes,
 )
 from memfit.files import (
     atomic_writer,
     is_disk_problem,
     plain,
-    staged_files,
     why_not_written,
 )
-from memfit.models import check_model_folder, load_for_training
+from memfit.messages import language
+from memfit.models import check_model_folder
 from memfit.report import terminal
 from memfit.results import (
     MemorySummary,
@@ -41,15 +38,18 @@ from memfit.results import (
     read_evaluation,
     read_summary,
     versions,
-    write_evaluation,
     write_summary,
 )
 from memfit.settings import check_training, training_arguments
 from memfit.stored import last_checkpoint, with_absolute_paths
-from memfit.units import Budget, format_both, parse_budget
+from memfit.units import format_both
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainingArguments
+
     from memfit.data.values import TextData, TokenizedData
+    from memfit.memory.components import MemoryPeak
+    from memfit.planner.plan import Plan
     from memfit.runtime.checkpoint import Search
     from memfit.runtime.trainer import BudgetTrainer
 
@@ -94,6 +94,7 @@ def train_classifier(
     quiet: bool = False,
     watch: bool = False,
     callbacks: Sequence[Any] = (),
+    plan: Plan | None = None,
 ) -> RunResult:
     """Reads, trains, evaluates and saves; a run that fails early leaves nothing behind."""
     from memfit.curves import followed
@@ -111,7 +112,7 @@ def train_classifier(
         claim_output_folder(str(config.output_dir), resume=resume) as claim,
         followed(claim, watch=watch),
     ):
-        run = _Run(config, claim, say, quiet=quiet, resume=resume, callbacks=tuple(callbacks))
+        run = _Run(config, claim, say, quiet, resume, tuple(callbacks), given_plan=plan)
         return run.finish()
 
 
@@ -143,8 +144,17 @@ class _Run:
     resume: bool
     callbacks: tuple[Any, ...]
     clock: _Clock = field(default_factory=_Clock)
+    given_plan: Plan | None = None
+    plan: Plan | None = None
+    """None where memory could not be predicted."""
     found: Search | None = None
     """The checkpoint a resumed run goes on from."""
+
+    @property
+    def predicted(self) -> MemoryPeak | None:
+        """The highest moment of the run, as planned."""
+        price = self.plan.price if self.plan is not None else None
+        return price.peak if price is not None else None
 
     def finish(self) -> RunResult:
         """Everything, in order; what stops it says how to go on."""
@@ -181,9 +191,9 @@ class _Run:
             with self.clock.measure("train"):
                 self._train(trainer)
             with self.clock.measure("evaluate"):
-                evaluation = self._evaluate(trainer, text, tokens)
+                evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
             with self.clock.measure("save"):
-                self._save_model(trainer)
+                outcome.save_model(trainer, self.claim.path)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
         total = time.perf_counter() - started + self.elapsed.earlier_seconds
@@ -201,13 +211,10 @@ class _Run:
     def _prepare(self, text: TextData) -> tuple[BudgetTrainer, TokenizedData]:
         from transformers import PrinterCallback, ProgressCallback, set_seed
 
-        from memfit.curves import RecordRun
         from memfit.data import tokenize
-        from memfit.elapsed import KeepElapsed, elapsed_seconds
-        from memfit.interrupt import StopAfterStep
-        from memfit.planner import free_strategies
-        from memfit.probe import MeasureOneStep
-        from memfit.runtime.progress import MemfitProgress
+        from memfit.models import load_settings, load_weights
+        from memfit.planner.workload import user_set_of
+        from memfit.runtime.batching import MicroBatching
         from memfit.runtime.trainer import BudgetTrainer
 
         labels, max_length = text.labels, self.config.data.max_length
@@ -218,67 +225,80 @@ class _Run:
             head_only=self.config.model.freeze == "encoder",
             task=labels.task,
         )
-        set_seed(arguments.seed)  # the head's first weights are random
         with self.clock.measure("load"):
-            model, tokenizer = load_for_training(self.config.model, labels, max_length)
+            settings, tokenizer = load_settings(self.config.model, labels)
             tokens = tokenize(text, tokenizer, max_length)
-        self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
-        last = self.found.good if self.found is not None else None
-        self.elapsed = KeepElapsed(elapsed_seconds(last))
-        self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
-        # On a CPU the bar shows the whole process, the budget counts tensors: no match.
-        on_gpu = arguments.device.type == "cuda"
-        bar = MemfitProgress(
-            budget_bytes=self.budget_bytes if on_gpu else None, console=announce.plain_console()
-        )
-        strategies, self.left_out = free_strategies(model, arguments)
-        make = functools.partial(
-            BudgetTrainer,
+        with self.clock.measure("plan"):
+            self.plan = self._plan(settings, arguments, text, tokens)
+        with self.clock.measure("load"):
+            set_seed(arguments.seed)  # the head's first weights are random
+            model = load_weights(self.config.model, settings, tokenizer, max_length)
+        trainer = BudgetTrainer(
             model,
             arguments,
-            strategies=strategies,
+            budget=self.config.budget,
+            plan=self.plan,
+            micro_batching=None if self.plan is not None else MicroBatching(),
+            user_set=user_set_of(self.config),
             on_nan=self.config.on_nan,
             train_dataset=tokens.train,
             eval_dataset=tokens.validation,
             processing_class=tokenizer,
             compute_metrics=compute_metrics_for(labels.task, labels.names),
-            # The time is kept before a stop ends the run.
-            callbacks=[
-                *([] if self.quiet else [bar]),
-                self.elapsed,
-                self.record,
-                self.stop,
-                self.probe,
-                *self.callbacks,
-            ],
+            callbacks=self._callbacks(arguments.device.type),
         )
-        with self.clock.measure("plan"):
-            trainer = self._fit(make, last)
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
         return trainer, tokens
 
-    def _fit(self, make: Callable[..., BudgetTrainer], last: Path | None) -> BudgetTrainer:
-        """Inside the budget; a resumed run goes on with the micro-batches it began with."""
-        from memfit.runtime.batching import MicroBatching
-        from memfit.runtime.checkpoint import recorded_micro_batching
+    def _callbacks(self, device_type: str) -> list[Any]:
+        from memfit.curves import RecordRun
+        from memfit.elapsed import KeepElapsed, elapsed_seconds
+        from memfit.interrupt import StopAfterStep
+        from memfit.probe import MeasureOneStep
+        from memfit.runtime.progress import MemfitProgress
 
-        if last is not None and (recorded := recorded_micro_batching(last)):
-            begun_with = RunConfig.from_toml(self.claim.folder.config).budget
-            if begun_with == self.config.budget:
-                trainer = make(budget=self.config.budget, micro_batching=recorded)
-                trainer.guard.adjuster.keeps_plan = False  # it was the planner's, not the user's
-                return trainer
-        try:
-            return make(budget=self.config.budget)
-        except TraceError as error:
-            if parse_budget(self.config.budget) != Budget():
-                raise  # a promise that cannot be checked is not made
-            self.say(f"note     memory cannot be predicted: {error}")
-            return make(budget=self.config.budget, micro_batching=MicroBatching())
+        self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
+        self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
+        self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
+        # On a CPU the bar shows the whole process, the budget counts tensors: no match.
+        shown_bytes = self.budget_bytes if device_type == "cuda" else None
+        bar = MemfitProgress(budget_bytes=shown_bytes, console=announce.plain_console())
+        # The time is kept before a stop ends the run.
+        own = [self.elapsed, self.record, self.stop, self.probe]
+        return [*([] if self.quiet else [bar]), *own, *self.callbacks]
+
+    def _plan(
+        self,
+        settings: PretrainedConfig,
+        arguments: TrainingArguments,
+        text: TextData,
+        tokens: TokenizedData,
+    ) -> Plan | None:
+        from memfit.planner.workload import workload_of_run
+        from memfit.run_plan import Choosing
+        from memfit.runtime.lengths import row_lengths
+
+        workload = workload_of_run(
+            self.config,
+            settings,
+            arguments,
+            text.labels,
+            row_lengths(tokens.train),
+            eval_rows=len(tokens.validation),
+        )
+        choosing = Choosing(
+            config=self.config,
+            workload=workload,
+            device=arguments.device,
+            folder=self.claim.folder,
+            say=self.say,
+            checkpoint=self.found.good if self.found is not None else None,
+        )
+        return choosing.choose(self.given_plan)
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
@@ -287,19 +307,21 @@ class _Run:
         share = "" if learning == total else f", {learning:,} of them learn"
         self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")
         self.say(f"budget   {announce.budget_sentence(self.config.budget, trainer.args.device)}")
+        if self.plan is not None:
+            self.say(f"plan     {announce.plan_sentence(self.plan)}")
         self.say(f"batch    {announce.batch_sentence(trainer)}")
-        for name, reason in self.left_out.items():
-            self.say(f"note     no {name}: {reason}")
-        with self.clock.measure("plan"):
-            self.predicted = announce.predicted_peak(trainer)
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
             self.say(f"memory   {needs} at the peak by prediction, {share} of the budget")
+        if self.plan is not None and (time_said := announce.time_sentence(self.plan)):
+            self.say(f"time     {time_said}")
 
     def _train(self, trainer: BudgetTrainer) -> None:
         with atomic_writer(self.claim.folder.config) as file:
             file.write(self.config.to_toml())
+        if self.plan is not None:
+            self.plan.write(self.claim.folder.plan, language())
         self.claim.keep()
         checkpoint: Any = trainer.args.resume_from_checkpoint
         if self.found is not None:
@@ -320,35 +342,6 @@ class _Run:
             raise
         finally:
             self.probe.close()
-
-    def _evaluate(
-        self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData
-    ) -> Evaluation:
-        output = trainer.predict(tokens.validation)
-        logits = output.predictions
-        # Some heads return their hidden states after the logits.
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        labels: Any = output.label_ids
-        evaluation = evaluate_predictions(logits, labels, text.labels)
-        mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"])
-        write_evaluation(self.claim.path, evaluation, mistakes)
-        return evaluation
-
-    def _save_model(self, trainer: BudgetTrainer) -> None:
-        """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
-        model: Any = trainer.accelerator.unwrap_model(trainer.model)
-        adapted = hasattr(model, "merge_and_unload")
-        if adapted:
-            model = model.merge_and_unload()
-        tokenizer: Any = trainer.processing_class
-        with staged_files(self.claim.path) as folder:
-            if adapted or not trainer.export_weights(folder):
-                model.save_pretrained(folder)
-            for weights in folder.glob("*.safetensors"):
-                # Written as a private file; the result should be as readable as the rest of it.
-                weights.chmod((folder / "config.json").stat().st_mode)
-            tokenizer.save_pretrained(folder)
-            trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _summary(
         self,
@@ -388,6 +381,7 @@ class _Run:
                 measured=self.probe.peak(trainer.args.device),
                 measured_step=None if trainer.args.device.type == "cuda" else self.probe.step,
             ),
+            plan=self.plan.as_json() if self.plan is not None else {},
             device=announce.device_name(trainer.args.device),
             best_checkpoint=Path(best).name if best else None,
             config_digest=config_digest(self.config.to_toml()),

@@ -20,13 +20,11 @@ from transformers import (
     TrainerCallback,
 )
 
-import memfit.planner
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.errors import BudgetError, ConfigError, ModelError
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.lengths import longest_row
 from memfit.runtime.progress import MemfitProgress
-from memfit.units import Budget
 
 THREE_ROWS = MicroBatching(max_rows=3)
 
@@ -256,22 +254,15 @@ def test_a_dataset_that_is_only_read_once_through_trains(tmp_path):
 # ---- the budget ----
 
 
-def test_a_budget_asks_the_planner_and_its_answer_is_run(tmp_path, monkeypatch):
-    asked: dict[str, Any] = {}
-
-    def choose(**given: Any) -> MicroBatching:
-        asked.update(given)
-        return MicroBatching(max_tokens=50)
-
-    monkeypatch.setattr(memfit.planner, "choose_micro_batching", choose, raising=False)
+def test_a_budget_is_planned_for_and_the_plan_is_run(tmp_path):
     rows = texts(24)
     named = {"budget": "4GB", "micro_batching": None, "train_dataset": rows}
     trainer = trainer_of(tmp_path, named=named, gradient_accumulation_steps=2)
-    assert trainer.micro_batching == MicroBatching(max_tokens=50)
-    assert asked["budget"] == Budget(bytes=4 * 10**9)
-    assert asked["effective_rows"] == 16
-    assert asked["longest_tokens"] == max(len(row["input_ids"]) for row in rows)
-    assert asked["model"] is trainer.model
+    assert trainer.plan.digest.effective_rows == 16
+    assert trainer.plan.digest.longest_tokens == max(len(row["input_ids"]) for row in rows)
+    assert trainer.micro_batching == trainer.plan.micro_batching
+    assert trainer.plan.candidate.get("packing") is not None
+    assert trainer.setup.packing is not None
     trainer.train()
     with pytest.raises(BudgetError):
         trainer_of(tmp_path, named={"budget": "4 apples"})

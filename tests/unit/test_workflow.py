@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import TrainerControl
 
-from memfit import announce, planner
+from memfit import announce
 from memfit.api import finetune
 from memfit.config import RunConfig
 from memfit.errors import OutputError, TraceError
 from memfit.interrupt import StopAfterStep
 from memfit.memory.components import Component
+from memfit.planner import here
 from memfit.probe import MeasureOneStep
 from memfit.stored import resumed_config, with_absolute_paths
 
@@ -112,10 +113,10 @@ def test_paths_are_stored_in_full_and_hub_ids_as_they_are(
 
 @pytest.fixture
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise TraceError("the shape of aten.nonzero depends on values")
 
-    monkeypatch.setattr(planner, "choose_micro_batching", refuse)
+    monkeypatch.setattr(here, "make_plan", refuse)
 
 
 @pytest.mark.usefixtures("untraceable")

@@ -97,4 +97,5 @@ def _cli_type(hint: Any) -> Any:
 
 def _help(text: str, default: Any) -> str:
     shown = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    shown = shown and default != ""
     return f"{text.rstrip('.')} (default {default})." if shown else text

@@ -23,6 +23,7 @@ ON_META = ("freezing", "lora")
 # Optimizers the trace does not run itself, by one whose state is as large or larger.
 _LIKE = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "adamw_bnb_8bit"}
 _LARGEST = "adamw_torch"
+_PURE = {"bfloat16": "pure_bf16", "float16": "pure_fp16"}
 
 
 def traced_device(card: DeviceProfile | None) -> TracedDevice:
@@ -40,10 +41,18 @@ def spec_of(workload: Workload) -> StepSpec:
         length=1,
         num_labels=workload.num_labels,
         problem_type=workload.problem_type,
+        precision=_precision(workload),
+        attn_implementation=getattr(workload.config, "_attn_implementation", None),
         gradient_checkpointing=bool(workload.args.gradient_checkpointing),
         freeze=workload.freeze,
         lora=workload.lora,
     )
+
+
+def _precision(workload: Workload) -> str:
+    if workload.dtype in _PURE:
+        return _PURE[workload.dtype]
+    return "bf16" if workload.args.bf16 else "fp16" if workload.args.fp16 else "fp32"
 
 
 def full_config(workload: Workload) -> Any:

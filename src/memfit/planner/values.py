@@ -36,8 +36,11 @@ class Workload:
     """What the user froze: encoder, embeddings, or a number of layers."""
     lora: int | None = None
     """The rank of the user's own adapters."""
+    dtype: str = "float32"
+    """The weights' own type, as they are loaded."""
     stock_loss: bool = True
     eval_rows: int = 0
+    """Rows of one evaluation."""
 
     @cached_property
     def effective_rows(self) -> int:

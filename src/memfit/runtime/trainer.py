@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,31 +29,20 @@ from memfit.runtime.checkpoint import (
 from memfit.runtime.effective import effective_arguments
 from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
-from memfit.runtime.lengths import longest_row
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.out_of_memory import retrying
+from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.units import Budget, parse_budget
 
+if TYPE_CHECKING:
+    from memfit.planner.plan import Plan
+
 _ARGUMENTS_FILE = "training_args.bin"
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
-
-
-class ChooseMicroBatching(Protocol):
-    """What `memfit.planner` offers: the largest micro-batches that stay inside the budget."""
-
-    def __call__(
-        self,
-        *,
-        model: PreTrainedModel,
-        args: transformers.TrainingArguments,
-        budget: Budget,
-        effective_rows: int,
-        longest_tokens: int,
-    ) -> MicroBatching: ...
 
 
 class BudgetTrainer(GuardedTraining):
@@ -63,8 +51,11 @@ class BudgetTrainer(GuardedTraining):
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
     accumulation rows, so 1 x 32 and 32 are the same training; what is on the device at once is
     `micro_batching`, or what `budget` allows. `class_weights` are exact however batches are cut.
-    `strategies` are the memory techniques to use (memfit.strategies). `on_nan` says what a loss
-    that is not finite does: `stop` the run, or `skip` the update.
+    `strategies` are the memory techniques to use (memfit.strategies). With a budget and none given
+    the fastest plan that fits is made and run, what the arguments set being kept; `plan` is one
+    made before. `on_nan` says what a loss that is not finite does: `stop` the run, or `skip` the
+    update. `user_set` names the arguments that were chosen, if that is more than those which
+    differ from the defaults.
     """
 
     model: PreTrainedModel
@@ -77,11 +68,14 @@ class BudgetTrainer(GuardedTraining):
         budget: str | Budget | None = None,
         micro_batching: MicroBatching | None = None,
         class_weights: Sequence[float] | torch.Tensor | None = None,
-        strategies: Sequence[Strategy] = (),
+        strategies: Sequence[Strategy] | None = None,
+        plan: Plan | None = None,
+        user_set: frozenset[str] | None = None,
         on_nan: str = "stop",
         **named: Any,
     ) -> None:
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
+        named = {**by_name(positional), **named}
         if "tokenizer" in named:
             named["processing_class"] = named.pop("tokenizer")
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
@@ -98,37 +92,37 @@ class BudgetTrainer(GuardedTraining):
             device=effective.device,
             train_dataset=named.get("train_dataset"),
             stock_loss=not own_loss and effective.label_smoothing_factor == 0,
+            user_set=user_set,
         )
-        if strategies and model is None:
+        self.budget = parse_budget(budget) if isinstance(budget, str) else budget
+        given = strategies if model is not None or strategies else ()
+        asked = Asked(given, micro_batching, own_optimizer(self, named))
+        self.plan = plan or plan_for(self, asked, named.get("eval_dataset"))
+        used = asked.strategies(self.plan)
+        if used and model is None:
             raise ConfigError("strategies change a model: give the model itself, not model_init")
         try:
-            apply_all(strategies, self.setup)
-            self._initialise(effective, positional, named, class_weights, budget, micro_batching)
+            apply_all(used, self.setup)
+            super().__init__(self.setup.model, effective, **named)
+            self._prepare(class_weights)
+            if model is None:  # there is one now
+                self.setup.model = self.model
+                self.plan = plan_for(self, asked, named.get("eval_dataset"))
+            self.executor = self.create_step_executor(asked.micro_batches(self.plan))
             self.watch_training(on_nan)
-            used = frozenset(strategy.name for strategy in strategies)
-            self.guard_training(used, keeps_plan=micro_batching is not None)
+            names = frozenset(strategy.name for strategy in used)
+            self.guard_training(names, keeps_plan=micro_batching is not None)
         except BaseException:
             self.setup.restore()  # the user keeps the model that was given
             raise
 
-    def _initialise(
-        self,
-        effective: transformers.TrainingArguments,
-        positional: tuple[Any, ...],
-        named: dict[str, Any],
-        class_weights: Sequence[float] | torch.Tensor | None,
-        budget: str | Budget | None,
-        micro_batching: MicroBatching | None,
-    ) -> None:
-        super().__init__(self.setup.model, effective, *positional, **named)
+    def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
             self.compute_loss = tolerant  # type: ignore[method-assign]
         if class_weights is not None:
             self._use_class_weights(class_weights)
-        self.budget = parse_budget(budget) if isinstance(budget, str) else budget
-        self.executor = self.create_step_executor(micro_batching or self._choose_micro_batching())
 
     # ---- what memfit adds ----
 
@@ -345,21 +339,6 @@ class BudgetTrainer(GuardedTraining):
         if self.compute_loss_func is not None:
             raise ConfigError("give class_weights or compute_loss_func, not both")
         self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
-
-    def _choose_micro_batching(self) -> MicroBatching:
-        if self.budget is None:
-            return MicroBatching()
-        # Imported here: the planner stands above the runtime.
-        choose: ChooseMicroBatching = importlib.import_module(
-            "memfit.planner"
-        ).choose_micro_batching
-        return choose(
-            model=self.model,
-            args=self.args,
-            budget=self.budget,
-            effective_rows=self.args.per_device_train_batch_size,
-            longest_tokens=longest_row(self.train_dataset, self.model),
-        )
 
     def _compare_micro_batching(self, checkpoint: str) -> None:
         recorded = recorded_micro_batching(checkpoint)

@@ -1,0 +1,79 @@
+"""Plans for the machine at hand: its card, measured, or its CPU, and what is free of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from memfit.memory.cards import DeviceProfile
+from memfit.planner.given import fit_strategies
+from memfit.planner.plan import Checked, Plan, check
+from memfit.planner.search import Planning, make_plan
+from memfit.planner.values import Workload
+from memfit.runtime.checkpoint import preserved_rng
+from memfit.runtime.watch import CpuReader, CudaReader
+from memfit.strategies import Strategy
+from memfit.units import Budget
+
+
+def card_here(device: torch.device) -> DeviceProfile | None:
+    """The card with its speeds as measured; None is the CPU."""
+    if device.type != "cuda":
+        return None
+    from memfit.planner.calibration import calibrate
+
+    with preserved_rng():
+        return calibrate(device)
+
+
+def budget_here(budget: Budget, device: torch.device) -> int:
+    """What the process may hold now: the budget, as far as others leave room for it."""
+    read = CudaReader(device) if device.type == "cuda" else CpuReader(lambda: 0)
+    return read().limit_bytes(budget)
+
+
+def plan_here(
+    workload: Workload,
+    budget: Budget,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    allow: frozenset[str] = frozenset(),
+    folder: Path | None = None,
+) -> Planning:
+    """The fastest plan inside the budget; `folder` is where checkpoints will go."""
+    card = card_here(device)
+    with preserved_rng():
+        return make_plan(
+            workload,
+            budget_here(budget, device),
+            card,
+            exact=exact,
+            allow=allow,
+            disk_bytes_free=None if folder is None else free_disk_bytes(folder),
+        )
+
+
+def fit_here(
+    workload: Workload, strategies: Sequence[Strategy], budget: Budget, device: torch.device
+) -> Plan:
+    """Strategies given by hand with the micro-batches that fit."""
+    card = card_here(device)
+    with preserved_rng():
+        return fit_strategies(workload, strategies, budget_here(budget, device), card)
+
+
+def check_here(plan: Plan, workload: Workload, budget: Budget, device: torch.device) -> Checked:
+    """A plan from a file, priced for this machine."""
+    card = card_here(device)
+    with preserved_rng():
+        return check(plan, workload, card, budget_here(budget, device))
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What may still be written where a folder is, or will be made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return shutil.disk_usage(there).free

@@ -1,0 +1,123 @@
+"""The plan a run trains by: made for the budget, given as a file, or that of the run resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.config import RunConfig
+from memfit.errors import DoesNotFitError, TraceError
+from memfit.messages import language, t
+from memfit.results import RunFolder
+from memfit.units import Budget, format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.planner.plan import Checked, Plan
+    from memfit.planner.values import Workload
+    from memfit.runtime.batching import MicroBatching
+
+Say = Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """What a plan is chosen for, and where it will be kept."""
+
+    config: RunConfig
+    workload: Workload
+    device: torch.device
+    folder: RunFolder
+    say: Say
+    checkpoint: Path | None = None
+    """The checkpoint a resumed run goes on from."""
+
+    def choose(self, given: Plan | None = None) -> Plan | None:
+        """The plan; None where memory cannot be predicted and no budget was promised."""
+        try:
+            if self.checkpoint is not None and self.folder.plan.is_file():
+                return self._resumed()
+            if given is not None:
+                return self._fitting(given, t("planned.given"))
+            if self.config.plan is not None:
+                from memfit.planner.plan import Plan
+
+                return self._fitting(Plan.read(Path(self.config.plan)), self.config.plan)
+            return self._made()
+        except TraceError as error:
+            if self._budget != Budget():
+                raise  # a promise that cannot be checked is not made
+            self.say(f"note     {t('planned.untraced', error=error)}")
+            return None
+
+    @property
+    def _budget(self) -> Budget:
+        return parse_budget(self.config.budget)
+
+    def _made(self) -> Plan:
+        from memfit.planner.here import plan_here
+
+        planning = plan_here(
+            self.workload,
+            self._budget,
+            self.device,
+            exact=self.config.exact,
+            allow=self.config.allowed,
+            folder=self.folder.path,
+        )
+        for note in planning.notes:
+            self.say(f"note     {note.sentence(language())}")
+        return planning.chosen
+
+    def _fitting(self, plan: Plan, name: str) -> Plan:
+        checked = self._checked(plan)
+        if not checked.fits:
+            raise DoesNotFitError(does_not_fit_sentence(checked, name))
+        return checked.plan
+
+    def _checked(self, plan: Plan) -> Checked:
+        from memfit.planner.here import check_here
+
+        return check_here(plan, self.workload, self._budget, self.device)
+
+    def _resumed(self) -> Plan:
+        """The plan it was begun by; where it no longer fits, with smaller micro-batches."""
+        from memfit.planner.here import fit_here
+        from memfit.planner.plan import Plan
+
+        plan = Plan.read(self.folder.plan)
+        recorded = self._recorded()
+        if recorded is not None:
+            candidate = dataclasses.replace(plan.candidate, micro_batching=recorded)
+            plan = dataclasses.replace(plan, candidate=candidate)
+        checked = self._checked(plan)
+        if checked.fits:
+            return checked.plan
+        return fit_here(self.workload, plan.strategies, self._budget, self.device)
+
+    def _recorded(self) -> MicroBatching | None:
+        """The micro-batches of the checkpoint, unless there is another budget now."""
+        from memfit.runtime.checkpoint import recorded_micro_batching
+
+        if self.checkpoint is None or not self.folder.config.is_file():
+            return None
+        if RunConfig.from_toml(self.folder.config).budget != self.config.budget:
+            return None
+        return recorded_micro_batching(self.checkpoint)
+
+
+def does_not_fit_sentence(checked: Checked, name: str) -> str:
+    """By how much a plan misses the budget, and what has changed since it was made."""
+    price = checked.plan.price
+    assert price is not None
+    sentence = t(
+        "planned.no_longer_fits",
+        name=name,
+        needs=format_bytes(price.device_bytes),
+        budget=format_bytes(checked.plan.digest.budget_bytes),
+        missing=format_bytes(checked.missing_bytes),
+    )
+    return f"{sentence} ({'; '.join(checked.changed)})" if checked.changed else sentence
