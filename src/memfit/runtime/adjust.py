@@ -60,15 +60,23 @@ class Adjuster:
         A limit on tokens and a number of layers to recompute were guesses for the worst batch.
         """
         self.memory = memory
-        if self.widest == self.plan and not self.keeps_plan:
-            self.plan = self.widest = replace(self.plan, max_tokens=None, recomputed=0)
+        if not self.keeps_plan:
+            self.plan = replace(self.plan, max_tokens=None, recomputed=0)
+        self.widest = self.plan
 
     def way_for(self, lengths: Sequence[int], limit_bytes: int | None, *, packed: bool) -> Way:
         """How a batch of rows of these lengths is run."""
         if self.memory is None or limit_bytes is None or not lengths:
             return self.widest
+        known = [f.way for f in self._failures if limit_bytes < f.limit_bytes * GROWN]
         found = fastest(
-            lengths, self.memory, limit_bytes, self.widest, self.abilities, packed=packed
+            lengths,
+            self.memory,
+            limit_bytes,
+            self.widest,
+            self.abilities,
+            packed=packed,
+            fails=lambda way: any(way.needs_no_less_than(one) for one in known),
         )
         return found or self._smallest(lengths)
 

@@ -227,7 +227,7 @@ class Guard:
         """How a batch of rows of these lengths is run."""
         fixed_shapes = isinstance(self._trainer.executor, GraphedExecutor)
         shown = self.worst_lengths if fixed_shapes and self.worst_lengths else lengths
-        limit = None if self.cap is None else self.usable_bytes
+        limit = None if self.cap is None else self.judged_bytes
         return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
 
     @property
@@ -237,6 +237,11 @@ class Guard:
         if context_bytes is None:
             return int(self.limit_bytes * _WITHOUT_ERROR)
         return int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS)
+
+    @property
+    def judged_bytes(self) -> int:
+        """What failures and successes are held against: how much there was for them."""
+        return self.limit_bytes if self.cap is None else self.usable_bytes
 
     def standing_tensors(self) -> Iterator[Tensor]:
         """What is there between two steps: weights, gradients, the optimizer's state."""
@@ -248,7 +253,7 @@ class Guard:
         yield from state_tensors(optimizer)
 
     def _smaller(self, model: nn.Module, way: Way, pieces: Pieces, failed: str) -> Way:
-        smaller = self.adjuster.failed(way, pieces, self.limit_bytes)
+        smaller = self.adjuster.failed(way, pieces, self.judged_bytes)
         if smaller is None:
             self._stop(model, way, failed)
         assert smaller is not None
@@ -260,7 +265,7 @@ class Guard:
 
     def _went_well(self) -> None:
         before = self.adjuster.widest
-        if wider := self.adjuster.succeeded(self.limit_bytes):
+        if wider := self.adjuster.succeeded(self.judged_bytes):
             self.note("there is room", str(before), str(wider))
 
     def _stop(self, model: nn.Module, way: Way, failed: str) -> None:

@@ -124,7 +124,7 @@ class _Stage:
             tried, failed = self._try(batch, way)
             if tried is not None:
                 return tried
-            smaller = guard.adjuster.failed(way, pieces, guard.limit_bytes)
+            smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
             if smaller is None or smaller == way:
                 raise DoesNotFitError(
                     f"the longest row alone does not fit ({way}): {failed}; raise --budget, or "
@@ -176,8 +176,12 @@ class _Stage:
         if smaller is None or smaller.tokens >= tried.tokens:
             return
         gradients = self._gradient_bytes()
-        high = tried.peak_bytes - (gradients if tried.pieces > 1 else 0)
-        low = smaller.peak_bytes - (gradients if smaller.pieces > 1 else 0)
+        # Measured in several pieces, the gradients are in all numbers, and a batch in one piece is
+        # taken to need them, too: they come while its activations go.
+        high, low = tried.peak_bytes, smaller.peak_bytes
+        if tried.pieces > 1:
+            low += gradients if smaller.pieces == 1 else 0
+            gradients = 0
         token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
         fixed_bytes = high - token_bytes * tried.tokens
         layer_bytes = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.runtime.batching import MicroBatching, group_rows
@@ -124,15 +124,27 @@ def fastest(
     abilities: Abilities,
     *,
     packed: bool,
+    fails: Callable[[Way], bool] = lambda _: False,
 ) -> Way | None:
-    """The cheapest way within `widest` that stays inside the limit; None where none does."""
+    """The cheapest way within `widest` that stays inside the limit; None where none does.
+
+    `fails` knows ways that did not fit, whatever the model says of them.
+    """
     best: tuple[float, Way] | None = None
     for way in _splits(lengths, widest, abilities):
         pieces = pieces_of(lengths, way.micro_batching, packed=packed)
         fewest = memory.fewest_recomputed(pieces, limit_bytes)
         if fewest is None:
             continue
-        recomputed = max(fewest, widest.recomputed)
+        shown = replace(way, max_tokens=pieces.tokens)
+        enough = (
+            layers
+            for layers in range(max(fewest, widest.recomputed), max(abilities.depth, fewest) + 1)
+            if not fails(replace(shown, recomputed=layers))
+        )
+        recomputed = next(enough, None)
+        if recomputed is None:
+            continue
         # Backward is two forwards; a recomputed layer is one more.
         share = recomputed / max(memory.depth, 1)
         cost = sum(lengths) * (3 + share) + 3 * pieces.count * abilities.piece_tokens
