@@ -70,9 +70,33 @@ def test_a_failure_halves_the_piece_then_recomputes_then_offloads_then_gives_up(
     assert last == [way] * (FLOOR_TRIES - 1) + [None]
 
 
-def test_a_step_that_must_not_be_split_recomputes_at_once():
+def test_a_step_that_must_not_be_split_recomputes_more_each_time():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
-    assert adjuster.failed(Way(), Pieces(1, 400, 4), 0) == Way(recomputed=DEPTH)
+    way, ways = Way(), []
+    for _ in range(DEPTH // 3):
+        way = adjuster.failed(way, Pieces(1, 400, 4), 0) or way
+        ways.append(way)
+    assert ways == [Way(recomputed=layers) for layers in (3, 6, 9, 12)]
+
+
+def test_layers_are_given_back_down_to_just_above_what_failed():
+    adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
+    for failed in (0, 3, 6):
+        adjuster.failed(Way(recomputed=failed), Pieces(1, 400, 4), 1000)
+    assert adjuster.widest == Way(recomputed=9)
+    for _ in range(CLEAN_STEPS * 10):
+        adjuster.succeeded(1000)
+    assert adjuster.widest == Way(recomputed=7)  # 6 failed; 7 was never tried and went well
+    for _ in range(CLEAN_STEPS * 10):
+        adjuster.succeeded(2000)
+    assert adjuster.widest == Way()
+
+
+def test_a_captured_step_keeps_the_plans_layers_whatever_was_learnt():
+    adjuster = Adjuster(Way(recomputed=4), Abilities(splits=False, depth=DEPTH, by_batch=False))
+    adjuster.learn(MODEL)
+    assert adjuster.way_for([100], 10**9, packed=True) == Way(recomputed=4)
+    assert adjuster.way_for([400], 6000, packed=True) == Way(recomputed=7)
 
 
 def test_on_a_card_that_does_not_change_it_settles_just_below_what_fails():

@@ -1,6 +1,7 @@
 """Smaller after a failure, larger again when there is room, and no swinging in between.
 
-Down:  half the micro-batch; at one row, every layer recomputed; then activations offloaded.
+Down:  half the micro-batch; at one row, every layer recomputed; then activations offloaded. Steps
+       that must not be cut recompute a quarter of the layers more each time.
 Up:    one step after a number of clean steps, and never to what has failed, unless the memory
        there is has grown since. Between what works and what failed the gap is halved until it is
        not worth the try.
@@ -60,7 +61,7 @@ class Adjuster:
         A limit on tokens and a number of layers to recompute were guesses for the worst batch.
         """
         self.memory = memory
-        if not self.keeps_plan:
+        if not self.keeps_plan and self.abilities.by_batch:
             self.plan = replace(self.plan, max_tokens=None, recomputed=0)
         self.widest = self.plan
 
@@ -91,7 +92,7 @@ class Adjuster:
         if abilities.splits and pieces.rows > 1:
             self.widest = replace(used, max_tokens=max(pieces.tokens // 2, 1))
         elif used.recomputed < abilities.depth:
-            self.widest = replace(used, recomputed=abilities.depth)
+            self.widest = replace(used, recomputed=self._more_layers(used.recomputed))
         elif abilities.offloads and not used.offloaded:
             self.widest = replace(used, offloaded=True)
         elif self._floor_tries < FLOOR_TRIES:
@@ -127,6 +128,14 @@ class Adjuster:
             yield replace(now, offloaded=False)
         if now.recomputed > plan.recomputed:
             yield replace(now, recomputed=(now.recomputed + plan.recomputed) // 2)
+            failed = max((f.way.recomputed for f in self._failures), default=plan.recomputed)
+            if plan.recomputed < failed < now.recomputed - 1:
+                yield replace(now, recomputed=(now.recomputed + failed + 1) // 2)
+
+    def _more_layers(self, now: int) -> int:
+        """All at once where batches are cut already; in steps where that is all there is."""
+        depth = self.abilities.depth
+        return depth if self.abilities.splits else min(depth, now + max(depth // 4, 1))
 
     def _more_tokens(self, now: int) -> int | None:
         more = int(now * GROWTH) + 1

@@ -225,8 +225,9 @@ class Guard:
 
     def way_for(self, lengths: list[int]) -> Way:
         """How a batch of rows of these lengths is run."""
-        fixed_shapes = isinstance(self._trainer.executor, GraphedExecutor)
-        shown = self.worst_lengths if fixed_shapes and self.worst_lengths else lengths
+        by_batch = self.adjuster.abilities.by_batch or not self.worst_lengths
+        shown = lengths if by_batch else self.worst_lengths
+        assert shown is not None
         limit = None if self.cap is None else self.judged_bytes
         return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
 
@@ -292,6 +293,7 @@ class Guard:
             splits=not self._trainer.setup.single_micro_batch,
             depth=self.live.depth,
             offloads=self.live.offloads,
+            by_batch=not isinstance(self._trainer.executor, GraphedExecutor),
             piece_tokens=512 if on_cuda else 32,
         )
 

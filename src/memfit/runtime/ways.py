@@ -112,6 +112,8 @@ class Abilities:
     depth: int = 0
     """Layers that could be recomputed; none where the model's are not known."""
     offloads: bool = False
+    by_batch: bool = True
+    """Whether each batch may be run in another way; a captured graph is one way for all."""
     piece_tokens: int = 64
     """What it costs to begin another micro-batch, in tokens computed."""
 
