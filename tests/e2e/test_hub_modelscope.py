@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from local_server import Fault
+from memfit.hub.modelscope import INSTALL
 from modelscope_server import ModelScopeServer
 from terminal import at_a_terminal
 
 TOKEN = "ms-01234567-89ab-cdef-0123-456789abcdef"
 MODEL = "modelscope:anna/reviews"
 SOURCE = f"from memfit.hub import source_of; print(source_of({MODEL!r}))"
+README = Path(__file__).resolve().parents[2] / "README.md"
 NAMES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -133,18 +136,26 @@ def test_an_upload_goes_on_when_the_connection_breaks(desk: Desk, push: tuple[st
     assert repo.files["model.safetensors"] == (Path(push[1]) / "model.safetensors").read_bytes()
 
 
-def test_a_model_is_trained_from_modelscope_by_its_name(desk: Desk, tiny_model_dir: Path) -> None:
-    repo = desk.hub.add("anna/reviews", tiny_model_dir)
-    repo.files |= {"pytorch_model.bin": b"old", "tf_model.h5": b"other", "onnx/model.onnx": b"o"}
+def test_the_readmes_block_logs_in_pushes_and_trains_by_name(
+    desk: Desk, tiny_model_dir: Path
+) -> None:
+    shutil.copytree(tiny_model_dir, desk.home / "run")
     rows = "\n".join(f"{index % 2},{'好壞'[index % 2]}房間{index}" for index in range(40))
     (desk.home / "reviews.csv").write_text(f"label,review\n{rows}\n", encoding="utf-8")
-    desk(
-        "train", "reviews.csv", "--model", MODEL, "--output-dir", "more", "--max-steps", "1",
-        "--max-length", "32", "--use-cpu", token=None,
-    )  # fmt: skip
+    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (block,) = (text for text in blocks if "memfit login --to modelscope" in text)
+    assert block.startswith(f"{INSTALL}\n")
+    for line in block.splitlines()[1:]:
+        words = line.split()[1:]
+        if words[0] == "train":
+            # As a repository may be: weights of other frameworks are beside ours.
+            other = {"pytorch_model.bin": b"old", "tf_model.h5": b"tf", "onnx/model.onnx": b"o"}
+            desk.hub.repos["anna/reviews"].files |= other
+            words += ["--max-steps", "1", "--max-length", "32", "--use-cpu"]
+        desk(*words, token=None, given=f"{TOKEN}\n" if words[0] == "login" else "")
     assert json.loads((desk.home / "more" / "summary.json").read_text())["model"] == MODEL
     fetched = {path.name for path in (desk.home / "ms").rglob("snapshots/master/*")}
-    assert fetched == NAMES
+    assert fetched == {*NAMES, "README.md"}
 
 
 def test_a_download_goes_on_and_the_cache_serves_offline(desk: Desk, tiny_model_dir: Path) -> None:
@@ -162,7 +173,12 @@ def test_a_download_goes_on_and_the_cache_serves_offline(desk: Desk, tiny_model_
 
 
 def test_a_model_modelscope_does_not_have_is_one_sentence(desk: Desk) -> None:
-    words = ("estimate", "--model", "modelscope:anna/none")
-    assert "ModelScope has none of that name" in desk(*words, code=2)
-    off = desk(*words, code=2, HF_HUB_OFFLINE="1")
+    refused = (
+        "from memfit.errors import ModelError\nfrom memfit.hub import source_of\n"
+        f"try:\n    source_of({MODEL!r})\nexcept ModelError as error:\n    print(error)\n"
+    )
+    assert desk.python(refused).endswith("ModelScope has none of that name")
+    off = desk.python(refused, HF_HUB_OFFLINE="1")
     assert "ModelScope is switched off (HF_HUB_OFFLINE=1), and it is not in the cache" in off
+    gone = desk.python(refused, MODELSCOPE_ENDPOINT="http://127.0.0.1:9")
+    assert "ModelScope cannot be reached (http://127.0.0.1:9), and it is not in the cache" in gone
