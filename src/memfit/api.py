@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from memfit.inference import Classifier
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.estimate import MemoryEstimate
+    from memfit.planner.plan import Plan
+    from memfit.planner.search import Planning
     from memfit.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
@@ -40,26 +42,54 @@ def finetune(
     quiet: bool = False,
     watch: bool = False,
     callbacks: Sequence[Any] = (),
+    plan: PathLike | Plan | None = None,
     **options: Any,
 ) -> RunResult:
     """Trains a classifier on a table inside a memory budget and saves it with its report.
 
     `options` are fields of DataConfig, ModelConfig and TrainingArguments under their own
     names. What is given here wins over the TOML file `config`; None means not given.
-    `resume` continues the run that `output_dir` holds. `watch` serves the report on localhost
-    while it trains.
+    `plan` is one that `memfit.plan` made, or its file; without it the fastest inside the budget
+    is made. `resume` continues the run that `output_dir` holds. `watch` serves the report on
+    localhost while it trains.
     """
     from memfit.stored import resumed_config
     from memfit.workflow import train_classifier
 
+    made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
     given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
+    if made is None:
+        given["plan"] = plan
     if resume:
         if output_dir is None:
             raise OutputError("name the run to resume with --output-dir")
         run = resumed_config(os.fspath(output_dir), config, given)
     else:
         run = RunConfig.build(config, **given)
-    return train_classifier(run, resume=resume, quiet=quiet, watch=watch, callbacks=callbacks)
+    return train_classifier(
+        run, resume=resume, quiet=quiet, watch=watch, callbacks=callbacks, plan=made
+    )
+
+
+def plan(
+    data: PathLike | None = None,
+    *,
+    model: PathLike | None = None,
+    budget: str | int | None = None,
+    gpu: str | None = None,
+    config: PathLike | None = None,
+    **options: Any,
+) -> Planning:
+    """The fastest way of training inside the budget, without loading any weights.
+
+    Takes what `finetune` takes, with `exact` and `allow`; `gpu` is a card by name or `cpu`, and
+    without it this machine's. `.chosen` is the plan: `.sentences()` are its reasons,
+    `.write("plan.toml")` keeps it, `.training_arguments()` are for the stock Trainer.
+    """
+    from memfit.planning import prepare
+
+    given = {"data": data, "model": model, "budget": budget, **options}
+    return prepare(RunConfig.build(config, **given), gpu).plan()
 
 
 def load(model: PathLike, **options: Any) -> Classifier:

@@ -258,6 +258,8 @@ def _canonical(name: str, known: frozenset[str]) -> str:
 def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
     """Puts one flat option into its table; `seed` belongs to the split and the training."""
     key = _ALIASES.get(key, key)
+    if key == "allow" and isinstance(value, list | tuple | set | frozenset):
+        value = ",".join(sorted(value))
     if key == "label_names" and value in ("labels", ["labels"], ("labels",)):
         # TrainingArguments' own field of that name: the columns that hold labels, of which
         # a table read by memfit has this one.

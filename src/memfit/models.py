@@ -103,7 +103,7 @@ def load_weights(
     model: Any
     model, fresh = _load_model(config, settings)
     _check_vocabulary(model, tokenizer, config.model)
-    _check_positions(model, max_length, config.model)
+    check_positions(model, max_length, config.model)
     # The heads take **kwargs and ignore num_items_in_batch: without this the stock Trainer
     # would not divide the loss by the accumulation steps (transformers#47688).
     model.accepts_loss_kwargs = False
@@ -248,7 +248,8 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
         )
 
 
-def _check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
+def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
+    """Texts may not be longer than the model can read."""
     limit = position_limit(model)
     if limit is not None and max_length > limit:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from memfit.files import (
     plain,
     why_not_written,
 )
-from memfit.messages import language
+from memfit.messages import language, t
 from memfit.models import check_model_folder
 from memfit.report import terminal
 from memfit.results import (
@@ -298,7 +299,9 @@ class _Run:
             say=self.say,
             checkpoint=self.found.good if self.found is not None else None,
         )
-        return choosing.choose(self.given_plan)
+        with terminal.waiting(t("planned.waiting"), quiet=self.quiet):
+            plan = choosing.choose(self.given_plan)
+        return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""

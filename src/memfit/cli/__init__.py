@@ -20,6 +20,7 @@ from memfit.cli import (
     estimate,
     evaluate,
     login,
+    plan,
     predict,
     push,
     report,
@@ -40,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train, evaluate, predict, estimate, doctor, report, push, login):
+for module in (train, plan, evaluate, predict, estimate, doctor, report, push, login):
     module.add_to(app)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _VERSION = 1
-_TABLES = ("workload", "micro_batching", "strategies", "predicted", "reasons")
+_TABLES = ("run", "workload", "micro_batching", "strategies", "predicted", "reasons")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class Plan:
     """None of a plan that was read from a file and not checked."""
     decisions: tuple[Decision, ...] = ()
     args: TrainingArguments | None = field(default=None, repr=False)
+    run: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The run's own configuration, by which a plan in a file can be checked again."""
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -99,6 +101,7 @@ class Plan:
         tables: dict[str, Any] = {
             "version": _VERSION,
             "fidelity": str(self.fidelity),
+            **({"run": self.run} if self.run else {}),
             "workload": dataclasses.asdict(self.digest),
             "micro_batching": {name: one for name, one in limits.items() if one is not None},
             "strategies": {one.name: settings_of(one) for one in self.strategies},
@@ -137,7 +140,8 @@ class Plan:
         strategies = ordered([_strategy(name, given[name], where) for name in given])
         limits = _made(MicroBatching, tables.get("micro_batching", {}), f"{where}: micro_batching")
         digest = _made(Digest, tables.get("workload", {}), f"{where}: workload")
-        return cls(candidate=Candidate(tuple(strategies), limits), digest=digest)
+        candidate = Candidate(tuple(strategies), limits)
+        return cls(candidate=candidate, digest=digest, run=tables.get("run", {}))
 
     def training_arguments(self, args: TrainingArguments | None = None) -> TrainingArguments:
         """What of the plan the stock Trainer can do, on top of these or the planned arguments.

@@ -1,0 +1,152 @@
+"""`memfit plan`: the fastest way of training that fits, with its reasons, before it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli import console
+from memfit.cli.flags import FlagCommand
+from memfit.cli.options import Json, config_options
+from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.errors import DoesNotFitError, OutputError
+from memfit.messages import language, t
+from memfit.units import format_both
+
+if TYPE_CHECKING:
+    from memfit.planner.missing import NothingFitsError
+    from memfit.planner.search import Planning
+    from memfit.planning import Task
+
+EPILOG = (
+    "Every option of memfit train is one of memfit plan, and what you set is kept. The plan is a "
+    "file: edit it, commit it, train by it with memfit train --plan plan.toml, and see whether it "
+    "still fits with memfit plan --check plan.toml (exit code 3 where it does not)."
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command(cls=FlagCommand, epilog=EPILOG)(plan)
+
+
+@config_options(
+    RunConfig, ModelConfig, DataConfig, leave_out=("path", "output_dir", "plan", "on_nan")
+)
+def plan(
+    ctx: typer.Context,
+    options: dict[str, Any],
+    data: Annotated[
+        str | None, typer.Argument(help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card by name ('RTX 3050 4GB', T4) or cpu; yours if none.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Write the plan here, as TOML.")
+    ] = None,
+    check: Annotated[
+        str | None, typer.Option(help="A plan.toml: does it still fit? Changes nothing.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A TOML file with any of these; options win over it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan a training inside a budget: each decision and its reason, memory and time."""
+    del ctx
+    target = _check_target(output) if output is not None else None
+    if data is not None:
+        options = {**options, "path": data}
+    if check is not None:
+        _check(check, config, gpu, options, as_json)
+        return
+    from memfit import planning
+    from memfit.planner.alternatives import alternatives
+    from memfit.planner.missing import NothingFitsError
+    from memfit.report import planned, terminal
+
+    run = RunConfig.build(config, **options)
+    with console.only_results_on_stdout(), terminal.waiting(t("planned.waiting")):
+        task = planning.prepare(run, gpu)
+        try:
+            made = task.plan()
+        except NothingFitsError as error:
+            failed: NothingFitsError | None = error
+        else:
+            failed, other = None, alternatives(made)
+    if failed is not None:
+        raise _nothing_fits(task, failed, as_json)
+    if target is not None:
+        made.chosen.write(target, language())
+    if as_json:
+        console.show_json(planning.as_json(task, made, other))
+    else:
+        assert made.chosen.price is not None
+        seconds = planning.run_seconds(task.workload, made.chosen.price)
+        name = Path(run.model.model).name
+        terminal.console().print(planned.plan_view(made, other, seconds, name))
+        _show_hints(task, made)
+    if target is not None:
+        console.say(t("planned.written", path=target))
+
+
+def _show_hints(task: Task, made: Planning) -> None:
+    del made
+    if task.card is None and task.gpu is None:
+        console.say(t("planned.cpu.hint"))
+
+
+def _nothing_fits(task: Task, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
+    """Shows the smallest plan; the sentence itself is the error's."""
+    from memfit import planning
+    from memfit.report import planned, terminal
+
+    if as_json:
+        console.show_json(planning.missing_json(task, error))
+    else:
+        terminal.console().print(planned.smallest_view(error.smallest))
+    return DoesNotFitError(error.text(language()))
+
+
+def _check(
+    path: str, config: str | None, gpu: str | None, options: dict[str, Any], as_json: bool
+) -> None:
+    from memfit import planning
+    from memfit.planner.plan import Plan
+    from memfit.report import terminal
+    from memfit.run_plan import does_not_fit_sentence
+
+    plan = Plan.read(Path(path))
+    stored, card = planning.stored_options(plan.run)
+    run = RunConfig.build(config, **{**stored, **options})
+    with console.only_results_on_stdout(), terminal.waiting(t("planned.waiting")):
+        task = planning.prepare(run, gpu or card)
+        checked = task.check(plan)
+    if as_json:
+        console.show_json(planning.checked_json(task, checked))
+    if not checked.fits:
+        raise DoesNotFitError(does_not_fit_sentence(checked, path))
+    if as_json:
+        return
+    price = checked.plan.price
+    assert price is not None
+    sentence = t(
+        "planned.fits",
+        name=path,
+        needs=format_both(price.device_bytes),
+        budget=format_both(task.budget_bytes),
+        step=f"{price.step_seconds:.3g} s",
+    )
+    console.show(sentence)
+    if checked.changed:
+        console.show(t("planned.changed", what="; ".join(checked.changed)))
+
+
+def _check_target(output: str) -> Path:
+    target = Path(output).expanduser()
+    if not target.parent.is_dir() or target.is_dir():
+        raise OutputError(f"cannot write the plan {output}: name a file in a folder that is there")
+    return target
