@@ -48,7 +48,7 @@ class Reach:
         best = self.fastest or self.smallest
         times = than.step_seconds / best.step_seconds
         fields = {
-            "name": self.name,
+            "permission": self.name,
             "fidelity": str(best.candidate.fidelity),
             "bytes": gb(best.device_bytes),
             "step": step_time(best.step_seconds),

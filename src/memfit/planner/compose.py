@@ -367,7 +367,8 @@ class TracedPricer:
         updating = self._updating(split.family, split.updating)
         micro = family.micro(self._depth)
         if split.policy:
-            micro += self._policy(family, split.policy).extra * split.count
+            layers = family.whole_layers(split.count, self._depth)
+            micro += self._policy(family, split.policy).extra * layers
         own = Counted(updating.micro(self._depth, split.passes), zero())
         more = zero()
         if split.keeps:

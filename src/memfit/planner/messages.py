@@ -216,8 +216,8 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
         "zh": "--budget {bytes} 或更多",
     },
     "helps.allow": {
-        "en": "--allow {name} reaches {bytes}",
-        "zh": "--allow {name} 可降到 {bytes}",
+        "en": "--allow {permission} reaches {bytes}",
+        "zh": "--allow {permission} 可降到 {bytes}",
     },
     "helps.inexact": {
         "en": "without --exact it takes {bytes}",
@@ -244,8 +244,8 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
         "请调低 --save-total-limit 或换一个文件夹",
     },
     "allow": {
-        "en": "--allow {name} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
-        "zh": "--allow {name}（{fidelity}）：{bytes}，每步 {step}，速度为 {times}",
+        "en": "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
+        "zh": "--allow {permission}（{fidelity}）：{bytes}，每步 {step}，速度为 {times}",
     },
     "more": {
         "en": "{budget} would make a step {times} as fast: {step}",

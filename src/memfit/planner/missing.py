@@ -89,7 +89,7 @@ def _helps(asked: Asked, pricer: Pricer, price: Price, budget_bytes: int) -> Ite
     for reach in reaches(asked, pricer, budget_bytes):
         size = reach.smallest.device_bytes
         if size < below:
-            yield _help("allow", reach.name, size, name=reach.name, bytes=gb(size))
+            yield _help("allow", reach.name, size, permission=reach.name, bytes=gb(size))
     yield from _shorter(asked, pricer, below)
     for model in smaller_models(asked, pricer, budget_bytes):
         size = model.price.device_bytes

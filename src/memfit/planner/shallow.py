@@ -27,7 +27,14 @@ from memfit.planner.chunks import (
     gap_bytes,
     top_bytes,
 )
-from memfit.planner.counted import Counted, Counts, attention_of, vector, without_attention
+from memfit.planner.counted import (
+    FIELDS,
+    Counted,
+    Counts,
+    attention_of,
+    vector,
+    without_attention,
+)
 from memfit.planner.trace import StepTrace, trace_step
 from memfit.planner.values import Candidate, Workload
 from memfit.runtime.batching import MicroBatching
@@ -260,7 +267,7 @@ class Family:
         return Policy(
             pieces=cut_pieces(trace.segments.parts["micro"], self.growth, layers),
             # A layer that is computed again grows with the tokens as a layer does.
-            extra=self.layer.like(more * (1 / count), self.tokens[0]),
+            extra=self.layer.like(more / self.whole_layers(count, count), self.tokens[0]),
             # The last layer's activations are wanted at once and stay.
             host_bytes=(trace.host_bytes - plain.host_bytes) / max(count - away, 1),
         )
@@ -288,6 +295,16 @@ class Family:
         first = self._micro(self.traced(self.layers)) - self._micro(self.traced(self.layers - 1))
         second = self._micro(self._fewer_deeper) - self._micro(self._fewer)
         return Counted.through(first, second, self.tokens)
+
+    def whole_layers(self, count: int, depth: int) -> float:
+        """So many of the first layers, in layers that run for every token.
+
+        The last one may run for the tokens only that the head reads.
+        """
+        flops = FIELDS.index("half_flops"), FIELDS.index("full_flops")
+        each = sum(self.layer.slope[at] for at in flops)
+        last = 1 + sum(self.outside.slope[at] for at in flops) / each if each else 1.0
+        return count if count < depth else depth - 1 + min(max(last, 0.0), 1.0)
 
     @cached_property
     def outside(self) -> Counted:

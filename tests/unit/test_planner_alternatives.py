@@ -1,0 +1,94 @@
+"""What else could be done: other permissions, more budget, smaller models."""
+
+from __future__ import annotations
+
+import pytest
+from planner_fixtures import FormulaPricer, h200, task
+
+from memfit.planner.alternatives import Alternatives, alternatives, more_budget
+from memfit.planner.search import Planning, make_plan
+from memfit.strategies import Fidelity
+
+BUDGET = 2_600_000_000
+
+
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    workload, card = task(), h200()
+    pricer = FormulaPricer(workload, card)
+    return make_plan(workload, BUDGET, card, pricer=pricer, host_bytes_free=10**12)
+
+
+@pytest.fixture(scope="module")
+def found(planning: Planning) -> Alternatives:
+    return alternatives(planning)
+
+
+def test_each_permission_is_shown_with_what_it_reaches(found: Alternatives) -> None:
+    assert [one.name for one in found.allow] == ["optimizer", "lora", "freeze", "truncate"]
+    for one in found.allow:
+        assert one.smallest.candidate.fidelity > Fidelity.ROUNDING
+        assert one.smallest.device_bytes > 0
+        assert one.fastest is None or one.fastest.device_bytes <= BUDGET
+    lora = next(one for one in found.allow if one.name == "lora")
+    assert lora.smallest.candidate.get("lora") is not None
+
+
+def test_permission_is_said_with_its_fidelity_and_speed(
+    planning: Planning, found: Alternatives
+) -> None:
+    chosen = planning.chosen.price
+    assert chosen is not None
+    said = {one.name: one.decision(chosen).sentence() for one in found.allow}
+    assert said["truncate"].startswith("--allow truncate (data): ")
+    assert said["lora"].startswith("--allow lora (capacity): ")
+    assert "as fast" in said["lora"]
+
+
+def test_permission_that_is_given_is_not_shown_again() -> None:
+    workload, card = task(), h200()
+    pricer = FormulaPricer(workload, card)
+    planned = make_plan(
+        workload,
+        BUDGET,
+        card,
+        pricer=pricer,
+        allow=frozenset({"lora"}),
+        host_bytes_free=10**12,
+    )
+    assert "lora" not in [one.name for one in alternatives(planned).allow]
+
+
+def test_more_budget_is_the_least_that_makes_it_a_tenth_faster(
+    planning: Planning, found: Alternatives
+) -> None:
+    chosen = planning.chosen.price
+    assert chosen is not None
+    assert found.more is not None
+    assert found.more.budget_bytes > BUDGET
+    assert found.more.price.step_seconds <= 0.9 * chosen.step_seconds
+    workload, card = planning.asked.workload, planning.asked.card
+    again = make_plan(
+        workload,
+        found.more.budget_bytes,
+        card,
+        pricer=planning.pricer,
+        host_bytes_free=10**12,
+    )
+    assert again.chosen.price is not None
+    assert again.chosen.price.step_seconds <= 0.9 * chosen.step_seconds
+
+
+def test_fastest_plan_needs_no_more_budget(planning: Planning) -> None:
+    fastest = min(planning.prices, key=lambda one: one.step_seconds)
+    assert more_budget(planning.prices, fastest) is None
+
+
+def test_smaller_models_are_smaller_and_faster(planning: Planning, found: Alternatives) -> None:
+    chosen = planning.chosen.price
+    assert chosen is not None
+    assert [(one.layers, one.width) for one in found.smaller] == [(12, 768), (6, 768), (3, 768)]
+    seconds = [one.price.step_seconds for one in found.smaller]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(one < chosen.step_seconds for one in seconds)
+    assert "12 layers, 768 wide" in found.smaller[0].decision().sentence()

@@ -1,0 +1,82 @@
+"""What the planner says: figures in every reason, both languages."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+from planner_fixtures import FormulaPricer, h200, task
+
+from memfit.planner.messages import LANGUAGES, MESSAGES, NAMES, PHASES
+from memfit.planner.search import Planning, make_plan
+from memfit.strategies import BY_NAME
+
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def fields(text: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_has_both_languages_with_the_same_fields(message: str) -> None:
+    texts = MESSAGES[message]
+    assert tuple(texts) == LANGUAGES
+    assert fields(texts["en"]) == fields(texts["zh"])
+    assert CHINESE.search(texts["zh"])
+    assert not CHINESE.search(texts["en"])
+
+
+def test_every_strategy_has_a_name_in_both_languages() -> None:
+    assert set(NAMES) == set(BY_NAME)
+    assert set(PHASES) == {"training", "evaluation", "saving", "resuming"}
+
+
+def planning(budget: float, **options: object) -> Planning:
+    workload, card = task(), h200()
+    return make_plan(
+        workload,
+        int(budget),
+        card,
+        pricer=FormulaPricer(workload, card),
+        host_bytes_free=10**12,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_reasons_have_the_figures() -> None:
+    said = "\n".join(planning(2.7e9).chosen.sentences())
+    assert re.search(r"recomputes .*\d+ of 24 layers: saves (\d\.\d\d GB|\d+ MB), costs \d+ % of", said)
+    assert re.search(r"peaks at \d\.\d\d GB of 2\.70 GB \(9\d %\), while training", said)
+    assert re.search(r"5 bytes a parameter instead of 12, saves 2\.\d\d GB", said)
+    assert "35 % of every batch" in said
+    assert "an epoch of 219 steps" in said
+
+
+def test_reasons_are_also_said_in_chinese() -> None:
+    chosen = planning(4e9).chosen
+    english, chinese = chosen.sentences("en"), chosen.sentences("zh")
+    assert len(english) == len(chinese)
+    assert all(CHINESE.search(sentence) for sentence in chinese)
+    assert re.search(r"重算 24 层中", "\n".join(chinese))
+
+
+def test_clipping_is_named_as_the_reason_for_kept_gradients() -> None:
+    said = "\n".join(planning(2.7e9).chosen.sentences())
+    assert "because the global norm is needed to clip at 1: saves" in said
+
+
+def test_offload_names_the_host_memory() -> None:
+    said = "\n".join(planning(2.0e9).chosen.sentences())
+    assert re.search(r"AdamW runs on the CPU .*\d\.\d\d GB there: saves .* costs \d+ %", said)
+
+
+def test_slack_plan_says_what_recomputing_would_cost() -> None:
+    said = "\n".join(planning(40e9).chosen.sentences())
+    assert re.search(r"not used: recomputing layers, because everything fits .* cost \d+ %", said)
+
+
+def test_exact_plan_says_why_rounding_is_not_used() -> None:
+    said = "\n".join(planning(16e9, exact=True).chosen.sentences())
+    assert "not used: the low-bit optimizer, because --exact forbids rounding" in said
