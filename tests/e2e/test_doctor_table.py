@@ -17,6 +17,8 @@ def test_a_real_line_is_priced_from_traced_layers_in_order(
     (row,) = reaches(card, card.total_bytes, models=models, say=said.append)
     assert said == ["pricing BERT-tiny (1 of 1)"]
     # 4.4 M parameters: the context is most of it.
+    assert row.exact
+    assert row.rounding
     for cell in (row.exact, row.rounding):
         assert cell.fits
         assert card.context_bytes < cell.device_bytes < card.context_bytes + 0.4e9

@@ -25,6 +25,7 @@ from memfit.doctor.environment import (
 )
 from memfit.doctor.reach import model_config, reaches, well_known
 from memfit.doctor.readiness import Readiness, readiness
+from memfit.errors import TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.values import Workload
@@ -314,6 +315,10 @@ def test_a_larger_budget_never_trains_less_or_slower() -> None:
         for row in reaches(card, int(budget), models=models, host_bytes_free=0, pricer_for=formula)
     ]
     small, large = rows
+    assert small.exact
+    assert small.rounding
+    assert large.exact
+    assert large.rounding
     assert [cell.fits for cell in (small.exact, small.rounding)] == [False, True]
     assert [cell.fits for cell in (large.exact, large.rounding)] == [True, True]
     assert large.rounding.texts_per_second > small.rounding.texts_per_second
@@ -326,10 +331,37 @@ def test_a_cell_that_does_not_fit_says_what_the_smallest_plan_needs() -> None:
     (row,) = reaches(
         find_card("RTX 3060"), budget, models=models, host_bytes_free=0, pricer_for=formula
     )
+    assert row.exact
+    assert row.rounding
     assert not row.exact.fits
     assert row.exact.device_bytes > row.rounding.device_bytes > budget
     assert row.allowed is not None
     assert row.allowed.device_bytes < row.rounding.device_bytes
+
+
+class Untraceable(FormulaPricer):
+    """A model whose operators the trace does not know."""
+
+    def quick(self, candidate: Any) -> Any:
+        raise TraceError(f"no rule for an operator of {candidate}")
+
+
+def test_a_model_that_cannot_be_priced_does_not_stop_the_table() -> None:
+    models = [one for one in well_known() if one.name in ("BERT-tiny", "BERT-base")]
+
+    def pricer(workload: Workload, card: Any) -> FormulaPricer:
+        kind = Untraceable if workload.config.hidden_size == 128 else FormulaPricer
+        return kind(workload, card)
+
+    card = find_card("RTX 3060")
+    tiny, base = reaches(
+        card, card.total_bytes, models=models, host_bytes_free=0, pricer_for=pricer
+    )
+    assert tiny.problem.startswith("no rule for an operator of")
+    assert tiny.exact is tiny.rounding is None
+    assert base.problem == ""
+    assert base.rounding
+    assert base.rounding.fits
 
 
 # ---- the command ----

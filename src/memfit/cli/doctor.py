@@ -145,6 +145,9 @@ def _trains(found: Diagnosis) -> RenderableType:
     )
     shown = terminal.table("model", "exact", "rounding", "with --allow")
     for one in found.trains:
+        if one.problem:
+            shown.add_row(one.model.name, "cannot be priced")
+            continue
         cells = (_cell(one.exact), _cell(one.rounding), _cell(one.allowed))
         shown.add_row(one.model.name, *cells)
     foot = Text(

@@ -114,5 +114,6 @@ def _line(reach: Reach) -> dict[str, Any]:
     return {
         "model": reach.model.name,
         "id": reach.model.id,
+        "problem": reach.problem,
         **{name: None if one is None else asdict(one) for name, one in cells.items()},
     }

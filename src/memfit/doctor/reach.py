@@ -16,6 +16,8 @@ from functools import cached_property
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from memfit.errors import MemfitError
+
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
     from memfit.planner.values import Candidate, Price, Pricer, Workload
@@ -52,10 +54,12 @@ class Reach:
     """One model's line of the table."""
 
     model: KnownModel
-    exact: Cell
-    rounding: Cell
-    allowed: Cell | None
+    exact: Cell | None = None
+    rounding: Cell | None = None
+    allowed: Cell | None = None
     """With --allow; only asked where nothing better fits."""
+    problem: str = ""
+    """Why the model cannot be priced; empty where it can."""
 
 
 def well_known() -> tuple[KnownModel, ...]:
@@ -88,10 +92,14 @@ def reaches(
     for number, model in enumerate(every, start=1):
         if say is not None:
             say(f"pricing {model.name} ({number} of {len(every)})")
-        workload = _workload(model)
-        row = _Row(workload, card, budget_bytes, host_bytes_free, pricer_for)
-        exact, rounding = row.cell(exact=True), row.cell()
-        yield Reach(model, exact, rounding, None if rounding.fits else row.cell(allow=True))
+        row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
+        try:
+            exact, rounding = row.cell(exact=True), row.cell()
+            allowed = None if rounding.fits else row.cell(allow=True)
+        except MemfitError as error:  # one model that cannot be traced is no reason to stop
+            yield Reach(model, problem=str(error))
+        else:
+            yield Reach(model, exact, rounding, allowed)
 
 
 def _workload(model: KnownModel) -> Workload:
