@@ -104,7 +104,7 @@ def test_what_cannot_be_finished_says_where_to_go_on_from(tmp_path):
         passed(index, gradient)
 
     step.boundaries._passed = fails  # type: ignore[method-assign]
-    with pytest.raises(HalfDoneError, match="go on from the last checkpoint"):
+    with pytest.raises(HalfDoneError, match="half those of the next step and were not saved"):
         step.run()
     assert step.boundaries.resumed > TRIES
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from memfit.errors import MemfitError
+from memfit.errors import RunStoppedError
 from memfit.runtime.out_of_memory import is_out_of_memory, let_go, retrying
 from memfit.runtime.random_state import RandomState
 from memfit.strategies._layers import Args, Kwargs, keeps_activations, stack_of, wrap
@@ -33,7 +33,7 @@ TRIES = 4
 """How often backward is taken up from one boundary before the run is given up."""
 
 
-class HalfDoneError(MemfitError):
+class HalfDoneError(RunStoppedError):
     """A step failed after some weights had moved, and could not be finished."""
 
 
@@ -125,9 +125,8 @@ class LayerBoundaries:
             self._make_room(tries)
             start.restore(self._device)
         raise HalfDoneError(
-            f"out of memory in the middle of an update that had begun ({failed}); the weights are "
-            "half those of the next step: go on from the last checkpoint with --resume, with a "
-            "larger --budget"
+            f"out of memory in the middle of an update that had begun ({failed}): the weights in "
+            "memory are half those of the next step and were not saved; go on with a larger --budget"
         )
 
     def _forget(self) -> None:

@@ -5,6 +5,7 @@ Both are exact, so a step may have them and the next may not.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from memfit.strategies._layers import stack_of, stack_problem
@@ -30,7 +31,7 @@ class LiveStrategies:
         turns = self._setup.recomputed
         return 0 if turns is None else min(turns.limit, self.depth)
 
-    @property
+    @functools.cached_property
     def depth(self) -> int:
         """The layers that could be; none where that cannot be changed here."""
         setup = self._setup
