@@ -125,8 +125,8 @@ class LayerBoundaries:
             self._make_room(tries)
             start.restore(self._device)
         raise HalfDoneError(
-            f"out of memory in the middle of an update that had begun ({failed}): the weights in "
-            "memory are half those of the next step and were not saved; go on with a larger --budget"
+            f"out of memory in the middle of an update that had begun ({failed}): the weights "
+            "here are half those of the next step and were not saved; go on with a larger --budget"
         )
 
     def _forget(self) -> None:
