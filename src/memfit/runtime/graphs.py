@@ -56,6 +56,26 @@ class _Captured:
     loss: torch.Tensor
 
 
+class GraphMemory:
+    """The pool and the stream that all graphs of a training share.
+
+    Graphs are never replayed at once, so the largest one's memory is enough for all. One stream:
+    autograd ties each parameter's accumulation to the stream it first ran on, and a capture must
+    not wait for another one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool: Any = None
+
+    def drop(self) -> None:
+        """Give it back, once no graph is left."""
+        torch.cuda.synchronize(self.device)
+        self.pool = None
+        torch.cuda.empty_cache()
+
+
 class GraphCache:
     """Runs a micro-step's body: the first time as it is, then as a graph for each shape.
 
@@ -64,14 +84,11 @@ class GraphCache:
     from the host is frozen at capture.
     """
 
-    def __init__(self, body: Body, device: torch.device) -> None:
+    def __init__(self, body: Body, memory: GraphMemory) -> None:
         self._body = body
-        self._device = device
-        # One stream for all: autograd ties each parameter's accumulation to the stream it
-        # first ran on, and a capture must not wait for another one.
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self._device, self._stream = memory.device, memory.stream
         self._captured: dict[Key, _Captured] = {}
-        self._pool: Any = None
         self._is_warm = False
 
     def __len__(self) -> int:
@@ -96,12 +113,10 @@ class GraphCache:
             captured.graph.replay()
             return captured.loss.clone()
 
-    def drop(self) -> None:
-        """Give all the graphs' memory back; they are captured anew when needed."""
+    def clear(self) -> None:
+        """Forget all graphs; they are captured anew when needed."""
         torch.cuda.synchronize(self._device)
         self._captured.clear()
-        self._pool = None
-        torch.cuda.empty_cache()
 
     def _capture(self, key: Key, batch: PackedBatch) -> _Captured:
         static = batch.to(self._device)
@@ -111,12 +126,12 @@ class GraphCache:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(graph, pool=self._memory.pool, stream=self._stream):
                 loss = self._body(static)
         except Exception:
             graph.reset()  # nothing was executed; its share of the pool goes back
             raise
-        self._pool = self._pool or graph.pool()
+        self._memory.pool = self._memory.pool or graph.pool()
         self._captured[key] = _Captured(graph, static, loss)
         return self._captured[key]
 

@@ -20,7 +20,7 @@ from memfit.packing import PackedBatch, PackedModel, weighted_loss
 from memfit.runtime.batching import Batch, MicroBatch
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.checkpoint import preserved_rng
-from memfit.runtime.graphs import GraphCache, TokenBuckets
+from memfit.runtime.graphs import GraphCache, GraphMemory, TokenBuckets
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.step import Share, StepExecutor
 
@@ -97,6 +97,8 @@ class GraphedExecutor(SinkExecutor):
     """All batches are filled up to so many rows."""
     buckets: TokenBuckets = field(default_factory=TokenBuckets)
     _caches: dict[str, GraphCache] = field(default_factory=dict)
+    _memory: list[GraphMemory] = field(default_factory=list)
+    """One, made with the first graph; whoever copies the executor shares it."""
     _seen: Counter[int] = field(default_factory=Counter)
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -128,7 +130,9 @@ class GraphedExecutor(SinkExecutor):
     def drop(self) -> None:
         """Give the graphs' memory back."""
         for cache in self._caches.values():
-            cache.drop()
+            cache.clear()
+        if self._memory:
+            self._memory[0].drop()
 
     def _cache_of(self, name: str, model: nn.Module) -> GraphCache:
         """The graphs of whole steps, or those of single micro-batches."""
@@ -137,7 +141,9 @@ class GraphedExecutor(SinkExecutor):
                 "whole": lambda inputs: self._whole_step(model, inputs),
                 "micro": lambda inputs: self._micro(model, inputs, 0),
             }
-            self._caches[name] = GraphCache(bodies[name], self.device)
+            if not self._memory:
+                self._memory.append(GraphMemory(self.device))
+            self._caches[name] = GraphCache(bodies[name], self._memory[0])
         return self._caches[name]
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:

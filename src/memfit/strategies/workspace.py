@@ -33,7 +33,7 @@ class SmallWorkspace(Strategy):
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
             return f"a {setup.device_type} has no cuBLAS"
-        if _VARIABLE in os.environ:
+        if os.environ.get(_VARIABLE, _SMALL) != _SMALL:
             return f"you set {_VARIABLE} yourself"
         if setup.capability < _LARGE_FROM:
             return "this card's workspace is small already"
