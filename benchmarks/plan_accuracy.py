@@ -4,9 +4,11 @@
     python benchmarks/plan_accuracy.py --table … --vocab … --only '*graphs*' results/other.json
 
 Needs no GPU. Reads what bert_large.py and step_time.py measured. A plan covers the largest batch
-the shuffle can draw; a run saw only the batches it drew, so those are drawn again here, and the
-largest of them is what is predicted. Graphs take the largest there can be before they see it;
-`--graphs-seen` is for files measured before they did.
+the shuffle can draw, and BudgetTrainer with a budget begins with it. These runs had no budget: they
+saw only the batches they drew, in that order, and the allocator kept what each new largest one
+left behind. So the batches are drawn again here, and what is predicted is that run. Graphs take
+the largest batch there can be before they see it; `--graphs-seen` is for files measured before
+they did.
 """
 
 from __future__ import annotations
@@ -121,15 +123,67 @@ def predict(
     graphed = candidate.get("cuda_graphs") is not None and not graphs_seen
     is_worst = graphed or run.rows or not candidate.get("packing")
     tokens = None if is_worst else max(drawn[: run.steps])
-    _, phases, trace = price_memory(workload, candidate, find_card(CARD), tokens=tokens)
+    card = find_card(CARD)
+    _, phases, trace = price_memory(workload, candidate, card, tokens=tokens)
     peak = phases[TRAINING]
+    device = peak.device_bytes
+    if not is_worst:
+        sizes = in_order(drawn[: run.steps], candidate)
+        device += reserved_bytes(workload, candidate, card, sizes) - peak.reserved_bytes
     return {
         "name": run.name, "tokens": trace.rows.tokens,
         "measured": {"allocated": run.allocated_bytes, "device": run.device_bytes},
-        "predicted": {"allocated": peak.allocated_bytes, "device": peak.device_bytes},
+        "predicted": {"allocated": peak.allocated_bytes, "device": device},
         "components": {str(name): size for name, size in peak.components.items()},
         "seconds": round(time.perf_counter() - began, 2),
     }  # fmt: skip
+
+
+def in_order(drawn: Sequence[int], candidate: Any) -> list[int]:
+    """The sizes that may make the allocator take more: each new largest, or each new graph."""
+    graphs = candidate.get("cuda_graphs")
+    step = graphs.bucket_tokens if graphs else 1
+    sizes = [-(-tokens // step) * step for tokens in drawn]
+    if graphs:  # the first is launched, then every size is captured once
+        return [sizes[0], *dict.fromkeys(sizes[1:])]
+    return [size for at, size in enumerate(sizes) if size > max(sizes[:at], default=0)]
+
+
+def reserved_bytes(workload: Any, candidate: Any, card: Any, sizes: Sequence[int]) -> int:
+    """What the allocator holds after steps of these sizes, none of them known before."""
+    from memfit.memory.allocator import Allocator
+    from memfit.memory.phases import with_loaded_state
+    from memfit.planner.trace import priced, trace_step
+    from memfit.planner.trace_price import with_libraries
+
+    graphed = candidate.get("cuda_graphs") is not None
+    ordinary, pool = Allocator(expandable_segments=graphed), Allocator()
+    living: dict[Any, list[Any]] = {}
+
+    def play(marks: Any, allocator: Any) -> None:
+        for birth, kind, _, rank in marks:
+            blocks = living.setdefault(kind, [])
+            if birth:
+                blocks.append((allocator, allocator.allocate(kind[0])))
+            elif blocks:
+                owner, block = blocks.pop(0 if rank < 0 else max(len(blocks) - 1 - rank, 0))
+                owner.free(block)
+
+    highest = 0
+    for at, tokens in enumerate(sizes):
+        trace = trace_step(workload, candidate, card, tokens=tokens)
+        run = priced(trace, candidate, workload)
+        parts = with_libraries(run, with_loaded_state(trace.segments), card).parts
+        if at == 0:
+            for name in ("build", "start", "workspace"):
+                play(parts[name], ordinary)
+        if at == 1 and graphed:
+            ordinary.release()
+        for name in ("static", "micro", "micro_more", "update_first", "clear"):
+            inside = graphed and at > 0 and name == "micro"
+            play(parts.get(name, ()), pool if inside else ordinary)
+        highest = max(highest, ordinary.reserved_bytes + pool.reserved_bytes)
+    return highest
 
 
 def error(record: Mapping[str, Any], size: str) -> float | None:

@@ -92,7 +92,7 @@ def price_memory(
 ) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
     """The highest peak of all phases, each phase's own, and the trace they come from."""
     trace = trace_step(workload, candidate, card, tokens=tokens)
-    phases = price(_priced(trace, candidate, workload), card)
+    phases = price(priced(trace, candidate, workload), card)
     return max(phases.values(), key=lambda peak: peak.device_bytes), phases, trace
 
 
@@ -107,7 +107,8 @@ def unavailable_reason(
     return _tracer(workload, card).reason(chosen)
 
 
-def _priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced:
+def priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced:
+    """What decides the memory of a run of this step."""
     is_graphed = "static" in trace.segments.parts
     checkpointing = candidate.get("checkpointing") is not None
     return Priced(

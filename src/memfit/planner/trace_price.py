@@ -70,7 +70,7 @@ def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
     """The peak of each phase, by name."""
     segments = with_loaded_state(run.segments)
     if card is not None:
-        segments = _with_workspaces(run, segments, card)
+        segments = with_libraries(run, segments, card)
         card = dataclasses.replace(card, context_bytes=context_bytes(run, card))
     whole = play_run(segments, _order(run, cuda=card is not None))
     end, count = whole.starts[-1][0], len(whole.events)
@@ -89,7 +89,8 @@ def context_bytes(run: Priced, card: DeviceProfile) -> int:
     return card.context_bytes - _HANDLES * _OUTSIDE * (large - small) + streams + graphs
 
 
-def _with_workspaces(run: Priced, segments: Segments, card: DeviceProfile) -> Segments:
+def with_libraries(run: Priced, segments: Segments, card: DeviceProfile) -> Segments:
+    """The scratch memory of the matrix libraries, for each stream that multiplies."""
     made = with_workspaces(
         segments,
         card.capability,
