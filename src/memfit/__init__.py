@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "estimate": "memfit.api",
     "evaluate": "memfit.api",
     "finetune": "memfit.api",
+    "finetune_many": "memfit.api",
     "load": "memfit.api",
     "plan": "memfit.api",
     "push": "memfit.api",

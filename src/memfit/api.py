@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import DataConfig, ModelConfig, RunConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from memfit.evaluation import Evaluation
     from memfit.hub import PushResult
     from memfit.inference import Classifier
+    from memfit.many import ManyResult
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.estimate import MemoryEstimate
     from memfit.planner.plan import Plan
@@ -69,6 +71,41 @@ def finetune(
     return train_classifier(
         run, resume=resume, quiet=quiet, watch=watch, callbacks=callbacks, plan=made
     )
+
+
+def finetune_many(
+    datasets: Sequence[PathLike] = (),
+    *,
+    output_dir: PathLike,
+    resume: bool = False,
+    config: PathLike | None = None,
+    quiet: bool = False,
+    watch: bool = False,
+    **options: Any,
+) -> ManyResult:
+    """One run a dataset, each in a folder of `output_dir` named after its file.
+
+    A failed one stops none of the others: `.failed` has them. `resume` passes over those that
+    are finished and goes on with the rest.
+    """
+    from memfit.announce import voice
+    from memfit.many import train_many
+    from memfit.planning import stored_options
+    from memfit.stored import with_absolute_paths
+
+    names = [os.fspath(one) for one in datasets]
+    given = {key: value for key, value in options.items() if value is not None}
+    if not resume:
+        first = with_absolute_paths(RunConfig.build(config, **given, data=names[0]))
+        check_model_folder(first.model)
+        given = stored_options(first.to_tables())[0]
+        given = {key: value for key, value in given.items() if key != "path"}
+
+    def train(data: str, folder: Path, begun: bool, common: dict[str, Any]) -> RunResult:
+        return finetune(data, output_dir=folder, resume=begun, quiet=quiet, watch=watch, **common)
+
+    folder = Path(output_dir).expanduser().absolute()
+    return train_many(names, folder, given, train, voice(quiet), resume=resume)
 
 
 def plan(

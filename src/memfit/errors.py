@@ -6,6 +6,7 @@
     │   ├── SaveError        a checkpoint or result could not be written
     │   ├── DeviceLostError  the GPU no longer answers
     │   └── LossError        the loss or its gradient is not a finite number
+    ├── DatasetsFailedError  of several datasets some failed
     ├── InputError           exit code 2: what was given is wrong
     │   ├── ConfigError      an option, a TOML key or a value
     │   ├── BudgetError      a budget that does not parse
@@ -63,6 +64,10 @@ class DeviceLostError(RunStoppedError):
 
 class LossError(RunStoppedError):
     """The loss or its gradient is not a finite number."""
+
+
+class DatasetsFailedError(MemfitError):
+    """Of several datasets some failed; the others are done."""
 
 
 class InputError(MemfitError):

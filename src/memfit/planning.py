@@ -72,7 +72,8 @@ def prepare(config: RunConfig, gpu: str | None = None) -> Task:
 
     check_training(config.training)
     text = read_table(config.data)
-    settings, tokenizer = load_settings(config.model, text.labels)
+    # A folder with only a config.json and a tokenizer can be planned for.
+    settings, tokenizer = load_settings(replace(config.model, from_scratch=True), text.labels)
     with tempfile.TemporaryDirectory() as folder:
         args = training_arguments(
             config.training,
@@ -128,7 +129,7 @@ def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     for key, value in run.items():
         if key in ("data", "model", "training") and isinstance(value, Mapping):
             options |= value
-        elif key not in ("gpu", "output_dir", "plan", "on_nan"):
+        elif key not in ("gpu", "output_dir", "plan"):
             options[key] = value
     gpu = run.get("gpu")
     return options, None if gpu is None else str(gpu)

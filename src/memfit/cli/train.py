@@ -11,6 +11,8 @@ from memfit.cli import console
 from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.errors import OutputError
+from memfit.many import failure, is_many
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
@@ -29,7 +31,11 @@ def train(
     ctx: typer.Context,
     options: dict[str, Any],
     data: Annotated[
-        str | None, typer.Argument(help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
+        list[str] | None,
+        typer.Argument(
+            help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id; of several, each is "
+            "trained on into a folder of its own in --output-dir."
+        ),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="A TOML file with any of these; options win over it.")
@@ -47,9 +53,18 @@ def train(
     del ctx
     from memfit import api
 
+    given = data or []
+    if len(given) > 1 or (resume and is_many(options.get("output_dir"))):
+        _train_many(given, config, resume, watch, options, as_json=as_json, quiet=quiet)
+        return
     with console.only_results_on_stdout():
         result = api.finetune(
-            data, config=config, resume=resume, quiet=quiet, watch=watch, **options
+            given[0] if given else None,
+            config=config,
+            resume=resume,
+            quiet=quiet,
+            watch=watch,
+            **options,
         )
     if as_json:
         console.show_json({"output_dir": result.output_dir, **result.summary.to_dict()})
@@ -64,3 +79,33 @@ def train(
     # Paths are printed whole, however long: people copy them.
     console.show(f"model      {result.output_dir}")
     console.show(f"report     {result.output_dir / 'report.html'}")
+
+
+def _train_many(
+    data: list[str],
+    config: str | None,
+    resume: bool,
+    watch: bool,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from memfit import api
+
+    if "output_dir" not in options:
+        raise OutputError("no output folder given; name one with --output-dir")
+    with console.only_results_on_stdout():
+        result = api.finetune_many(
+            data, config=config, resume=resume, watch=watch, quiet=quiet, **options
+        )
+    if as_json:
+        console.show_json(result.to_dict())
+    else:
+        from memfit.report import terminal
+        from memfit.report.datasets import datasets_table
+
+        terminal.console().print(datasets_table(result))
+        console.show(f"summary    {result.output_dir / 'summary.json'}")
+    if result.failed:
+        raise failure(result)
