@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, TrainingArguments
+from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
 from transformers import BertForSequenceClassification as Bert
 
+import memfit.strategies as strategies_module
 from memfit import BudgetTrainer
+from memfit.memory.cards import find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import TRAINING
 from memfit.memory.trace import Tracker
@@ -33,6 +36,13 @@ from memfit.strategies import (
     Truncation,
 )
 
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "bert_large_h200.json"
+LARGEST_DRAWN = 3_225
+"""Tokens of the largest batch the measured runs drew (benchmarks/plan_accuracy.py draws again)."""
+LARGE: dict[str, Any] = {
+    "vocab_size": 21128, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096, "max_position_embeddings": 514,
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 512, "max_position_embeddings": 64, "num_labels": 2,
@@ -155,6 +165,37 @@ def test_the_traced_peak_is_that_of_the_real_step(name: str, tmp_path: Path) -> 
     allowed = ALLOWED if limits is WHOLE else ALLOWED_SPLIT
     assert predicted.allocated_bytes == pytest.approx(measured, rel=allowed)
     assert trace.parameters > 0
+
+
+def launched_runs() -> list[dict[str, Any]]:
+    """Measured runs of memfit's strategies that a card launched kernel by kernel."""
+    runs = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"]
+    return [
+        run
+        for run in runs
+        if "CudaGraphs()" not in run.get("run", {}).get("strategies", ["CudaGraphs()"])
+        and "error" not in run
+    ]
+
+
+@pytest.mark.parametrize("run", launched_runs(), ids=lambda run: run["name"])
+def test_what_a_card_measured_is_predicted_without_it(run: dict[str, Any], tmp_path: Path) -> None:
+    made = {name: getattr(strategies_module, name) for name in strategies_module.__all__}
+    chosen = tuple(eval(text, made) for text in run["run"]["strategies"])
+    is_xlmr = run["run"].get("model") == "xlmr"
+    shape = {**LARGE, "vocab_size": 250002, "pad_token_id": 1} if is_xlmr else LARGE
+    config = (XLMRobertaConfig if is_xlmr else BertConfig)(**shape)
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=32, report_to="none", use_cpu=True,
+        **run["run"].get("args", {}),
+    )  # fmt: skip
+    workload = Workload(config=config, lengths=(128,) * 64, args=args)
+    _, phases, _ = price_memory(
+        workload, Candidate(chosen, WHOLE), find_card("H200"), tokens=LARGEST_DRAWN
+    )
+    offloads = any(one.name == "activation_offload" for one in chosen)
+    found = phases[TRAINING].allocated_bytes
+    assert found == pytest.approx(run["max_memory_allocated"], rel=0.05 if offloads else 0.03)
 
 
 def test_every_strategy_that_a_cpu_has_a_use_for_is_compared() -> None:
