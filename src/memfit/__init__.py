@@ -19,6 +19,7 @@ _EXPORTS: dict[str, str] = {
     "evaluate": "memfit.api",
     "finetune": "memfit.api",
     "finetune_many": "memfit.api",
+    "ladder": "memfit.api",
     "load": "memfit.api",
     "plan": "memfit.api",
     "push": "memfit.api",

@@ -20,6 +20,7 @@ from memfit.errors import OutputError
 from memfit.models import check_model_folder
 
 if TYPE_CHECKING:
+    from memfit.climbing.values import Ladder
     from memfit.evaluation import Evaluation
     from memfit.hub import PushResult
     from memfit.inference import Classifier
@@ -181,6 +182,39 @@ def estimate(
     check_model_folder(config)
     steps = {"batch_size": batch_size, "max_length": max_length, **options}
     return estimate_memory(estimating.step_spec(config, steps), estimating.device_for(gpu))
+
+
+def ladder(
+    data: PathLike | None = None,
+    *,
+    model: PathLike | None = None,
+    budget: str | int | None = None,
+    output_dir: PathLike = "ladder",
+    steps: int = 20,
+    rungs: Sequence[str] = (),
+    plan_budgets: Sequence[str] = (),
+    quality: bool = False,
+    seeds: int = 3,
+    fresh: bool = False,
+    config: PathLike | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Ladder:
+    """The usual memory savings one on top of the other, and memfit's plans, measured here.
+
+    Each rung trains `steps` timed steps in a process of its own; `quality` trains every one to its
+    end with `seeds` seeds. `options` are as for `finetune`. What `output_dir` already holds is not
+    measured again unless `fresh`.
+    """
+    from memfit import announce
+    from memfit.climbing import climb
+
+    given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
+    asked = climb.asked_for(
+        steps=steps, quality=quality, seeds=seeds, rungs=rungs, plan_budgets=plan_budgets,
+        fresh=fresh,
+    )  # fmt: skip
+    return climb.climb(RunConfig.build(config, **given), asked, announce.voice(quiet))
 
 
 def push(

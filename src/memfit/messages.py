@@ -39,6 +39,7 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "ladder": "memfit.climbing.messages",
     "plan": "memfit.planner.messages",
     "planned": "memfit.plan_messages",
     "report": "memfit.report.messages",

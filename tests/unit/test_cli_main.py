@@ -14,7 +14,10 @@ from memfit._version import __version__
 from memfit.cli import app, run
 from memfit.errors import DoesNotFitError, MemfitError
 
-COMMANDS = ("train", "evaluate", "predict", "estimate", "report", "doctor", "push", "login")
+COMMANDS = (
+    "train", "plan", "evaluate", "predict", "estimate", "report", "doctor", "push", "login",
+    "ladder",
+)  # fmt: skip
 
 
 def test_help_takes_less_than_three_tenths_of_a_second() -> None:

@@ -19,6 +19,7 @@ from memfit.cli import (
     doctor,
     estimate,
     evaluate,
+    ladder,
     login,
     plan,
     predict,
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (train, plan, evaluate, predict, estimate, doctor, report, push, login):
+for module in (train, plan, evaluate, predict, estimate, doctor, report, push, login, ladder):
     module.add_to(app)
 
 

@@ -1,0 +1,1 @@
+"""`memfit ladder`: the recipe people copy, rung by rung, measured on this machine."""

@@ -1,0 +1,226 @@
+"""The ladder for people: a table at 80 columns, Markdown, and what it all means in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memfit.climbing.rungs import AUTO, BASELINE, HARMLESS, PLAN, Rung
+from memfit.climbing.values import DOES_NOT_FIT, OK, Ladder, Outcome
+from memfit.memory.components import MemoryPeak
+from memfit.messages import t
+from memfit.safe_text import clean
+from memfit.units import format_both, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+METRICS = {"f1": "F1", "mse": "MSE"}
+NONE = "–"
+
+
+def name_of(rung: Rung) -> str:
+    """A rung in the reader's language."""
+    if rung.kind == PLAN:
+        if rung.budget == AUTO:
+            return t("ladder.rung.plan.auto")
+        return t("ladder.rung.plan", **rung.words)
+    return t(f"ladder.rung.{rung.name}", **rung.words)
+
+
+def in_short(outcome: Outcome) -> str:
+    """What came of a rung, in a few words for the line that announced it."""
+    if outcome.status != OK or outcome.measured is None:
+        return t(f"ladder.{outcome.status}") if outcome.status != OK else NONE
+    return t("ladder.short", peak=_bytes(outcome.measured), epoch=_epoch(outcome))
+
+
+# ---- cells ----
+
+
+def _bytes(peak: MemoryPeak | None) -> str:
+    return NONE if peak is None else format_bytes(peak.device_bytes)
+
+
+def _measured(outcome: Outcome) -> str:
+    if outcome.status == OK:
+        return _bytes(outcome.measured)
+    return t(f"ladder.{outcome.status}")
+
+
+def _epoch(outcome: Outcome) -> str:
+    seconds = outcome.epoch_seconds if outcome.status == OK else None
+    return NONE if seconds is None else format_seconds(seconds)
+
+
+def _fidelity(outcome: Outcome) -> str:
+    return t(f"ladder.fidelity.{outcome.fidelity}") if outcome.fidelity else NONE
+
+
+def _targets(outcome: Outcome) -> str:
+    return ", ".join(t(f"ladder.part.{one}") for one in outcome.rung.targets) or NONE
+
+
+def score_of(outcome: Outcome) -> str:
+    """0.916 ±0.003; without the spread of one seed."""
+    if outcome.score is None:
+        return NONE
+    spread = "" if outcome.spread is None else f" ±{outcome.spread:.3f}"
+    return f"{outcome.score:.3f}{spread}"
+
+
+def _error(outcome: Outcome) -> str:
+    if outcome.predicted is None or outcome.measured is None:
+        return NONE
+    return f"{outcome.predicted.device_bytes / outcome.measured.device_bytes - 1:+.1%}"
+
+
+# ---- the table in the terminal ----
+
+
+def table(ladder: Ladder) -> Table:
+    """One row a rung, at most 80 columns wide."""
+    from memfit.report import terminal
+
+    heads = ("rung", "targets", "predicted", "measured", "epoch", "result")
+    made = terminal.table(*(t(f"ladder.head.{one}") for one in heads))
+    made.columns[1].justify = "left"
+    made.columns[1].max_width = 11
+    for column in (made.columns[2], made.columns[4]):
+        column.no_wrap = True
+    with_scores = any(one.scores for one in ladder.outcomes)
+    for one in ladder.outcomes:
+        result = score_of(one).replace(" ±0", "±") if with_scores else _fidelity(one)
+        style = "red" if ladder.loses(one) else None
+        cells = (_bytes(one.predicted), _measured(one), _epoch(one), result)
+        made.add_row(name_of(one.rung), _targets(one), *cells, style=style)
+    return made
+
+
+# ---- sentences ----
+
+
+def sentences(ladder: Ladder) -> list[str]:
+    """What costs quality, what the plans are made of, what the numbers are."""
+    return [*quality(ladder), *_plans(ladder), *_reasons(ladder), *_notes(ladder)]
+
+
+def quality(ladder: Ladder) -> Iterator[str]:
+    """Which rungs cost quality: measured where it was, by what they change where it was not."""
+    others = [one for one in ladder.outcomes if one.rung.name != BASELINE and one.status == OK]
+    base = ladder.baseline
+    metric = METRICS.get(ladder.metric, ladder.metric)
+    for one in others:
+        change = ladder.change(one)
+        if base is not None and change is not None and ladder.loses(one):
+            fields = {"name": name_of(one.rung), "metric": metric, "score": score_of(one)}
+            if ladder.metric == "mse":
+                share = f"{-change:.0%}"
+                yield t("ladder.quality.loses.share", **fields, change=share, base=score_of(base))
+            else:
+                yield t("ladder.quality.loses", **fields, change=f"{change:+.1f}",
+                        base=score_of(base))  # fmt: skip
+    unmeasured = [one for one in others if ladder.may_lose(one)]
+    if unmeasured:
+        named = [
+            t("ladder.named", name=name_of(one.rung), why=t(f"ladder.why.{one.fidelity}"))
+            for one in unmeasured
+        ]
+        yield t("ladder.quality.may", names=_listed(named))
+    kept = [one for one in others if ladder.change(one) is not None and not ladder.loses(one)]
+    if kept:
+        seeds = len(base.scores) if base is not None else 0
+        names = _listed(name_of(one.rung) for one in kept)
+        yield t("ladder.quality.none", seeds=seeds, names=names)
+    rest = [one for one in others if one not in kept and one.fidelity in HARMLESS]
+    rest = [one for one in rest if not ladder.loses(one)]
+    if rest:
+        yield t("ladder.quality.same", names=_listed(name_of(one.rung) for one in rest))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return t("ladder.separator").join(names)
+
+
+def _plans(ladder: Ladder) -> Iterator[str]:
+    from memfit.messages import language
+    from memfit.planner.messages import NAMES
+
+    for one in ladder.outcomes:
+        if one.rung.kind == PLAN and one.fidelity:
+            names = [NAMES.get(name, {}).get(language(), name) for name in one.strategies]
+            made = _listed(names) or t("ladder.plan.none")
+            yield t("ladder.plan", name=name_of(one.rung), strategies=made)
+
+
+def _reasons(ladder: Ladder) -> Iterator[str]:
+    for one in ladder.outcomes:
+        if one.why:
+            yield t("ladder.why", name=name_of(one.rung), why=clean(one.why))
+
+
+def _notes(ladder: Ladder) -> Iterator[str]:
+    scored = [one for one in ladder.outcomes if one.scores]
+    if scored:
+        yield t(
+            "ladder.quality.trained", metric=METRICS.get(ladder.metric, ladder.metric),
+            epochs=f"{ladder.epochs or 0:g}", seeds=max(len(one.scores) for one in scored),
+        )  # fmt: skip
+        if ladder.metric == "f1":
+            yield t("ladder.quality.rule")
+    yield t("ladder.note.memory.cuda" if ladder.on_cuda else "ladder.note.memory")
+    timed = [one for one in ladder.outcomes if one.step_seconds]
+    if timed:
+        count = timed[0].steps_per_epoch
+        yield t("ladder.note.epoch", steps=ladder.steps, count=count)
+    if ladder.budget_bytes is not None:
+        yield t("ladder.note.budget", budget=format_both(ladder.budget_bytes))
+    if any(one.rung.name == "accumulation" for one in ladder.outcomes):
+        yield t("ladder.note.loss")
+
+
+def title(ladder: Ladder) -> str:
+    """What was climbed, where."""
+    name = Path(ladder.model).name
+    device = ladder.device.get("name") or NONE
+    return t("ladder.title", model=clean(name), device=clean(device), rows=f"{ladder.rows:,}")
+
+
+# ---- Markdown ----
+
+
+def markdown(ladder: Ladder) -> str:
+    """ladder.md: everything the table has no room for as well."""
+    scored = any(one.scores for one in ladder.outcomes)
+    heads = ["rung", "targets", "predicted", "measured", "error", "epoch", "times", "result"]
+    heads_said = [t(f"ladder.head.{one}") for one in heads]
+    if scored:
+        heads_said += [METRICS.get(ladder.metric, ladder.metric), t("ladder.head.change")]
+    rows = [[_cell(cell) for cell in _markdown_row(ladder, one, scored)] for one in ladder.outcomes]
+    marks = ["---", "---", *("---:" for _ in heads_said[2:])]
+    lines = [f"| {' | '.join(line)} |" for line in (heads_said, marks, *rows)]
+    said = "\n".join(f"- {_cell(line)}" for line in sentences(ladder))
+    return f"# {_cell(title(ladder))}\n\n" + "\n".join(lines) + f"\n\n{said}\n"
+
+
+def _markdown_row(ladder: Ladder, one: Outcome, scored: bool) -> list[str]:
+    times = ladder.slowdown(one) if one.status == OK else None
+    cells = [
+        name_of(one.rung), _targets(one), _bytes(one.predicted), _measured(one),
+        _error(one) if one.status != DOES_NOT_FIT else NONE, _epoch(one),
+        NONE if times is None else f"{times:.2f}", _fidelity(one),
+    ]  # fmt: skip
+    if scored:
+        change = ladder.change(one)
+        share = ladder.metric == "mse"
+        shown = NONE if change is None else f"{change:+.0%}" if share else f"{change:+.2f}"
+        cells += [score_of(one), shown]
+    return cells
+
+
+def _cell(text: str) -> str:
+    """A file name or an error cannot end a cell or start an element."""
+    for char in "\\|<>`*_[]":
+        text = text.replace(char, f"\\{char}")
+    return clean(text)
