@@ -39,7 +39,7 @@ class NothingFitsError(DoesNotFitError):
         self.helps = tuple(helps)
         super().__init__(self.text())
 
-    def text(self, language: Language = "en") -> str:
+    def text(self, language: Language | None = None) -> str:
         """What is missing and what would help."""
         sentences = [one.decision.sentence(language) for one in self.helps]
         missing = self._missing().sentence(language)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import toml
+from memfit import messages, toml
 from memfit.errors import ConfigError, nearest
 from memfit.files import atomic_writer
 from memfit.memory.cards import DeviceProfile
@@ -44,9 +44,9 @@ class Decision:
     strategy: str = ""
     """The registry name of what is decided on; empty for the plan as a whole."""
 
-    def sentence(self, language: Language = "en") -> str:
-        """In plain words."""
-        return say(self.message, self.fields, language)
+    def sentence(self, language: Language | None = None) -> str:
+        """In plain words; in the language spoken here, or another."""
+        return say(self.message, self.fields, language or messages.language())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,16 @@ class Plan:
         """What it does to the result."""
         return self.candidate.fidelity
 
-    def sentences(self, language: Language = "en") -> list[str]:
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
+    def sentences(self, language: Language | None = None) -> list[str]:
         """Every decision and its reason."""
         return [one.sentence(language) for one in self.decisions]
 
-    def to_toml(self, language: Language = "en") -> str:
+    def to_toml(self, language: Language | None = None) -> str:
         """The plan as a file."""
         limits = dataclasses.asdict(self.micro_batching)
         tables: dict[str, Any] = {
@@ -114,7 +119,7 @@ class Plan:
             tables["reasons"] = dict(reasons)
         return toml.dumps(tables)
 
-    def write(self, path: Path, language: Language = "en") -> None:
+    def write(self, path: Path, language: Language | None = None) -> None:
         """Write the file, whole or not at all."""
         with atomic_writer(path) as file:
             file.write(self.to_toml(language))

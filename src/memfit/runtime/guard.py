@@ -75,6 +75,8 @@ class Guard:
         """Called when the limit has fallen: the rehearsal may have more to find out."""
         self.boundaries: LayerBoundaries | None = None
         """Where gradients are released: how far backward has come."""
+        self.tokens = 0
+        """Trained on so far, padding left out where it is known."""
         self._evaluated: int | None = None
 
     # ---- what the trainer calls ----
@@ -112,6 +114,7 @@ class Guard:
             pieces = pieces_of(lengths, way.micro_batching, packed=executor.packed)
             loss, failed = self._attempt(lambda e: e.run(model, batch), way, pieces)
             if loss is not None:
+                self.tokens += sum(lengths)
                 self._went_well()
                 return loss
             self.clear(model)

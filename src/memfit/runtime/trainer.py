@@ -141,6 +141,11 @@ class BudgetTrainer(GuardedTraining):
         """Rows one optimizer step learns from, over all data-parallel ranks."""
         return int(self.args.per_device_train_batch_size * self.args.world_size)
 
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
     def loss_weight(self, inputs: Batch) -> float:
         """What the mean loss over these rows is a mean of: their number, or their class weights.
 
@@ -187,13 +192,15 @@ class BudgetTrainer(GuardedTraining):
         checkpoint = self._continued_from(resume_from_checkpoint)
         if checkpoint is not None:
             self._compare_micro_batching(str(checkpoint))
+        bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
+        for bar in bars:
+            bar.read_tokens = lambda: self.guard.tokens
         try:
             with self._ending_in_words():
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, MemfitProgress):
-                    callback.close()
+            for bar in bars:
+                bar.close()
 
     def training_step(
         self,
