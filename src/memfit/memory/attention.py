@@ -129,12 +129,11 @@ def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
     """Bytes the backward kernels take beside their results."""
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:
         batch, heads, length, width = args[1].shape
-        if args[1].dtype not in _HALF:
-            # grad * out is made in full, then summed over the head.
-            yield batch * heads * length * width * 4
-        # The query gradient is summed up in fp32, in tiles of 64 by 64.
-        tiles = -(-length // 64) * -(-width // 64)
-        yield batch * heads * (tiles * (64 * 64 * 4 + 16) + length * 4)
+        yield from _efficient_buffers(args[1], batch, heads, length, width)
+    elif func is _aten._efficient_attention_backward.default:
+        # Packed: all texts in one row, in tiles as if each were as long as the longest.
+        *_, heads, width = args[1].shape
+        yield from _efficient_buffers(args[1], args[6].numel() - 1, heads, int(args[8]), width)
     elif func is _aten._scaled_dot_product_flash_attention_backward.default:
         batch, heads, length, width = args[1].shape
         yield _flash_buffers(
@@ -147,6 +146,17 @@ def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
     elif func is _aten._scaled_dot_product_cudnn_attention_backward.default:
         batch, heads, length, width = args[1].shape
         yield batch * heads * length * (width + 1) * 4
+
+
+def _efficient_buffers(
+    query: torch.Tensor, texts: int, heads: int, longest: int, width: int
+) -> Iterator[int]:
+    if query.dtype not in _HALF:
+        # grad * out is made in full, then summed over the head.
+        yield query.numel() * 4
+    # The query gradient is summed up in fp32, in tiles of 64 by 64.
+    tiles = -(-longest // 64) * -(-width // 64)
+    yield texts * heads * (tiles * (64 * 64 * 4 + 16) + longest * 4)
 
 
 def _flash_buffers(tokens: int, heads: int, width: int, key: torch.Tensor, key_heads: int) -> int:

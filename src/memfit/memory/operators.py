@@ -31,7 +31,16 @@ def _grouped_mm(a: Any, b: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
-_SUPPLIED: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
+def _efficient_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    """Of packed texts without dropout: torch's own rule of shapes takes too few arguments."""
+    made = [one.new_empty(one.shape) for one in (query, key, value)]
+    return (*made, query.new_empty(0))
+
+
+_SUPPLIED: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::_efficient_attention_backward": _efficient_backward,
+}
 
 
 def register_operator(name: str, function: Callable[..., Any]) -> None:
