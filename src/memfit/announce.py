@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memfit.safe_text import printable
+from memfit.messages import language, t
+from memfit.safe_text import encodable, printable
 from memfit.units import Budget, format_both, parse_budget
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from memfit.planner.plan import Plan
     from memfit.runtime.trainer import BudgetTrainer
+
+_NAME_CELLS = 9
 
 
 def voice(quiet: bool) -> Callable[[Any], None]:
@@ -40,7 +43,24 @@ def plain_console() -> Console:
     from rich.console import Console
 
     is_terminal = sys.stderr.isatty()
-    return Console(stderr=True, markup=False, highlight=False, soft_wrap=not is_terminal)
+    encodable(sys.stderr)
+    return Console(
+        stderr=True,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=not is_terminal,
+        # FORCE_COLOR asks for colours in a log, not for a bar that moves.
+        force_interactive=None if is_terminal else False,
+    )
+
+
+def line(name: str, text: str) -> str:
+    """One fact of a run under its name, as wide as its neighbours in either language."""
+    from rich.cells import cell_len
+
+    title = t(f"run.line.{name}")
+    return title + " " * max(_NAME_CELLS - cell_len(title), 1) + text
 
 
 @contextlib.contextmanager
@@ -56,6 +76,13 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if had_bars:
             logging.enable_progress_bar()
+
+
+def model_sentence(model: str, trainer: BudgetTrainer) -> str:
+    """Its name, its parameters, and how many of them learn where not all do."""
+    total, learning = parameters(trainer)
+    kind = "run.model" if learning == total else "run.model.part"
+    return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
 
 
 def parameters(trainer: BudgetTrainer) -> tuple[int, int]:
@@ -88,39 +115,42 @@ def budget_sentence(budget: str, device: torch.device) -> str:
     asked: Budget = parse_budget(budget)
     sentence = format_both(budget_bytes(budget, device))
     if asked.bytes is not None and asked.bytes > total_bytes:
-        return f"{sentence}: all there is, less than the {budget} asked for"
-    return f"{sentence}, {budget}" if asked.bytes is None else sentence
+        return t("run.budget.less", bytes=sentence, asked=budget)
+    return t("run.budget.asked", bytes=sentence, asked=budget) if asked.bytes is None else sentence
 
 
 def batch_sentence(trainer: BudgetTrainer) -> str:
     """The rows an optimizer step learns from, and how many are on the device at once."""
     micro = trainer.micro_batching
-    limits = [
-        f"{count:,} {what}"
-        for count, what in ((micro.max_rows, "rows"), (micro.max_tokens, "tokens"))
-        if count is not None
-    ]
-    packed = ", packed without padding" if trainer.setup.packing is not None else ""
-    whole = f"{trainer.effective_rows:,} rows a step"
-    if not limits:
-        return f"{whole}, all on the device at once{packed}"
-    return f"{whole}, at most {' and '.join(limits)} on the device at once{packed}"
+    kind = {
+        (True, True): "run.batch.both",
+        (True, False): "run.batch.rows",
+        (False, True): "run.batch.tokens",
+        (False, False): "run.batch.whole",
+    }[micro.max_rows is not None, micro.max_tokens is not None]
+    said = t(
+        kind,
+        rows=f"{trainer.effective_rows:,}",
+        most_rows=f"{micro.max_rows or 0:,}",
+        most_tokens=f"{micro.max_tokens or 0:,}",
+    )
+    return t("run.batch.packed", batch=said) if trainer.setup.packing is not None else said
 
 
 def plan_sentence(plan: Plan) -> str:
     """What the plan does to the result, and the strategies it uses."""
-    from memfit.messages import language
     from memfit.planner.messages import NAMES
 
     spoken = language()
     names = [NAMES.get(one.name, {}).get(spoken, one.name) for one in plan.strategies]
-    return f"{plan.fidelity}: {', '.join(names)}" if names else str(plan.fidelity)
+    if not names:
+        return str(plan.fidelity)
+    between = "、" if spoken == "zh" else ", "
+    return t("run.plan", fidelity=plan.fidelity, strategies=between.join(names))
 
 
 def time_sentence(plan: Plan) -> str:
     """A step, an epoch and the run, as predicted; empty where the plan was not explained."""
-    from memfit.messages import language
-
     said = [one.sentence(language()) for one in plan.decisions if one.message == "time"]
     return said[0] if said else ""
 

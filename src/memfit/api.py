@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
+from memfit.messages import t
 from memfit.models import check_model_folder
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def finetune(
         given["plan"] = plan
     if resume:
         if output_dir is None:
-            raise OutputError("name the run to resume with --output-dir")
+            raise OutputError(t("error.resume.unnamed"))
         run = resumed_config(os.fspath(output_dir), config, given)
     else:
         run = RunConfig.build(config, **given)

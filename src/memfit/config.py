@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from memfit import toml
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 from memfit.training_fields import SECRET_FIELDS, SHORT_NAMES, training_fields
 from memfit.units import parse_budget
 
@@ -72,12 +73,9 @@ class DataConfig:
         _check_path("--validation-file", self.validation_file)
         check_seed("--seed", self.seed)
         if not 0 < self.validation_split < 1:
-            raise ConfigError(
-                f"--validation-split is {self.validation_split}; write a share between 0 and 1, "
-                "such as 0.1"
-            )
+            raise ConfigError(t("error.split", share=self.validation_split))
         if self.max_length < 2:
-            raise ConfigError(f"--max-length is {self.max_length}; write at least 2")
+            raise ConfigError(t("error.length", length=self.max_length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +104,11 @@ class ModelConfig:
         if self.freeze is not None and not (
             self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
         ):
-            raise ConfigError(
-                f"--freeze is {self.freeze!r}; write encoder, embeddings, or a number of layers"
-            )
+            raise ConfigError(t("error.freeze", value=repr(self.freeze)))
         if self.lora is not None and self.lora < 1:
-            raise ConfigError(f"--lora is {self.lora}; write a rank such as 8")
+            raise ConfigError(t("error.lora", rank=self.lora))
         if self.lora is not None and self.freeze is not None:
-            raise ConfigError(
-                f"--lora {self.lora} and --freeze {self.freeze} do not go together: LoRA freezes "
-                "all but its adapters and the head already; leave --freeze out"
-            )
+            raise ConfigError(t("error.lora.freeze", rank=self.lora, freeze=self.freeze))
         if self.dtype is not None:
             _check_choice("dtype", self.dtype, DTYPES)
 
@@ -144,9 +137,9 @@ class RunConfig:
         for name in sorted(self.allowed):
             _check_choice("allow", name, ALLOWABLE)
         if self.exact and self.allow:
-            raise ConfigError(f"--exact and --allow {self.allow} exclude each other; choose one")
+            raise ConfigError(t("error.exact.allow", allow=self.allow))
         if self.plan is not None and (self.exact or self.allow):
-            raise ConfigError("--exact and --allow are for making a plan, and --plan gives one")
+            raise ConfigError(t("error.plan.allow"))
 
     @property
     def allowed(self) -> frozenset[str]:
@@ -235,17 +228,19 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     tables = _empty_tables()
     for key, value in toml.read(path).items():
         if key in tables and not isinstance(value, dict):
-            raise ConfigError(f"{path}: {key} is a table; write its values under [{key}]")
+            raise ConfigError(t("error.key.table", path=path, key=key))
         if key not in tables:
             if key not in own_fields(""):
-                raise ConfigError(f"{path}: unknown key {key!r}.{_suggest(key)}")
+                said = {"path": path, "key": repr(key), "hint": _suggest(key)}
+                raise ConfigError(t("error.key.unknown", **said))
             tables[""][key] = value
             continue
         known = training_names() if key == "training" else frozenset(own_fields(key))
         for raw, inner in value.items():
             name = _canonical(raw.replace("-", "_"), known)
             if name not in known:
-                raise ConfigError(f"{path}: unknown key {raw!r} in [{key}].{_suggest(raw)}")
+                said = {"path": path, "key": repr(raw), "table": key, "hint": _suggest(raw)}
+                raise ConfigError(t("error.key.unknown.in", **said))
             tables[key][name] = inner
     return tables
 
@@ -272,7 +267,7 @@ def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
                 tables["training"][key] = value
             return
     if key not in training_names():
-        raise ConfigError(f"unknown option {key!r}.{_suggest(key)}")
+        raise ConfigError(t("error.option.unknown", key=repr(key), hint=_suggest(key)))
     tables["training"][key] = value
 
 
@@ -291,12 +286,14 @@ def _construct(kind: type[_Part], options: Mapping[str, Any]) -> _Part:
     known = [item.name for item in fields(kind)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown option {key!r}.{nearest(key, known)}")
+            hint = nearest(key, known)
+            raise ConfigError(t("error.option.unknown", key=repr(key), hint=hint))
     for item in fields(kind):
         required = item.default is dataclasses.MISSING
         if required and item.default_factory is dataclasses.MISSING and item.name not in values:
-            what = "data file" if item.name == "path" else item.name
-            raise ConfigError(f"no {what} given; see --help for how to name it")
+            if item.name == "path":
+                raise ConfigError(t("error.option.missing.data"))
+            raise ConfigError(t("error.option.missing", what=item.name))
     return kind(**{key: _coerce(kind, key, value) for key, value in values.items()})
 
 
@@ -320,7 +317,7 @@ def _coerce(kind: type, key: str, value: Any) -> Any:
     if value is None and type(None) in types:
         return None
     names = " or ".join(sorted(item.__name__ for item in types if item is not type(None)))
-    raise ConfigError(f"{key} is {value!r}; it takes a value of type {names}")
+    raise ConfigError(t("error.option.type", key=key, value=repr(value), types=names))
 
 
 def _label_names(value: Any) -> dict[str, str]:
@@ -329,11 +326,11 @@ def _label_names(value: Any) -> dict[str, str]:
         return {str(key): str(name) for key, name in value.items()}
     names: dict[str, str] = {}
     if not isinstance(value, (str, list, tuple)):
-        raise ConfigError(f"label_names is {value!r}; write label=name, such as 0=negative")
+        raise ConfigError(t("error.names.type", value=repr(value)))
     for item in [value] if isinstance(value, str) else value:
         label, sign, name = str(item).partition("=")
         if not (sign and label and name):
-            raise ConfigError(f"label_names has {item!r}; write label=name, such as 0=negative")
+            raise ConfigError(t("error.names.item", value=repr(item)))
         names[label.strip()] = name.strip()
     return names
 
@@ -342,13 +339,14 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = nearest(value, choices)
         flag = "--" + key.replace("_", "-")
-        raise ConfigError(f"{flag} is {value!r}; it is one of {', '.join(choices)}.{hint}")
+        said = {"flag": flag, "value": repr(value), "choices": ", ".join(choices), "hint": hint}
+        raise ConfigError(t("error.option.choice", **said))
 
 
 def check_seed(flag: str, seed: object) -> None:
     """What torch, numpy and Python's own generator all take."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError(f"{flag} is {seed!r}; write a whole number from 0 to {2**32 - 1}")
+        raise ConfigError(t("error.seed", flag=flag, seed=repr(seed), most=2**32 - 1))
 
 
 def _check_path(what: str, path: str | None) -> None:

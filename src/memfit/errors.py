@@ -49,9 +49,9 @@ class RunStoppedError(MemfitError):
 
     def __str__(self) -> str:
         if self.last_good is None:
-            return f"{self.what}; no checkpoint had been written"
-        how = f"; go on with: {self.resume_with}" if self.resume_with else ""
-        return f"{self.what}; the last good checkpoint is {self.last_good}{how}"
+            return _said("stopped.nothing", what=self.what)
+        how = "stopped.resume" if self.resume_with else "stopped.good"
+        return _said(how, what=self.what, checkpoint=self.last_good, command=self.resume_with)
 
 
 class SaveError(RunStoppedError):
@@ -105,4 +105,11 @@ class DoesNotFitError(MemfitError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for a misspelt name, or nothing when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return _said("nearest", name=repr(close[0])) if close else ""
+
+
+def _said(message: str, **fields: object) -> str:
+    """From the catalogue, which knows errors and so is not imported before they are made."""
+    from memfit.messages import t
+
+    return t(f"error.{message}", **fields)

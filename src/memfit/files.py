@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from memfit.errors import OutputError
+from memfit.messages import t
 from memfit.safe_text import without_tokens
 from memfit.units import format_bytes
 
@@ -132,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OutputError(
-            f"there is no {path.name} in {path.parent}; name the output folder of a finished run"
+            t("error.output.unfinished", name=path.name, folder=path.parent)
         ) from None
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot read {path}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit.messages import t
 from memfit.signals import Stopped, handled
 
 
@@ -30,7 +31,7 @@ class StopAfterStep(TrainerCallback):
         if self.asked is not None:
             raise Stopped(signal_number)
         self.asked = signal_number
-        self.say("stopping after this step; press Ctrl-C again to stop at once")
+        self.say(t("run.stopping"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -39,6 +39,9 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "error": "memfit.error_messages",
+    "live": "memfit.runtime.messages",
+    "run": "memfit.run_messages",
     "ladder": "memfit.climbing.messages",
     "plan": "memfit.planner.messages",
     "planned": "memfit.plan_messages",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub import MODELSCOPE_PREFIX, source_of
+from memfit.messages import t
 from memfit.parts import add_lora, base_of, freeze, position_limit
 
 if TYPE_CHECKING:
@@ -34,29 +35,22 @@ def check_model_folder(config: ModelConfig) -> None:
     folder = Path(config.model)
     if not folder.is_dir():
         if folder.exists():
-            raise ModelError(f"the model {config.model} is a file; give the folder it lies in")
+            raise ModelError(t("error.model.file", model=config.model))
         similar = _similar_folder(folder)
         if similar is not None or _looks_like_a_path(config.model):
-            hint = f"; did you mean {similar}?" if similar is not None else "; check the path"
-            raise ModelError(f"there is no model folder {config.model}{hint}")
+            kind = "error.model.folder" if similar is None else "error.model.folder.near"
+            raise ModelError(t(kind, model=config.model, similar=similar))
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            raise ModelError(
-                f"the folder {folder} holds a LoRA adapter only; merge it into its model first"
-            )
-        raise ModelError(
-            f"the model folder {folder} has no config.json; give the folder that "
-            "save_pretrained wrote, or download the model's files into it"
-        )
+            raise ModelError(t("error.model.adapter", folder=folder))
+        raise ModelError(t("error.model.config", folder=folder))
     if config.from_scratch or any((folder / name).is_file() for name in WEIGHT_FILES):
         return
     foreign = [name for name in FOREIGN_WEIGHT_FILES if (folder / name).is_file()]
-    found = f" ({foreign[0]} is not PyTorch's)" if foreign else ""
-    raise ModelError(
-        f"the model folder {folder} has no weights{found}; it needs model.safetensors or "
-        "pytorch_model.bin, or --from-scratch to train from random weights"
-    )
+    if foreign:
+        raise ModelError(t("error.model.weights.foreign", folder=folder, foreign=foreign[0]))
+    raise ModelError(t("error.model.weights", folder=folder))
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -146,16 +140,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise explain(error, config.model, part="tokenizer") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError(
-            f"the model {config.model} has no tokenizer; put its vocabulary "
-            "(tokenizer.json or vocab.txt) beside config.json"
-        )
+        raise ModelError(t("error.model.tokenizer", model=config.model))
     if tokenizer.pad_token is None:  # decoders were pre-trained without padding
         if tokenizer.eos_token is None:
-            raise ModelError(
-                f"the tokenizer of {config.model} has no padding token; add a pad_token to its "
-                "tokenizer_config.json"
-            )
+            raise ModelError(t("error.model.padding", model=config.model))
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -226,9 +214,7 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
     prefix = f"{model.base_model_prefix}."
     wrong = sorted(key for key in mismatched if key.startswith(prefix))
     if wrong:
-        raise ModelError(
-            f"the weights of {name} do not match its config.json: {wrong[0]} has another shape"
-        )
+        raise ModelError(t("error.model.shape", model=name, name=wrong[0]))
     missing = {str(key) for key in info["missing_keys"]} | mismatched
     base = {prefix + key for key, _ in base_of(model).named_parameters()}
     if base and len(base & missing) > len(base) // 2:
@@ -242,20 +228,16 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     embedded = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > embedded:
-        raise ModelError(
-            f"the tokenizer of {name} knows {len(tokenizer)} tokens but the model embeds "
-            f"{embedded}; they do not belong together"
-        )
+        known = len(tokenizer)
+        raise ModelError(t("error.model.vocabulary", model=name, known=known, embedded=embedded))
 
 
 def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
     """Texts may not be longer than the model can read."""
     limit = position_limit(model)
     if limit is not None and max_length > limit:
-        raise ConfigError(
-            f"max_length {max_length} is beyond the {limit} positions of {name}; "
-            f"write --max-length {limit} or less"
-        )
+        said = {"length": max_length, "limit": limit, "model": name}
+        raise ConfigError(t("error.model.positions", **said))
 
 
 def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
@@ -265,19 +247,14 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
     text = str(error)
     local = Path(name).is_dir()
     if "custom code" in text:
-        return ModelError(
-            f"{name} needs code of its own; --trust-remote-code runs it, at your risk"
-        )
+        return ModelError(t("error.model.code", model=name))
     if "not recognize this architecture" in text or "Unrecognized model" in text:
-        return ModelError(
-            f"the model {name} is of a type this transformers does not know{_type_in(name)}"
-        )
+        return ModelError(t("error.model.unknown", model=name, kind=_type_in(name)))
     if "Unrecognized configuration class" in text:
-        return ModelError(
-            f"the model {name} is of a type that has no text classifier{_type_in(name)}"
-        )
+        return ModelError(t("error.model.headless", model=name, kind=_type_in(name)))
     if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
-        return ModelError(f"cannot get the {part} {name}: {_hub_reason(text, name)}")
+        kind = "error.model.hub" if part == "model" else "error.model.hub.tokenizer"
+        return ModelError(t(kind, model=name, reason=_hub_reason(text, name)))
     if local and (broken := _broken_json(Path(name))):
         return ModelError(f"cannot load the {part} of {name}: {broken}; download it again")
     if isinstance(error, _CONFUSED):
@@ -285,7 +262,8 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
             f"cannot load the {part} of {name}: its files hold values that cannot be "
             f"({type(error).__name__}: {_first_sentence(error)}); download them again"
         )
-    return ModelError(f"cannot load the {part} of {name}: {_first_sentence(error)}")
+    kind = "error.model.load" if part == "model" else "error.model.load.tokenizer"
+    return ModelError(t(kind, model=name, reason=_first_sentence(error)))
 
 
 def _broken_json(folder: Path) -> str:
@@ -306,11 +284,11 @@ def _hub_reason(text: str, name: str) -> str:
     from memfit.hub.huggingface import is_off, why_silent
 
     if source_of(name) != name:
-        return f"the cache holds only parts of it, and the hub {why_silent()}"
-    why = "has none, or does not let you read it"
+        return t("error.model.hub.parts", why=why_silent())
+    why = t("error.model.hub.none")
     if is_off() or "connect" in text.lower():
         why = why_silent()
-    return f"there is no folder of that name, and the hub {why}"
+    return t("error.model.hub.nowhere", why=why)
 
 
 def _type_in(name: str) -> str:

@@ -29,6 +29,7 @@ from memfit.errors import OutputError
 from memfit.evaluation import Evaluation, Mistake
 from memfit.files import leftovers, plain, read_json, write_json
 from memfit.memory.components import Component, MemoryPeak
+from memfit.messages import t
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 # What file managers and version control leave in a folder nobody has used yet.
@@ -198,11 +199,9 @@ def claim_output_folder(
     if resume:
         _check_resumable(folder, before)
     elif occupied := sorted(before - _NOT_A_RUN):
-        what = "another run" if _looks_like_run(before) else f"files ({', '.join(occupied[:3])})"
-        raise OutputError(
-            f"the output folder {folder} already holds {what}; name another --output-dir"
-            + (", or continue it with --resume" if what == "another run" else "")
-        )
+        if _looks_like_run(before):
+            raise OutputError(t("error.output.run", folder=folder))
+        raise OutputError(t("error.output.files", folder=folder, names=", ".join(occupied[:3])))
     made = _make(folder)
     claim = OutputClaim(folder)
     try:
@@ -229,13 +228,9 @@ def _entries(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except NotADirectoryError:
-        raise OutputError(
-            f"the output folder {folder} is or lies under a file; name another --output-dir"
-        ) from None
+        raise OutputError(t("error.output.file", folder=folder)) from None
     except OSError as error:
-        raise OutputError(
-            f"cannot read the output folder {folder}: {error.strerror}; name another --output-dir"
-        ) from None
+        raise OutputError(t("error.output.unread", folder=folder, reason=error.strerror)) from None
 
 
 def _looks_like_run(names: set[str]) -> bool:
@@ -244,10 +239,7 @@ def _looks_like_run(names: set[str]) -> bool:
 
 def _check_resumable(folder: Path, names: set[str]) -> None:
     if "run.toml" not in names and "checkpoints" not in names:
-        raise OutputError(
-            f"there is no run to resume in {folder}; leave --resume out to start one, "
-            "or name the folder of the interrupted run with --output-dir"
-        )
+        raise OutputError(t("error.resume.none.named", folder=folder))
 
 
 def _make(folder: Path) -> list[Path]:
@@ -260,8 +252,7 @@ def _make(folder: Path) -> list[Path]:
     except OSError as error:
         _clean(folder, _entries(folder) if folder.is_dir() else set(), made)
         raise OutputError(
-            f"cannot write to the output folder {folder}: {error.strerror}; "
-            "name another with --output-dir"
+            t("error.output.unwritten", folder=folder, reason=error.strerror)
         ) from None
     return made
 

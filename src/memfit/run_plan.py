@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.announce import line
 from memfit.config import RunConfig
 from memfit.errors import DoesNotFitError, TraceError
 from memfit.messages import language, t
@@ -69,7 +70,7 @@ class Choosing:
             folder=self.folder.path,
         )
         for note in planning.notes:
-            self.say(f"note     {note.sentence(language())}")
+            self.say(line("note", note.sentence(language())))
         return planning.chosen
 
     def _fitting(self, plan: Plan, name: str) -> Plan:

@@ -6,9 +6,11 @@ through `printable`, everything it writes about itself through `without_tokens`.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import unicodedata
+from typing import Any
 
 # Characters that turn text around or hide it: a terminal is not the place to find out.
 _BIDI = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
@@ -20,6 +22,25 @@ _TOKENS = (
 )
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN", "WANDB_API_KEY")
 _SHORTEST_TOKEN = 8
+
+_FAILING = ("strict", "backslashreplace")
+_STAND_INS = dict(zip("→↓…–—·²│┃━█▓▒░▚▞▤", ">v.--.2||-#%+:/\\=", strict=True))
+
+
+def encodable(stream: Any) -> None:
+    """From here on a character the stream cannot hold becomes a plain one, never an error."""
+    if getattr(stream, "errors", "") in _FAILING and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="memfit")
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    """An old console lacks arrows and Chinese: as many plain characters take their place."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_STAND_INS.get(char, "?") for char in lacking), error.end
+
+
+codecs.register_error("memfit", _stand_in)
 
 
 def clean(text: object) -> str:

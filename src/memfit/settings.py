@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import check_seed
 from memfit.errors import ConfigError, MemfitError, nearest
+from memfit.messages import t
 from memfit.training_fields import wanted_type
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def training_arguments(
         raise
     except Exception as error:
         reason = _refusal(str(error).strip() or type(error).__name__)
-        raise ConfigError(f"TrainingArguments refuses what was given: {reason}") from None
+        raise ConfigError(t("error.arguments", reason=reason)) from None
     _check_trackers(list(arguments.report_to or ()))
     return arguments
 
@@ -104,16 +105,17 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
     """What would train nothing, or fail only after the first epoch."""
     for name, value in training.items():
         if wanted := wanted_type(name, value):
-            raise ConfigError(f"{name} is {value!r}; it takes {wanted}")
+            raise ConfigError(t("error.option.takes", name=name, value=repr(value), wanted=wanted))
     for name in ("logging_steps", "eval_steps", "save_steps"):
         every = training.get(name)
         if isinstance(every, int | float) and every <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {every}; write more than 0")
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(t("error.option.positive", flag=flag, value=every))
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")
     if isinstance(epochs, int | float) and not (epochs > 0 or by_steps):
-        raise ConfigError(f"--epochs (num_train_epochs) is {epochs}; write more than 0, such as 3")
+        raise ConfigError(t("error.option.epochs", value=epochs))
     for flag, name in (
         ("--batch-size", "per_device_train_batch_size"),
         ("--per-device-eval-batch-size", "per_device_eval_batch_size"),
@@ -121,17 +123,16 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
     ):
         count = training.get(name)
         if isinstance(count, int) and count < 1:
-            raise ConfigError(f"{flag} ({name}) is {count}; write 1 or more")
+            raise ConfigError(t("error.option.count", flag=flag, name=name, value=count))
     for name in ("seed", "data_seed"):
         if training.get(name) is not None:
             check_seed(f"--{name.replace('_', '-')}", training[name])
     metric = training.get("metric_for_best_model")
     known = ("loss", *METRICS[task]) if task is not None else ()
     if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
-        raise ConfigError(
-            f"--metric-for-best-model is {metric!r}; this task's are {', '.join(known)}."
-            f"{nearest(metric.removeprefix('eval_'), known)}"
-        )
+        hint = nearest(metric.removeprefix("eval_"), known)
+        said = {"value": repr(metric), "known": ", ".join(known), "hint": hint}
+        raise ConfigError(t("error.option.metric", **said))
 
 
 def _refusal(text: str) -> str:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.announce import line
 from memfit.config import RunConfig
 from memfit.errors import OutputError
+from memfit.messages import t
 from memfit.results import RunFolder
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
             f"{nothing_good(folder.checkpoints_dir, found)}; start anew in another --output-dir"
         )
     for note in found.notes():
-        say(f"note     {note}")
+        say(line("note", note))
     return found
 
 
@@ -41,9 +43,7 @@ def resumed_config(
     """The stored configuration; what is given beside it may not say anything else."""
     stored_file = RunFolder(Path(output_dir)).config
     if not stored_file.is_file():
-        raise OutputError(
-            f"there is no run to resume in {output_dir}; leave --resume out to start one"
-        )
+        raise OutputError(t("error.resume.none", folder=output_dir))
     stored = RunConfig.from_toml(stored_file)
     given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
     changed = [
@@ -52,10 +52,7 @@ def resumed_config(
         if not difference.startswith(RESUME_MAY_CHANGE)
     ]
     if changed:
-        raise OutputError(
-            f"--resume continues the run in {output_dir} as it was begun, but now "
-            f"{'; '.join(changed)}; leave that out, or start anew in another --output-dir"
-        )
+        raise OutputError(t("error.resume.changed", folder=output_dir, changed="; ".join(changed)))
     return given
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError
+from memfit.messages import t
 from memfit.safe_text import without_tokens
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -20,11 +21,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror or error}"
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(t("error.toml.unread", path=path, reason=reason)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}") from None
+        raise ConfigError(t("error.toml.broken", path=path, reason=error)) from None
 
 
 def dumps(tables: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BudgetError
+from memfit.messages import Language, say, t
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -58,7 +59,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise BudgetError(f"cannot read {text!r} as a size; write 4GB, 4GiB or 3500MB")
+        raise BudgetError(t("error.size", text=repr(text)))
     return round(float(match[1]) * factor)
 
 
@@ -69,16 +70,14 @@ def parse_budget(text: str) -> Budget:
     if match := _PERCENT.fullmatch(text):
         fraction = float(match[1]) / 100
         if not 0 < fraction <= 1:
-            raise BudgetError(f"a budget of {text.strip()} makes no sense; write 1% to 100%")
+            raise BudgetError(t("error.budget.share", text=text.strip()))
         return Budget(fraction=fraction)
     try:
         size = parse_bytes(text)
     except BudgetError:
-        raise BudgetError(
-            f"cannot read the budget {text!r}; write a size (4GB, 4GiB), a share (80%) or auto"
-        ) from None
+        raise BudgetError(t("error.budget.unread", text=repr(text))) from None
     if size <= 0:
-        raise BudgetError(f"a budget of {text.strip()} leaves no memory; write a size such as 4GB")
+        raise BudgetError(t("error.budget.nothing", text=text.strip()))
     return Budget(bytes=size)
 
 
@@ -97,13 +96,15 @@ def format_both(count: int) -> str:
     return f"{count / 10**9:.2f} GB ({format_bytes(count)})"
 
 
-def format_seconds(seconds: float) -> str:
-    """For a person: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
+def format_seconds(seconds: float, language: Language | None = None) -> str:
+    """For a person: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min; in the language spoken, or another."""
     whole = round(seconds)
+    if seconds < 10:
+        return say("error.time.short", {"seconds": seconds}, language)
     if whole < 60:
-        return f"{whole} s"
+        return say("error.time.seconds", {"seconds": whole}, language)
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+        fields = {"minutes": whole // 60, "seconds": whole % 60}
+        return say("error.time.minutes", fields, language)
+    fields = {"hours": whole // 3600, "minutes": whole % 3600 // 60}
+    return say("error.time.hours", fields, language)

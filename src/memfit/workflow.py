@@ -101,13 +101,13 @@ def train_classifier(
     from memfit.curves import followed
 
     if config.output_dir is None:
-        raise OutputError("no output folder given; name one with --output-dir")
+        raise OutputError(t("error.output.none"))
     config = with_absolute_paths(config)
     check_model_folder(config.model)
     check_training(config.training)
     say = announce.voice(quiet)
     if resume and (finished := _finished(Path(str(config.output_dir)))):
-        say(f"the run in {config.output_dir} has already finished; nothing is left to do")
+        say(t("run.finished.already", folder=config.output_dir))
         return finished
     with (
         claim_output_folder(str(config.output_dir), resume=resume) as claim,
@@ -166,7 +166,7 @@ class _Run:
         except Exception as error:
             if not is_disk_problem(error):
                 raise
-            what = f"the run could not be written: {why_not_written(error, self.claim.path)}"
+            what = t("error.unwritten", why=why_not_written(error, self.claim.path))
             raise self._with_command(SaveError(what, self._last_good())) from error
 
     def _with_command(self, error: RunStoppedError) -> RunStoppedError:
@@ -306,19 +306,18 @@ class _Run:
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
         self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
-        total, learning = announce.parameters(trainer)
-        share = "" if learning == total else f", {learning:,} of them learn"
-        self.say(f"model    {self.config.model.model}, {total:,} parameters{share}")
-        self.say(f"budget   {announce.budget_sentence(self.config.budget, trainer.args.device)}")
+        line, config, device = announce.line, self.config, trainer.args.device
+        self.say(line("model", announce.model_sentence(config.model.model, trainer)))
+        self.say(line("budget", announce.budget_sentence(config.budget, device)))
         if self.plan is not None:
-            self.say(f"plan     {announce.plan_sentence(self.plan)}")
-        self.say(f"batch    {announce.batch_sentence(trainer)}")
+            self.say(line("plan", announce.plan_sentence(self.plan)))
+        self.say(line("batch", announce.batch_sentence(trainer)))
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
-            self.say(f"memory   {needs} at the peak by prediction, {share} of the budget")
+            self.say(line("memory", t("run.memory", needs=needs, share=share)))
         if self.plan is not None and (time_said := announce.time_sentence(self.plan)):
-            self.say(f"time     {time_said}")
+            self.say(line("time", time_said))
 
     def _train(self, trainer: BudgetTrainer) -> None:
         with atomic_writer(self.claim.folder.config) as file:
@@ -330,18 +329,17 @@ class _Run:
         if self.found is not None:
             checkpoint = self.found if self.found.good is not None else None
             self.say(
-                f"resuming from the last checkpoint, {self.found.good.name}"
+                t("run.resuming", name=self.found.good.name)
                 if self.found.good is not None
-                else "no checkpoint was written yet; starting from the beginning"
+                else t("run.resuming.none")
             )
         try:
             with self.stop.listening():
                 trainer.train(resume_from_checkpoint=checkpoint or None)
         except KeyboardInterrupt:
-            self.say(
-                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; go on "
-                f"with: memfit train --resume --output-dir {self.claim.path}"
-            )
+            again = f"memfit train --resume --output-dir {self.claim.path}"
+            state = trainer.state
+            self.say(t("run.stopped", step=state.global_step, steps=state.max_steps, command=again))
             raise
         finally:
             self.probe.close()

@@ -30,7 +30,7 @@ from memfit.cli import (
 from memfit.cli.flags import CommandStopped
 from memfit.cli.options import take_language
 from memfit.errors import MemfitError
-from memfit.messages import speaking
+from memfit.messages import speaking, t
 from memfit.signals import INTERRUPTED
 
 app = typer.Typer(
@@ -90,10 +90,10 @@ def _run(words: list[str]) -> int:
     try:
         code = app(words, prog_name="memfit", standalone_mode=False)
     except CommandStopped as stopped:
-        console.say("memfit: interrupted")
+        console.say(f"memfit: {t('run.interrupted')}")
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        console.say("memfit: interrupted")
+        console.say(f"memfit: {t('run.interrupted')}")
         return INTERRUPTED
     except MemfitError as error:
         return _failed(str(error), error.exit_code)
@@ -101,12 +101,8 @@ def _run(words: list[str]) -> int:
         if hasattr(error, "format_message"):  # typer's own usage errors
             return _failed(error.format_message(), 2)
         name = type(error).__name__
-        return _failed(
-            f"this should not have happened: {name}: {str(error).strip() or 'no message'}\n"
-            "This is a bug in memfit: run it again with MEMFIT_DEBUG=1 and report the traceback "
-            "in the project's issues",
-            1,
-        )
+        what = str(error).strip() or t("run.bug.silent")
+        return _failed(t("run.bug", error=f"{name}: {what}"), 1)
     return code if isinstance(code, int) else 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.files import plain
+from memfit.messages import t
 from memfit.safe_text import escaped_json, printable, without_tokens
 
 
@@ -22,9 +23,9 @@ def set_up_streams() -> None:
         if reconfigure is None:
             continue
         if stream.isatty():
-            reconfigure(errors="replace")
+            reconfigure(errors="memfit")
         else:
-            reconfigure(encoding="utf-8", errors="replace")
+            reconfigure(encoding="utf-8", errors="memfit")
 
 
 def quiet_libraries() -> None:
@@ -45,7 +46,7 @@ def quiet_libraries() -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    say(f"note: {message}")
+    say(t("run.note", text=message))
 
 
 def debugging() -> bool:

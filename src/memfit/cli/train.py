@@ -12,7 +12,7 @@ from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
-from memfit.many import failure, is_many
+from memfit.messages import t
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
@@ -52,6 +52,7 @@ def train(
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
     from memfit import api
+    from memfit.many import is_many
 
     given = data or []
     if len(given) > 1 or (resume and is_many(options.get("output_dir"))):
@@ -94,7 +95,7 @@ def _train_many(
     from memfit import api
 
     if "output_dir" not in options:
-        raise OutputError("no output folder given; name one with --output-dir")
+        raise OutputError(t("error.output.none"))
     with console.only_results_on_stdout():
         result = api.finetune_many(
             data, config=config, resume=resume, watch=watch, quiet=quiet, **options
@@ -108,4 +109,6 @@ def _train_many(
         terminal.console().print(datasets_table(result))
         console.show(f"summary    {result.output_dir / 'summary.json'}")
     if result.failed:
+        from memfit.many import failure
+
         raise failure(result)

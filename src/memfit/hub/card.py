@@ -225,7 +225,7 @@ def _component(peak: MemoryPeak, name: str) -> int:
 
 
 def _time(summary: RunSummary) -> str:
-    rows = [(name, format_seconds(value)) for name, value in summary.seconds.items()]
+    rows = [(name, format_seconds(value, "en")) for name, value in summary.seconds.items()]
     on = f"On {_cell(summary.device)}.\n\n" if summary.device else ""
     return f"## Time\n\n{on}" + _table(("part", "time"), rows) if rows else ""
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import Component, MemoryPeak
-from memfit.safe_text import clean
+from memfit.safe_text import clean, encodable
 from memfit.units import format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ METRIC_NAMES = {
 
 def console(*, stderr: bool = False) -> Console:
     """A console that leaves data alone; rich itself honours NO_COLOR, pipes and 80 columns."""
-    stream = sys.stderr if stderr else sys.stdout
-    if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
-        # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
-        stream.reconfigure(errors="replace")
+    # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
+    encodable(sys.stderr if stderr else sys.stdout)
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 

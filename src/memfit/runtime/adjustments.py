@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memfit.messages import t
+
 KEY = "adjustment"
 """Under this name an entry of the Trainer's log history is an adjustment; checkpoints keep it."""
 
@@ -24,7 +26,7 @@ class Adjustment:
     after: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.why}: {self.before} -> {self.after}"
+        return t("live.adjusted", **asdict(self))
 
 
 class Adjustments:

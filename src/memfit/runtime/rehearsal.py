@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.errors import DoesNotFitError
+from memfit.messages import t
 from memfit.runtime.batching import Batch, lengths_of
 from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.lengths import row_lengths
@@ -126,13 +127,9 @@ class _Stage:
                 return tried
             smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
             if smaller is None or smaller == way:
-                raise DoesNotFitError(
-                    f"the longest row alone does not fit ({way}): {failed}; raise --budget, or "
-                    "choose a shorter --max-length or a smaller model"
-                )
+                raise DoesNotFitError(t("live.stop.row", way=way, failed=failed))
             tokens = replace(way, max_tokens=pieces.tokens)
-            guard.note(f"the largest batch was tried and did not fit ({failed})", str(tokens),
-                       str(smaller))  # fmt: skip
+            guard.note(t("live.why.rehearsal", failed=failed), str(tokens), str(smaller))
 
     def _try(self, batch: Batch, way: Way) -> tuple[_Tried | None, str]:
         model, guard = self._trainer.model, self._guard

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from memfit.messages import t
 from memfit.runtime.batching import MicroBatching, group_rows
 
 
@@ -34,15 +35,16 @@ class Way:
         )
 
     def __str__(self) -> str:
-        limits = [
-            f"{count:,} {what}"
-            for count, what in ((self.max_rows, "rows"), (self.max_tokens, "tokens"))
-            if count is not None
-        ]
-        words = f"{' and '.join(limits)} at once" if limits else "whole batches"
+        kind = {
+            (True, True): "live.way.both",
+            (True, False): "live.way.rows",
+            (False, True): "live.way.tokens",
+            (False, False): "live.way.whole",
+        }[self.max_rows is not None, self.max_tokens is not None]
+        words = t(kind, rows=self.max_rows, tokens=self.max_tokens)
         if self.recomputed:
-            words += f", {self.recomputed} layers recomputed"
-        return words + (", activations offloaded" if self.offloaded else "")
+            words = t("live.way.recomputed", way=words, layers=self.recomputed)
+        return t("live.way.offloaded", way=words) if self.offloaded else words
 
 
 def _most(limit: int | None) -> float:

@@ -1,0 +1,81 @@
+"""What a run says on its way, in English and in Chinese."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MESSAGES: Mapping[str, Mapping[str, str]] = {
+    "line.model": {"en": "model", "zh": "模型"},
+    "line.budget": {"en": "budget", "zh": "预算"},
+    "line.plan": {"en": "plan", "zh": "方案"},
+    "line.batch": {"en": "batch", "zh": "批次"},
+    "line.memory": {"en": "memory", "zh": "内存"},
+    "line.time": {"en": "time", "zh": "时间"},
+    "line.note": {"en": "note", "zh": "注意"},
+    "model": {"en": "{model}, {total} parameters", "zh": "{model}，{total} 个参数"},
+    "model.part": {
+        "en": "{model}, {total} parameters, {learning} of them learn",
+        "zh": "{model}，{total} 个参数，其中 {learning} 个参与训练",
+    },
+    "budget.less": {
+        "en": "{bytes}: all there is, less than the {asked} asked for",
+        "zh": "{bytes}：已是全部，少于要求的 {asked}",
+    },
+    "budget.asked": {"en": "{bytes}, {asked}", "zh": "{bytes}，{asked}"},
+    "batch.whole": {
+        "en": "{rows} rows a step, all on the device at once",
+        "zh": "每步 {rows} 行，一次全部放上设备",
+    },
+    "batch.rows": {
+        "en": "{rows} rows a step, at most {most_rows} rows on the device at once",
+        "zh": "每步 {rows} 行，设备上一次至多 {most_rows} 行",
+    },
+    "batch.tokens": {
+        "en": "{rows} rows a step, at most {most_tokens} tokens on the device at once",
+        "zh": "每步 {rows} 行，设备上一次至多 {most_tokens} 个词元",
+    },
+    "batch.both": {
+        "en": "{rows} rows a step, at most {most_rows} rows and {most_tokens} tokens on the "
+        "device at once",
+        "zh": "每步 {rows} 行，设备上一次至多 {most_rows} 行、{most_tokens} 个词元",
+    },
+    "batch.packed": {
+        "en": "{batch}, packed without padding",
+        "zh": "{batch}，紧密拼接，不做填充",
+    },
+    "plan": {"en": "{fidelity}: {strategies}", "zh": "{fidelity}：{strategies}"},
+    "memory": {
+        "en": "{needs} at the peak by prediction, {share} of the budget",
+        "zh": "预测峰值 {needs}，占预算的 {share}",
+    },
+    "finished.already": {
+        "en": "the run in {folder} has already finished; nothing is left to do",
+        "zh": "{folder} 里的训练已经完成，没有要做的了",
+    },
+    "resuming": {
+        "en": "resuming from the last checkpoint, {name}",
+        "zh": "从最近的检查点 {name} 继续",
+    },
+    "resuming.none": {
+        "en": "no checkpoint was written yet; starting from the beginning",
+        "zh": "还没有写过检查点，从头开始",
+    },
+    "stopped": {
+        "en": "stopped at step {step} of {steps}; go on with: {command}",
+        "zh": "停在第 {step} 步，共 {steps} 步；继续：{command}",
+    },
+    "stopping": {
+        "en": "stopping after this step; press Ctrl-C again to stop at once",
+        "zh": "这一步完成后停止；再按一次 Ctrl-C 立即停止",
+    },
+    "interrupted": {"en": "interrupted", "zh": "已中断"},
+    "bug": {
+        "en": "this should not have happened: {error}\n"
+        "This is a bug in memfit: run it again with MEMFIT_DEBUG=1 and report the traceback "
+        "in the project's issues",
+        "zh": "不该发生的情况：{error}\n"
+        "这是 memfit 的错误：请设置 MEMFIT_DEBUG=1 再运行一次，并把 traceback 提交到项目的 issues",
+    },
+    "bug.silent": {"en": "no message", "zh": "没有说明"},
+    "note": {"en": "note: {text}", "zh": "注意：{text}"},
+}
