@@ -7,9 +7,9 @@ micro-batch; time is that of the average step. shallow.py has what both are made
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from memfit.memory.cards import DeviceProfile
@@ -23,6 +23,7 @@ from memfit.planner.chunks import gap_bytes, peak_of, walk
 from memfit.planner.counted import Counted, Counts, accumulated, counts_of, replayed, zero
 from memfit.planner.shallow import Family, Policy, Static, Strategies, Tracing, Updating
 from memfit.planner.space import batches_of
+from memfit.planner.split import Split, split_up
 from memfit.planner.timing import speeds_of, step_seconds
 from memfit.planner.trace import price_memory, unavailable_reason
 from memfit.planner.trace_batch import graph_count
@@ -30,51 +31,15 @@ from memfit.planner.trace_price import Priced, context_bytes
 from memfit.planner.values import Candidate, Price, Workload
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.graphs import TokenBuckets
-from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW, Strategy
+from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW
 
-_POLICY = ("checkpointing", "activation_offload")
-_UPDATING = ("lowbit_adamw", "gradient_release", "optimizer_offload", "small_state_optimizer")
-_NEITHER = ("cuda_graphs", "small_workspace", "truncation")
-"""What changes neither the layers' events nor the update's."""
 _TENSORS_A_LAYER = 16
 _TWICE = 1.6
+"""All but the update comes twice."""
+_WEIGHTS_COST = 1.02
+"""Layers' weights cross the bus twice in every micro-batch."""
 _GAP_PARTS = (1, 2, 4)
 """Into how many parts the whole batch is cut where the allocator is tried."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """A candidate's strategies by what they decide."""
-
-    family: Strategies
-    updating: Strategies
-    policy: Strategies
-    count: int
-    """Layers the policy is for."""
-    graphs: CudaGraphs | None
-    keeps: bool
-    """Whether gradients stay in `.grad` until the update."""
-    passes: int
-    """How often a micro-batch runs in one step."""
-    short_masters: bool
-    small_workspace: bool
-
-    @cached_property
-    def packed(self) -> bool:
-        """Whether micro-batches have no padding."""
-        return any(one.name == "packing" for one in self.family)
-
-    @cached_property
-    def copies(self) -> bool:
-        """Whether something travels to the host beside the computation."""
-        names = {one.name for one in (*self.policy, *self.updating)}
-        sent = any(getattr(one, "mode", "") == "host" for one in self.updating)
-        return sent or bool(names & {"activation_offload", "optimizer_offload"})
-
-    @cached_property
-    def as_counted(self) -> Split:
-        """The same without what counts do not depend on."""
-        return dataclasses.replace(self, short_masters=False, small_workspace=False, graphs=None)
 
 
 class TracedPricer:
@@ -85,7 +50,7 @@ class TracedPricer:
         text: Any = workload.config.get_text_config()
         self._depth = int(text.num_hidden_layers) * int(getattr(text, "inner_group_num", 1))
         self._tracing = Tracing(workload, card)
-        self._split = cache(self._split_up)
+        self._split = cache(lambda strategies: split_up(strategies, self._depth))
         self._family = cache(self._make_family)
         self._updating = cache(self._make_updating)
         self._policy = cache(self._make_policy)
@@ -117,21 +82,34 @@ class TracedPricer:
             return 0.0
         learning = self.learning_parameters(prices[0].candidate)
         speeds = speeds_of(self.card)
-        fastest = min(one.step_seconds for one in prices)
-        launched = min(
-            (one.step_seconds for one in prices if one.candidate.get("cuda_graphs") is None),
-            default=fastest,
-        )
+
+        def fastest(*names: str) -> float:
+            """Of those with all these strategies, and without graphs where any is named."""
+            found = (
+                one.step_seconds
+                for one in prices
+                if all(map(one.candidate.get, names))
+                and not (names and one.candidate.get("cuda_graphs"))
+            )
+            return min(found, default=math.inf)  # of a kind that was slow enough to be left out
+
+        bus = 4 * learning / speeds.bus_bytes_per_second
         least = {
-            # All but the update comes twice.
-            "two_pass": _TWICE * fastest,
-            # Gradients of two bytes go out and come back, and nothing is captured.
-            "host": max(launched, 4 * learning / speeds.bus_bytes_per_second),
-            "activation_offload": launched,
-            "optimizer_offload": learning / speeds.host_parameters_per_second,
-            "checkpointing": fastest,
+            "checkpointing": lambda: fastest(),
+            "two_pass": lambda: _TWICE * fastest(),
+            # Gradients of two bytes go out and come back. None of these is captured.
+            "host": lambda: max(bus, self._launched(prices)),
+            "activation_offload": lambda: self._launched(prices),
+            "recomputed_and_offloaded": lambda: fastest("checkpointing"),
+            "optimizer_offload": lambda: learning / speeds.host_parameters_per_second,
+            "hosted_weights": lambda: _WEIGHTS_COST * fastest("optimizer_offload"),
         }
-        return least[kind]
+        return least[kind]()
+
+    @staticmethod
+    def _launched(prices: Sequence[Price]) -> float:
+        seconds = [one.step_seconds for one in prices if not one.candidate.get("cuda_graphs")]
+        return min(seconds, default=0.0)
 
     def full(self, candidate: Candidate) -> Price:
         """The whole step traced; its seconds are those of the quick price."""
@@ -157,28 +135,6 @@ class TracedPricer:
         )
 
     # ------------------------------------------------------------------------ the parts
-
-    def _split_up(self, strategies: Strategies) -> Split:
-        names = {one.name: one for one in strategies}
-        low_bit: Any = names.get("lowbit_adamw")
-        release: Any = names.get("gradient_release")
-        policy = tuple(one for one in strategies if one.name in _POLICY)
-        sized: Any = next((one for one in policy if getattr(one, "layers", None)), None)
-        count = 0 if not policy else (sized.layers if sized else self._depth)
-        outside = (*_POLICY, *_UPDATING, *_NEITHER)
-        mode = release.mode if release else ""
-        graphs: Any = names.get("cuda_graphs")
-        return Split(
-            family=tuple(one for one in strategies if one.name not in outside),
-            updating=tuple(_normal(one) for one in strategies if one.name in _UPDATING),
-            policy=tuple(_of_all_layers(one) for one in policy),
-            count=count,
-            graphs=graphs,
-            keeps=release is None and "optimizer_offload" not in names,
-            passes=2 if mode == "two_pass" else 1,
-            short_masters=low_bit is not None and low_bit.master_bits == 16,
-            small_workspace="small_workspace" in names,
-        )
 
     def _make_family(self, family: Strategies, reference: Strategies) -> Family:
         return Family(self._tracing, family, reference)
@@ -401,18 +357,6 @@ class TracedPricer:
 
     def _find_problem(self, strategies: Strategies) -> str:
         return unavailable_reason(strategies, self.workload, self.card)
-
-
-def _normal(strategy: Strategy) -> Strategy:
-    """The same as far as memory's layout and the counts go."""
-    if isinstance(strategy, LowBitAdamW):
-        return LowBitAdamW(24, strategy.dtype)
-    return strategy
-
-
-def _of_all_layers(strategy: Any) -> Strategy:
-    every: Strategy = dataclasses.replace(strategy, layers=None)
-    return every
 
 
 def _workspace_bytes(run: Priced, card: DeviceProfile) -> int:

@@ -28,9 +28,17 @@ from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW
 
 _CLOSE = 0.02
 """What a quick price may be off by."""
-_RECOMPUTING = "checkpointing"
-SLOW = ("two_pass", "host", "activation_offload", "optimizer_offload", _RECOMPUTING)
-"""What always costs time: a second backward pass, the bus, layers computed again."""
+TIERS = (
+    "",
+    "checkpointing",
+    "two_pass",
+    "host",
+    "activation_offload",
+    "optimizer_offload",
+    "hosted_weights",
+    "recomputed_and_offloaded",
+)
+"""Kinds by what they cost at least: layers computed again, a second backward, the bus, the host."""
 _NEIGHBOURS = 2
 _LISTED = 6
 
@@ -146,13 +154,13 @@ def price_all(
     With a budget, without the slow kinds that cannot be faster than the best of the others:
     each kind costs traces.
     """
-    kinds: dict[str, list[Candidate]] = {name: [] for name in ("", _RECOMPUTING, *SLOW)}
+    tiers: dict[str, list[Candidate]] = {name: [] for name in TIERS}
     for one in candidates(asked):
-        kinds[_slow_kind(one)].append(one)
-    prices = [pricer.quick(one) for one in kinds.pop("")]
-    for name, slow in kinds.items():
+        tiers[tier_of(one)].append(one)
+    prices = [pricer.quick(one) for one in tiers.pop("")]
+    for name, slow in tiers.items():
         best = _best_seconds(prices, budget_bytes, host_free)
-        if slow and pricer.least_seconds(name, prices) < best:
+        if slow and (best == math.inf or pricer.least_seconds(name, prices) < best):
             prices += [pricer.quick(one) for one in slow]
     return sorted(_without_needless_rounding(prices), key=rank)
 
@@ -168,11 +176,16 @@ def _best_seconds(prices: Sequence[Price], budget_bytes: int | None, host_free: 
     return min(inside, default=math.inf)
 
 
-def _slow_kind(candidate: Candidate) -> str:
-    release = candidate.get("gradient_release")
-    names = {one.name for one in candidate.strategies}
-    names.add("" if release is None else release.mode)
-    return next((name for name in SLOW if name in names), "")
+def tier_of(candidate: Candidate) -> str:
+    """The slowest of the kinds it is."""
+    names = {"", *(one.name for one in candidate.strategies)}
+    if release := candidate.get("gradient_release"):
+        names.add(release.mode)
+    if (hosted := candidate.get("optimizer_offload")) and hosted.weights:
+        names.add("hosted_weights")
+    if {"checkpointing", "activation_offload"} <= names:
+        names.add("recomputed_and_offloaded")
+    return next(name for name in reversed(TIERS) if name in names)
 
 
 def rank(price: Price) -> tuple[float, int, int, int, int]:

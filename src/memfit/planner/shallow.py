@@ -10,10 +10,12 @@ updating at two depths. Nothing here depends on the budget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
+
+import numpy as np
 
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
@@ -124,6 +126,16 @@ class Static:
             }
         )
 
+    def grown_like(self, shallow: Static, deeper: Static, times: float) -> Static:
+        """As another one grows from one depth to the next, in proportion, so many times."""
+        whole = deeper.total / max(shallow.total, 1.0) - 1
+        parts = {}
+        for name, size in self.parts.items():
+            before = shallow.parts.get(name, 0.0)
+            share = deeper.parts.get(name, 0.0) / before - 1 if before else whole
+            parts[name] = size * (1 + times * share)
+        return Static(parts)
+
     @property
     def total(self) -> float:
         """All of it."""
@@ -145,56 +157,64 @@ class Updating:
     """One way of storing and stepping weights, beside a family's layers."""
 
     def __init__(self, tracing: Tracing, family: Family, strategies: Strategies) -> None:
+        self._family, self._layers = family, family.layers - 1
         used = (*family.strategies, *strategies)
-        self._layers = family.layers - 1
-        self._shallow = tracing.trace(used, family.layers - 1)
-        self._deeper = tracing.trace(used, family.layers)
-        self._family = family
+        self._shallow = tracing.trace(used, self._layers)
+        # What crosses the bus is in proportion to the parameters: one depth is enough.
+        simple = strategies != family.reference and any(map(_crosses_the_bus, strategies))
+        self._deeper = None if simple else tracing.trace(used, family.layers)
 
     def static(self, depth: int) -> Static:
         """What lies on the device between two steps."""
-        times = depth - self._layers
-        return Static.of(self._shallow).grown(Static.of(self._deeper), times)
-
-    def parameters(self, depth: int) -> float:
-        """All of them."""
-        more = self._deeper.parameters - self._shallow.parameters
-        return self._shallow.parameters + (depth - self._layers) * more
+        mine = Static.of(self._shallow)
+        if self._deeper is not None:
+            return mine.grown(Static.of(self._deeper), depth - self._layers)
+        shallow, deeper = (Static.of(self._family.traced(count)) for count in self._depths)
+        return mine.grown_like(shallow, deeper, depth - self._layers)
 
     def learning(self, depth: int) -> float:
-        """Those that learn."""
-        more = self._deeper.trainable_parameters - self._shallow.trainable_parameters
-        return self._shallow.trainable_parameters + (depth - self._layers) * more
+        """Parameters that learn."""
+        shallow, deeper = (self._family.traced(n).trainable_parameters for n in self._depths)
+        return shallow + (depth - self._layers) * (deeper - shallow)
 
     def host_bytes(self, depth: int) -> float:
         """What lies in host memory."""
-        more = self._deeper.host_bytes - self._shallow.host_bytes
-        return self._shallow.host_bytes + (depth - self._layers) * more
+        return float(self._along(lambda trace: np.array([trace.host_bytes], float), depth)[0])
 
     def update(self, depth: int) -> Counts:
         """What the end of a step does."""
-        return self._grown("update" if self._has("update") else "update_first", depth)
+        part = "update" if "update" in self._shallow.part_counts else "update_first"
+        return self._along(lambda trace: vector(trace.part_counts[part]), depth)
 
     def micro(self, depth: int, passes: int) -> Counts:
         """What a micro-batch does besides the family's own, which comes `passes` times."""
-        shallow, deeper = (self._beside(one, passes) for one in (self._shallow, self._deeper))
-        return shallow + (deeper - shallow) * (depth - self._layers)
 
-    def _beside(self, trace: StepTrace, passes: int) -> Counts:
-        own = self._family.traced(self._layers + (trace is self._deeper))
-        return vector(trace.part_counts["micro"]) - passes * vector(own.part_counts["micro"])
+        def beside(trace: StepTrace) -> Counts:
+            layers = self._depths[trace is not self._shallow]
+            own = vector(self._family.traced(layers).part_counts["micro"])
+            return vector(trace.part_counts["micro"]) - passes * own
 
-    def _has(self, part: str) -> bool:
-        return part in self._shallow.part_counts
+        return self._along(beside, depth)
 
-    def _grown(self, part: str, depth: int) -> Counts:
-        shallow, deeper = (vector(one.part_counts[part]) for one in (self._shallow, self._deeper))
-        return shallow + (deeper - shallow) * (depth - self._layers)
+    @property
+    def _depths(self) -> tuple[int, int]:
+        return self._layers, self._layers + 1
+
+    def _along(self, value: Callable[[StepTrace], Counts], depth: int) -> Counts:
+        """A value at another depth: by two traces, or by the parameters that learn."""
+        shallow = value(self._shallow)
+        if self._deeper is None:
+            share = self.learning(depth) / max(self.learning(self._layers), 1.0)
+            scaled: Counts = shallow * share
+            return scaled
+        along: Counts = shallow + (value(self._deeper) - shallow) * (depth - self._layers)
+        return along
 
     @cached_property
     def gap_bytes(self) -> float:
         """What the allocator reserves more than beside the family's own way of updating."""
-        return self._gap(self._deeper) - self._gap(self._family.traced(self._family.layers))
+        own = self._gap(self._family.traced(self._layers))
+        return self._gap(self._shallow) - own
 
     def _gap(self, trace: StepTrace) -> float:
         whole = [(Stretch(trace.segments.parts["micro"], self._family.growth), 1)]
@@ -215,11 +235,16 @@ class Updating:
         """What a frozen encoder does for each token, once."""
         most = next(one for one in self._family.strategies if one.name == "frozen_features")
         settings: Any = most
-        counts: Counts = self._grown("features", depth) / settings.max_tokens
-        return counts
+        counts = self._along(lambda trace: vector(trace.part_counts["features"]), depth)
+        each: Counts = counts / settings.max_tokens
+        return each
 
     def _top(self, part: str) -> float:
-        return top_bytes(self._deeper.segments.parts.get(part, []))
+        return top_bytes(self._shallow.segments.parts.get(part, []))
+
+
+def _crosses_the_bus(strategy: Strategy) -> bool:
+    return isinstance(strategy, OptimizerOffload) or getattr(strategy, "mode", "") == "host"
 
 
 class Family:
@@ -227,7 +252,7 @@ class Family:
 
     def __init__(self, tracing: Tracing, strategies: Strategies, reference: Strategies) -> None:
         self._tracing, self.strategies = tracing, strategies
-        self._reference = reference
+        self.reference = reference
         hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
         self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
         self.packed = any(one.name == "packing" for one in strategies)
@@ -238,16 +263,16 @@ class Family:
 
     def traced(self, layers: int) -> StepTrace:
         """The plain step of so many layers, with the reference's way of updating."""
-        return self._tracing.trace((*self.strategies, *self._reference), layers)
+        return self._tracing.trace((*self.strategies, *self.reference), layers)
 
     @cached_property
     def _fewer(self) -> StepTrace:
-        used = (*self.strategies, *self._reference)
+        used = (*self.strategies, *self.reference)
         return self._tracing.trace(used, self.layers - 1, fewer=True)
 
     @cached_property
     def _fewer_deeper(self) -> StepTrace:
-        used = (*self.strategies, *self._reference)
+        used = (*self.strategies, *self.reference)
         return self._tracing.trace(used, self.layers, fewer=True)
 
     @cached_property
@@ -260,16 +285,21 @@ class Family:
         """The same with the activations of all layers treated in one way."""
         away = any(one.name == "activation_offload" for one in strategies)
         layers = max(self.layers, _HOSTED_LAYERS) if away else self.layers
-        used = (*self.strategies, *self._reference, *strategies)
-        trace, plain = self._tracing.trace(used, layers), self.traced(layers)
-        more = vector(trace.part_counts["micro"]) - vector(plain.part_counts["micro"])
-        count = layers if plain.traced_layers == (layers,) else depth
+        used = (*self.strategies, *self.reference, *strategies)
+        trace = self._tracing.trace(used, layers)
+        count = layers if trace.traced_layers == (layers,) else depth
+        # Plain layers at this depth are known without a trace of their own.
+        first, second = self.traced(self.layers - 1), self.traced(self.layers)
+        more_layers = layers - self.layers
+        own, next_own = (vector(one.part_counts["micro"]) for one in (first, second))
+        more = vector(trace.part_counts["micro"]) - next_own - more_layers * (next_own - own)
+        plain_host = second.host_bytes + more_layers * (second.host_bytes - first.host_bytes)
         return Policy(
             pieces=cut_pieces(trace.segments.parts["micro"], self.growth, layers),
             # A layer that is computed again grows with the tokens as a layer does.
             extra=self.layer.like(more / self.whole_layers(count, count), self.tokens[0]),
             # The last layer's activations are wanted at once and stay.
-            host_bytes=(trace.host_bytes - plain.host_bytes) / max(count - away, 1),
+            host_bytes=(trace.host_bytes - plain_host) / max(count - away, 1),
         )
 
     @cached_property
