@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from memfit.memory.allocator import Allocator, Block
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.events import Event
+from memfit.memory.expandable import segments_expand
 from memfit.memory.phases import (
     EVALUATION,
     RESUMING,
@@ -120,7 +120,7 @@ def _order(run: Priced, *, cuda: bool) -> list[str]:
 
 def _books(run: Priced, played: Run, card: DeviceProfile | None) -> Books:
     if card is None or not run.graphs:
-        return Books(card, expandable_segments=False)
+        return Books(card, expandable_segments=card is not None and segments_expand())
     captured = [at for at, name in played.starts if name == "micro"][1]
     ends = [at for at, _ in played.starts if at > captured]
     return GraphBooks(card, captured, ends[0] if ends else len(played.events))
@@ -130,11 +130,9 @@ class GraphBooks(Books):
     """The first step is launched; what is captured next lies in a pool of its own."""
 
     def __init__(self, device: DeviceProfile, start: int, stop: int) -> None:
-        # The strategy turns expandable segments on, where the system has them; a pool of a
-        # graph's own has none of these in any case (CUDACachingAllocator::alloc_block).
         super().__init__(device, expandable_segments=False)
-        self._pool = Allocator(expandable_segments=False)
-        self._ordinary = Allocator(expandable_segments=sys.platform == "linux")
+        self._pool = Allocator(expandable_segments=segments_expand())
+        self._ordinary = Allocator(expandable_segments=segments_expand())
         self._owner: dict[int, tuple[Allocator, Block]] = {}
         self._start, self._stop = start, stop
         self._at = 0

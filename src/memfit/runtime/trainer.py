@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from memfit._compat import without_num_items
 from memfit.arguments import TrainingArguments
 from memfit.errors import ConfigError, ModelError
+from memfit.memory.expandable import use_expandable_segments
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, trimming_for
 from memfit.runtime.checkpoint import (
@@ -101,6 +102,8 @@ class BudgetTrainer(GuardedTraining):
         used = asked.strategies(self.plan)
         if used and model is None:
             raise ConfigError("strategies change a model: give the model itself, not model_init")
+        if self.budget is not None and effective.device.type == "cuda":
+            use_expandable_segments()
         try:
             apply_all(used, self.setup)
             super().__init__(self.setup.model, effective, **named)

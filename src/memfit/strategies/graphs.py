@@ -6,23 +6,12 @@ replaying makes it several times as fast. It costs the padding up to a token buc
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from memfit.memory.expandable import use_expandable_segments
 from memfit.strategies._arguments import change_arguments
 from memfit.strategies.base import Fidelity, Setup, Strategy
-
-
-def _share_one_growing_segment() -> None:
-    """Graphs of growing size would each take segments of their own; these can grow instead."""
-    if sys.platform == "linux":
-        settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        with contextlib.suppress(RuntimeError):  # a driver without virtual memory management
-            (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +44,7 @@ class CudaGraphs(Strategy):
         # Reading the loss on the host after every step would make the GPU wait for Python.
         change_arguments(setup, logging_nan_inf_filter=False)
         if setup.card is None:
-            _share_one_growing_segment()
+            use_expandable_segments()  # else graphs of growing size take segments of their own
         setup.wrap_executor.append(lambda executor: self._graphed(executor, setup))
 
     def _graphed(self, executor: Any, setup: Setup) -> Any:
