@@ -42,6 +42,7 @@ CATALOGUES: dict[str, str] = {
     "error": "memfit.error_messages",
     "live": "memfit.runtime.messages",
     "run": "memfit.run_messages",
+    "shown": "memfit.report.terminal_messages",
     "ladder": "memfit.climbing.messages",
     "plan": "memfit.planner.messages",
     "planned": "memfit.plan_messages",

@@ -78,8 +78,8 @@ def train(
     told = dataclasses.replace(result.summary, metrics={})  # the table has said them
     out.print(terminal.training_result(told))
     # Paths are printed whole, however long: people copy them.
-    console.show(f"model      {result.output_dir}")
-    console.show(f"report     {result.output_dir / 'report.html'}")
+    console.show(terminal.fact("model", result.output_dir))
+    console.show(terminal.fact("report", result.output_dir / "report.html"))
 
 
 def _train_many(
@@ -107,7 +107,7 @@ def _train_many(
         from memfit.report.datasets import datasets_table
 
         terminal.console().print(datasets_table(result))
-        console.show(f"summary    {result.output_dir / 'summary.json'}")
+        console.show(terminal.fact("summary", result.output_dir / "summary.json"))
     if result.failed:
         from memfit.many import failure
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.report.terminal import METRIC_NAMES, metric, shorten, table
+from memfit.messages import has, t
+from memfit.report.terminal import metric, shorten, table
+from memfit.report.values import named
 from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ _MOST_METRICS = 2
 def datasets_table(result: ManyResult) -> RenderableType:
     """One row a dataset; the metrics are those most of them have."""
     names = _metrics(result)
-    shown = table("dataset", "rows", *(METRIC_NAMES.get(one, one) for one in names), "time",
-                  "memory", "status")  # fmt: skip
+    heads = [t(f"shown.many.{name}") for name in ("dataset", "rows", "time", "memory", "status")]
+    shown = table(*heads[:2], *(named("metric", one) for one in names), *heads[2:])
     for one in result.outcomes:
         shown.add_row(
             Text(shorten(one.name, 24)),
@@ -42,4 +44,6 @@ def _metrics(result: ManyResult) -> list[str]:
 
 
 def _status(outcome: Outcome) -> Text:
-    return Text(outcome.status, style="red" if outcome.status == "failed" else "")
+    known = f"shown.status.{outcome.status}"
+    said = t(known) if has(known) else outcome.status
+    return Text(said, style="red" if outcome.status == "failed" else "")

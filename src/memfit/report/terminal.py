@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import Component, MemoryPeak
+from memfit.messages import has, language, t
+from memfit.report.values import named
 from memfit.safe_text import clean, encodable
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -32,6 +35,7 @@ MAX_WIDTH = 100
 SMALL_MATRIX = 10
 MOST_CLASSES = 20
 _PATIENCE_SECONDS = 2.0
+_NAME_CELLS = 11
 
 # One glyph each, so that the bar also reads without colours and in a log file.
 UNUSED = "reserved, unused"
@@ -43,14 +47,6 @@ COMPONENT_STYLES: Mapping[str, tuple[str, str, str]] = {
     Component.WORKSPACE: ("magenta", "▚", "S"),
     Component.CONTEXT: ("bright_black", "▞", "C"),
     UNUSED: ("white", "▤", "R"),
-}
-METRIC_NAMES = {
-    "f1": "F1",
-    "f1_macro": "F1 (macro)",
-    "mse": "MSE",
-    "mae": "MAE",
-    "r2": "R²",
-    "pearson": "Pearson",
 }
 
 
@@ -65,7 +61,7 @@ def console(*, stderr: bool = False) -> Console:
 def waiting(text: str, *, quiet: bool = False) -> Iterator[None]:
     """Says in a terminal what is going on, once it takes longer than anybody expects."""
     out = console(stderr=True)
-    if quiet or not out.is_terminal:
+    if quiet or not (out.is_terminal and out.is_interactive):
         yield
         return
     status = out.status(Text(text))
@@ -106,7 +102,7 @@ class MemoryBar:
 
     components: Mapping[str, int]
     budget_bytes: int | None = None
-    title: str = "Memory"
+    title: str = ""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, MAX_WIDTH)
@@ -116,15 +112,16 @@ class MemoryBar:
         yield from _flow(self._legend(shown, options.ascii_only), width)
 
     def _headline(self, total: int) -> Text:
-        line = Text.assemble((self.title, "bold"), f"  {format_bytes(total)}")
-        if self.budget_bytes:
-            line.append(f" of {format_both(self.budget_bytes)}, ")
-            over = total - self.budget_bytes
-            if over > 0:
-                line.append(f"{format_bytes(over)} too much", style="bold red")
-            else:
-                line.append(percent(total / self.budget_bytes))
-        return line
+        line = Text.assemble((self.title or t("shown.memory"), "bold"), "  ")
+        if not self.budget_bytes:
+            return line.append(format_bytes(total))
+        both = {"bytes": format_bytes(total), "budget": format_both(self.budget_bytes)}
+        over = total - self.budget_bytes
+        if over > 0:
+            line.append(t("shown.bar.of", **both))
+            return line.append(t("shown.bar.over", bytes=format_bytes(over)), style="bold red")
+        share = percent(total / self.budget_bytes)
+        return line.append(t("shown.bar.within", **both, share=share))
 
     def _bar(self, shown: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
         total = sum(shown.values())
@@ -147,7 +144,8 @@ class MemoryBar:
     def _legend(self, shown: Mapping[str, int], ascii_only: bool) -> Iterator[Text]:
         for name, size in shown.items():
             style, glyph = _style(name, ascii_only)
-            yield Text.assemble((glyph, style), f" {name} {format_bytes(size)}")
+            called = named("component", "unused" if name == UNUSED else name)
+            yield Text.assemble((glyph, style), f" {called} {format_bytes(size)}")
 
 
 def _style(name: str, ascii_only: bool) -> tuple[str, str]:
@@ -178,7 +176,7 @@ def memory_bar(
     components: Mapping[Component, int] | Mapping[str, int],
     budget_bytes: int | None = None,
     *,
-    title: str = "Memory",
+    title: str = "",
 ) -> MemoryBar:
     """A stacked bar of where the memory goes."""
     return MemoryBar({str(name): size for name, size in components.items()}, budget_bytes, title)
@@ -198,13 +196,14 @@ def table(*columns: str, title: str = "") -> Table:
 def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: str = "") -> Text:
     """accuracy 0.913   F1 0.934 (正評)   precision …: the headline of an evaluation."""
     what = shorten(positive, 20) if averaging == "binary" else averaging
+    in_brackets = "（{}）" if language() == "zh" else " ({})"
     line = Text()
     for name, value in metrics.items():
         line.append("   " if line else "")
-        line.append(f"{METRIC_NAMES.get(name, clean(name))} ")
+        line.append(f"{named('metric', name)} ")
         line.append(metric(value), style="bold")
         if name == "f1" and what:
-            line.append(f" ({what})")
+            line.append(in_brackets.format(what))
     return line
 
 
@@ -213,10 +212,11 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
     no_text, no_label = (evaluation.dropped.get(key, 0) for key in ("no_text", "no_label"))
     parts: list[RenderableType] = [
         metrics_line(evaluation.metrics, evaluation.averaging, evaluation.positive),
-        Text(f"on {evaluation.rows:,} rows{_left_out(no_text, no_label)}", style="dim"),
+        Text(_left_out(t("shown.rows", rows=f"{evaluation.rows:,}"), no_text, no_label), "dim"),
     ]
     if evaluation.classes:
-        each = table("class", "precision", "recall", "F1", "rows")
+        scores = (named("metric", name) for name in ("precision", "recall", "f1"))
+        each = table(t("shown.class"), *scores, t("shown.class.rows"))
         for row in evaluation.classes:
             numbers = (f"{value:.4f}" for value in (row.precision, row.recall, row.f1))
             each.add_row(Text(shorten(row.name, 32)), *numbers, f"{row.rows:,}")
@@ -228,7 +228,7 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
 
 def _confusion_table(evaluation: Evaluation) -> Table:
     names = [shorten(row.name, 12) for row in evaluation.classes]
-    matrix = table("true ↓ predicted →", *names)
+    matrix = table(t("shown.matrix"), *names)
     for index, (name, counts) in enumerate(zip(names, evaluation.confusion, strict=True)):
         cells = (
             Text(f"{count:,}", style="bold" if column == index else "" if count else "dim")
@@ -242,36 +242,48 @@ def training_result(summary: RunSummary, folder: Path | None = None) -> Renderab
     """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
     facts = _facts()
     if summary.metrics:
-        facts.add_row("result", metrics_line(summary.metrics, summary.averaging, summary.positive))
-    facts.add_row("training", Text(_training_sentence(summary)))
+        facts.add_row(
+            t("shown.fact.result"),
+            metrics_line(summary.metrics, summary.averaging, summary.positive),
+        )
+    facts.add_row(t("shown.fact.training"), Text(_training_sentence(summary)))
     memory = summary.memory
     for name, peak in (("predicted", memory.predicted), ("measured", memory.measured)):
         if peak is not None:
-            share = (
-                f", {percent(peak.device_bytes / memory.budget_bytes)} of the budget"
-                if memory.budget_bytes
-                else ""
-            )
-            step = memory.measured_step if peak is memory.measured else None
-            where = "at the peak" if step is None else f"at the peak of step {step:,}"
-            facts.add_row(name, Text(f"{format_bytes(peak.device_bytes)} {where}{share}"))
+            step = memory.measured_step if name == "measured" else None
+            facts.add_row(t(f"shown.fact.{name}"), _peak_text(peak, step, memory.budget_bytes))
     if folder is not None:
-        facts.add_row("model", Text(str(folder)))
-        facts.add_row("report", Text(str(folder / "report.html")))
+        facts.add_row(t("shown.fact.model"), Text(str(folder)))
+        facts.add_row(t("shown.fact.report"), Text(str(folder / "report.html")))
     return facts
+
+
+def _peak_text(peak: MemoryPeak, step: int | None, budget_bytes: int | None) -> Text:
+    kind = "shown.peak" if step is None else "shown.peak.step"
+    said = t(kind, bytes=format_bytes(peak.device_bytes), step=f"{step or 0:,}")
+    if not budget_bytes:
+        return Text(said)
+    share = percent(peak.device_bytes / budget_bytes)
+    return Text(t("shown.peak.share", peak=said, share=share))
 
 
 def _training_sentence(summary: RunSummary) -> str:
     steps, epochs = summary.training.get("steps"), summary.training.get("epochs")
     seconds = summary.seconds.get("train")
-    words = [summary.status]
+    status = f"shown.status.{summary.status}"
+    words = [t(status) if has(status) else summary.status]
     if steps is not None:
-        words.append(f"{steps:,} steps")
+        words.append(t("shown.steps", steps=steps))
     if epochs is not None:
-        words.append(f"{epochs:g} epoch{'' if epochs == 1 else 's'}")
+        words.append(t("shown.epoch" if epochs == 1 else "shown.epochs", epochs=epochs))
     if seconds is not None:
         words.append(format_seconds(seconds))
-    return ", ".join(words)
+    return _listed(words)
+
+
+def _listed(words: Iterable[str], mark: str = ", ") -> str:
+    """Chinese has a comma and a semicolon of its own, with no space behind."""
+    return {", ": "，", "; ": "；"}[mark].join(words) if language() == "zh" else mark.join(words)
 
 
 def data_summary(
@@ -280,63 +292,61 @@ def data_summary(
     """What was found, where every row went, how the classes are spread, what `max_length` cuts."""
     facts = _facts()
     if counts.text_column:
-        facts.add_row("columns", Text(_columns_sentence(counts, task)))
-    facts.add_row("rows", Text(_rows_sentence(counts)))
+        facts.add_row(t("shown.fact.columns"), Text(_columns_sentence(counts, task)))
+    facts.add_row(t("shown.fact.rows"), Text(_rows_sentence(counts)))
     # Of the rows, which may have several labels each.
     total = counts.train_rows
     shown = list(counts.train_class_counts.items())[:MOST_CLASSES]
     for index, (name, rows) in enumerate(shown):
         share = rows / total if total else 0.0
         line = f"{rows:>7,}  {percent(share):>5}  {shorten(name, 40)}"
-        facts.add_row("" if index else "classes", Text(line))
-    if len(counts.train_class_counts) > MOST_CLASSES:
-        facts.add_row("", Text(f"and {len(counts.train_class_counts) - MOST_CLASSES:,} more"))
+        facts.add_row("" if index else t("shown.fact.classes"), Text(line))
+    if (more := len(counts.train_class_counts) - MOST_CLASSES) > 0:
+        facts.add_row("", Text(t("shown.classes.more", count=f"{more:,}")))
     if counts.duplicates_across_split:
-        facts.add_row(
-            "note",
-            Text(
-                f"{counts.duplicates_across_split:,} validation rows repeat a text that is also "
-                "trained on, which flatters the metrics",
-                style="yellow",
-            ),
-        )
+        repeated = t("shown.duplicates", rows=f"{counts.duplicates_across_split:,}")
+        facts.add_row(t("shown.fact.note"), Text(repeated, style="yellow"))
     if lengths is not None:
-        facts.add_row("tokens", Text(_lengths_sentence(lengths)))
+        facts.add_row(t("shown.fact.tokens"), Text(_lengths_sentence(lengths)))
     return facts
 
 
 def _columns_sentence(counts: DataCounts, task: str) -> str:
     """text review, label label; single-label; gb18030."""
-    named = (
-        ("text", counts.text_column),
-        ("pair", counts.text_pair_column),
-        ("label", counts.label_column),
+    columns = (
+        ("shown.column.text", counts.text_column),
+        ("shown.column.pair", counts.text_pair_column),
+        ("shown.column.label", counts.label_column),
     )
-    words = ", ".join(f"{role} {shorten(name, 60)}" for role, name in named if name)
-    return "; ".join(part for part in (words, task.replace("_", "-"), counts.encoding) if part)
+    words = _listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
+    kind = t(f"shown.task.{task}") if has(f"shown.task.{task}") else task.replace("_", "-")
+    return _listed([part for part in (words, kind, counts.encoding) if part], "; ")
 
 
 def _rows_sentence(counts: DataCounts) -> str:
-    words = f"{counts.train_rows:,} to train on, {counts.validation_rows:,} to validate"
-    return words + _left_out(counts.dropped_no_text, counts.dropped_no_label)
+    train, validation = f"{counts.train_rows:,}", f"{counts.validation_rows:,}"
+    words = t("shown.rows.split", train=train, validation=validation)
+    return _left_out(words, counts.dropped_no_text, counts.dropped_no_label)
 
 
-def _left_out(no_text: int, no_label: int) -> str:
-    drops = [
-        f"{number:,} without {what}"
-        for number, what in ((no_text, "text"), (no_label, "label"))
-        if number
-    ]
-    return f"; left out {' and '.join(drops)}" if drops else ""
+def _left_out(rows: str, no_text: int, no_label: int) -> str:
+    if not no_text and not no_label:
+        return rows
+    kind = "shown.left.both" if no_text and no_label else "shown.left.text"
+    if not no_text:
+        kind = "shown.left.label"
+    return t(kind, rows=rows, no_text=f"{no_text:,}", no_label=f"{no_label:,}")
 
 
 def _lengths_sentence(lengths: LengthSummary) -> str:
-    words = f"median {lengths.p50:,}, 90 % up to {lengths.p90:,}, longest {lengths.max:,}; "
-    if not lengths.cut_rows:
-        return f"{words}max_length {lengths.max_length:,} cuts none"
-    return (
-        f"{words}max_length {lengths.max_length:,} cuts {lengths.cut_rows:,} rows "
-        f"({percent(lengths.cut_fraction)})"
+    return t(
+        "shown.lengths.cut" if lengths.cut_rows else "shown.lengths.whole",
+        median=f"{lengths.p50:,}",
+        most=f"{lengths.p90:,}",
+        longest=f"{lengths.max:,}",
+        length=f"{lengths.max_length:,}",
+        rows=f"{lengths.cut_rows:,}",
+        share=percent(lengths.cut_fraction),
     )
 
 
@@ -346,3 +356,9 @@ def _facts() -> Table:
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
     return facts
+
+
+def fact(name: str, value: object) -> str:
+    """A line of `training_result` as plain text: a path in it is whole, however long."""
+    title = t(f"shown.fact.{name}")
+    return title + " " * max(_NAME_CELLS - cell_len(title), 1) + str(value)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit.messages import has, t
+from memfit.safe_text import encodable
 from memfit.units import format_bytes, format_seconds
 
 _METRICS = ("f1", "accuracy", "mse", "mae", "loss")
@@ -53,6 +56,16 @@ class MemoryMeter:
         return MemoryUse(now, self._peak_bytes)
 
 
+class _TwoLines(Progress):
+    """The bar, and below it what 80 columns have no room for beside it."""
+
+    status = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.status, no_wrap=True, overflow="ellipsis")
+
+
 class MemfitProgress(TrainerCallback):
     """Takes the place of the Trainer's bar. In a pipe it prints plain lines instead.
 
@@ -60,6 +73,7 @@ class MemfitProgress(TrainerCallback):
     again once a few have shown what a step takes when everything is warm.
     `read_memory` says what counts against the budget; by default the allocator of the device. On a
     CPU it is the whole process, which is no part of any budget, and called so.
+    `read_tokens` counts what was trained on since the start; a BudgetTrainer gives its own count.
     """
 
     def __init__(
@@ -68,20 +82,25 @@ class MemfitProgress(TrainerCallback):
         budget_bytes: int | None = None,
         step_seconds: float | None = None,
         read_memory: Callable[[], MemoryUse] | None = None,
+        read_tokens: Callable[[], int] | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.step_seconds = step_seconds
         self.read_memory = read_memory
+        self.read_tokens = read_tokens
+        if console is None:
+            encodable(sys.stderr)
         self.console = console or Console(file=sys.stderr)
         self.clock = clock
-        self._bar: Progress | None = None
+        self._bar: _TwoLines | None = None
         self._task = TaskID(0)
         self._read_memory: Callable[[], MemoryUse] | None = None
         self._shown: dict[str, str] = {}
         self._is_process = False
-        self._first_step = self._started = self._paused = self._pause_began = 0.0
+        self._first_step = self._first_tokens = 0
+        self._started = self._paused = self._pause_began = 0.0
 
     # ---- what the Trainer calls ----
 
@@ -93,19 +112,23 @@ class MemfitProgress(TrainerCallback):
         self._read_memory = self.read_memory or MemoryMeter(args.device).read
         self._is_process = self.read_memory is None and args.device.type == "cpu"
         self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
+        self._first_tokens = self._tokens()
         steps = state.max_steps - state.global_step
-        about = f", about {format_seconds(steps * self.step_seconds)}" if self.step_seconds else ""
-        self.console.print(f"training: {steps} steps{about}", highlight=False)
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
+        kind = "live.begin.about" if self.step_seconds else "live.begin"
+        about = format_seconds(steps * (self.step_seconds or 0.0))
+        self.say(t(kind, steps=steps, time=about))
+        # A dumb terminal cannot take a line back: it gets lines, like a pipe.
+        if self.console.is_terminal and self.console.is_interactive:
+            self._bar = _TwoLines(
+                TextColumn(t("live.bar")),
+                BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[pace]}", markup=False),
                 console=self.console,
+                expand=True,
             )
             self._task = self._bar.add_task(
-                "training", total=state.max_steps, completed=state.global_step, status=""
+                "", total=state.max_steps, completed=state.global_step, pace=""
             )
             self._bar.start()
 
@@ -116,15 +139,18 @@ class MemfitProgress(TrainerCallback):
             return
         done = state.global_step - self._first_step
         if done == _WARM_UP_STEPS:
-            self._say_total(state, self.clock() - self._started, " by the first step")
+            self._say_total(state, self.clock() - self._started, "live.total.first")
             self._started, self._paused = self.clock(), 0.0
+            self._first_tokens = self._tokens()
         if done == _WARM_UP_STEPS + _TIMED_STEPS:
             self._say_total(state, self.seconds_a_step(state))
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step, status=self._status(state))
+            self._bar.status = self._status()
+            self._bar.update(self._task, completed=state.global_step, pace=self._pace(state))
         elif self._is_line_due(state):
-            step = f"step {state.global_step}/{state.max_steps}"
-            self.console.print(f"{step}  {self._status(state)}", highlight=False)
+            step = t("live.step", step=state.global_step, steps=state.max_steps)
+            shown = [one for one in (step, self._status(), self._pace(state)) if one]
+            self.say("  ".join(shown))
 
     def on_log(
         self,
@@ -135,7 +161,7 @@ class MemfitProgress(TrainerCallback):
         **_: Any,
     ) -> None:
         if logs and "loss" in logs:
-            self._shown["loss"] = f"{float(logs['loss']):.4f}"
+            self._shown["loss"] = _figure("loss", float(logs["loss"]))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -158,8 +184,8 @@ class MemfitProgress(TrainerCallback):
             return
         name, value = _main_metric(metrics, args.metric_for_best_model)
         if value is not None:
-            self._shown[name] = f"{value:.4f}"
-            self.console.print(f"epoch {state.epoch or 0:.2f}: {name} {value:.4f}", highlight=False)
+            self._shown[name] = _figure(name, value)
+            self.say(t("live.epoch", epoch=state.epoch or 0.0, metric=_figure(name, value)))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -168,7 +194,7 @@ class MemfitProgress(TrainerCallback):
 
     def say(self, line: str) -> None:
         """One line above the bar."""
-        self.console.print(line, highlight=False)
+        self.console.print(Text(line))
 
     def close(self) -> None:
         """Give the terminal back; also after a training that was interrupted."""
@@ -183,9 +209,11 @@ class MemfitProgress(TrainerCallback):
         timed = state.global_step - self._first_step - _WARM_UP_STEPS
         if timed < 1:
             return self.step_seconds
-        return (self.clock() - self._started - self._paused) / timed
+        return self._timed_seconds() / timed
 
-    def _say_total(self, state: TrainerState, seconds: float | None, by: str = "") -> None:
+    def _say_total(
+        self, state: TrainerState, seconds: float | None, message: str = "live.total"
+    ) -> None:
         """Not where it was said before the start, nor where nothing is left to wait for."""
         if (
             self.step_seconds is None
@@ -193,26 +221,49 @@ class MemfitProgress(TrainerCallback):
             and state.global_step < state.max_steps
         ):
             total = format_seconds(seconds * (state.max_steps - self._first_step))
-            text = f"training will take about {total}{by}, evaluation aside"
-            self.console.print(text, highlight=False)
+            self.say(t(message, time=total))
 
-    def _status(self, state: TrainerState) -> str:
-        shown = [f"{name} {value}" for name, value in self._shown.items()]
+    def _status(self) -> str:
+        """What was learnt and what it holds: loss, metric, memory."""
+        shown = list(self._shown.values())
         if self._read_memory is not None:
             use = self._read_memory()
-            budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-            now, peak = format_bytes(use.now_bytes), format_bytes(use.peak_bytes)
-            shown.append(
-                f"process {now}" if self._is_process else f"memory {now} (peak {peak}{budget})"
-            )
-        if (seconds := self.seconds_a_step(state)) is not None:
-            left = (state.max_steps - state.global_step) * seconds
-            shown.append(f"{format_seconds(left)} left")
+            kind = "live.memory.budget" if self.budget_bytes else "live.memory"
+            sizes = {
+                "now": format_bytes(use.now_bytes),
+                "peak": format_bytes(use.peak_bytes),
+                "budget": format_bytes(self.budget_bytes or 0),
+            }
+            shown.append(t("live.process" if self._is_process else kind, **sizes))
         return "  ".join(shown)
+
+    def _pace(self, state: TrainerState) -> str:
+        """How fast it goes, and how long it takes still."""
+        shown = []
+        tokens, seconds = self._tokens() - self._first_tokens, self._timed_seconds()
+        warm = state.global_step - self._first_step > _WARM_UP_STEPS
+        if warm and tokens > 0 and seconds > 0:
+            shown.append(t("live.speed", tokens=tokens / seconds))
+        if (step_seconds := self.seconds_a_step(state)) is not None:
+            left = (state.max_steps - state.global_step) * step_seconds
+            shown.append(t("live.left", time=format_seconds(left)))
+        return "  ".join(shown)
+
+    def _tokens(self) -> int:
+        return self.read_tokens() if self.read_tokens is not None else 0
+
+    def _timed_seconds(self) -> float:
+        return self.clock() - self._started - self._paused
 
     def _is_line_due(self, state: TrainerState) -> bool:
         every = max(1, state.max_steps // _LINES_IN_A_PIPE)
         return state.global_step % every == 0 or state.global_step == state.max_steps
+
+
+def _figure(name: str, value: float) -> str:
+    """Under what a person calls it, where there is a word for it."""
+    called = t(f"live.name.{name}") if has(f"live.name.{name}") else name
+    return t("live.metric", name=called, value=f"{value:.4f}")
 
 
 def _main_metric(metrics: Mapping[str, Any], wanted: str | None) -> tuple[str, float | None]:
