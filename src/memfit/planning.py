@@ -15,6 +15,8 @@ from memfit.settings import check_training, training_arguments
 from memfit.units import parse_budget
 
 if TYPE_CHECKING:
+    import torch
+
     from memfit.memory.cards import DeviceProfile
     from memfit.planner.alternatives import Alternatives
     from memfit.planner.missing import NothingFitsError
@@ -71,6 +73,7 @@ def prepare(config: RunConfig, gpu: str | None = None) -> Task:
     from memfit.runtime.lengths import row_lengths
 
     check_training(config.training)
+    named = _named_card(gpu)
     text = read_table(config.data)
     # A folder with only a config.json and a tokenizer can be planned for.
     settings, tokenizer = load_settings(replace(config.model, from_scratch=True), text.labels)
@@ -92,7 +95,7 @@ def prepare(config: RunConfig, gpu: str | None = None) -> Task:
         eval_rows=len(tokens.validation),
     )
     _check_positions(workload, config)
-    card, budget_bytes = _card_and_budget(config, gpu, args.device)
+    card, budget_bytes = _card_and_budget(config, gpu, named, args.device)
     return Task(config=config, workload=workload, card=card, gpu=gpu, budget_bytes=budget_bytes)
 
 
@@ -105,18 +108,24 @@ def _check_positions(workload: Workload, config: RunConfig) -> None:
     check_positions(model, config.data.max_length, config.model.model)
 
 
+def _named_card(gpu: str | None) -> DeviceProfile | None:
+    if gpu is None or gpu.strip().lower() == "cpu":
+        return None
+    from memfit.memory.cards import find_card
+
+    return find_card(gpu)
+
+
 def _card_and_budget(
-    config: RunConfig, gpu: str | None, device: Any
+    config: RunConfig, gpu: str | None, named: DeviceProfile | None, device: torch.device
 ) -> tuple[DeviceProfile | None, int]:
+    """The card named, or this machine's; `auto` leaves room for its display."""
     from memfit.planner.here import budget_here, card_here
 
     budget = parse_budget(config.budget)
-    if gpu is not None and gpu.strip().lower() != "cpu":
-        from memfit.memory.cards import find_card
-
-        card = find_card(gpu)
-        total_bytes = card.total_bytes
-        return card, budget.resolve(total_bytes=total_bytes, free_bytes=total_bytes)
+    if named is not None:
+        total_bytes = named.total_bytes
+        return named, budget.resolve(total_bytes=total_bytes, free_bytes=total_bytes)
     import torch
 
     here = torch.device("cpu") if gpu is not None else device

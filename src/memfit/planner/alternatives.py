@@ -116,18 +116,24 @@ def alternatives(planning: Planning) -> Alternatives:
 
 
 def reaches(asked: Asked, pricer: Pricer, budget_bytes: int) -> Iterator[Reach]:
-    """What each permission that is not given would reach."""
+    """What each permission that is not given would reach.
+
+    Recomputing and the bus are priced only where nothing fits without them: each costs traces.
+    """
+    from memfit.planner.search import tier_of
+
     if asked.exact:
         return
     for name in ALLOWABLE:
         if name in asked.allow:
             continue
         wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})
-        prices = [
-            pricer.quick(one)
-            for one in candidates(wider, having=_USES[name])
-            if one.fidelity > Fidelity.ROUNDING
+        ways = [
+            one for one in candidates(wider, having=_USES[name]) if one.fidelity > Fidelity.ROUNDING
         ]
+        prices = [pricer.quick(one) for one in ways if not tier_of(one)]
+        if _fastest(prices, budget_bytes) is None:
+            prices = [pricer.quick(one) for one in ways]
         if prices:
             yield Reach(name, _smallest(prices), _fastest(prices, budget_bytes))
 

@@ -1,0 +1,194 @@
+"""memfit plan: what it prints, writes and checks, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner_fixtures import FormulaPricer, h200, task
+from rich.console import Console
+
+from memfit import planning
+from memfit.cli import run
+from memfit.messages import speaking
+from memfit.planner.alternatives import alternatives
+from memfit.planner.missing import NothingFitsError
+from memfit.planner.search import Planning, make_plan
+from memfit.report import planned
+
+
+@pytest.fixture(scope="module")
+def made() -> Planning:
+    """BERT-Large inside 4 GB, priced by formulas."""
+    workload = task()
+    pricer = FormulaPricer(workload, h200())
+    return make_plan(workload, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
+
+
+def shown(view: Any, **console: Any) -> str:
+    file = io.StringIO()
+    Console(file=file, width=80, highlight=False, markup=False, **console).print(view)
+    return file.getvalue()
+
+
+def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Planning) -> None:
+    seconds = planning.RunSeconds(training=60.0, evaluation=5.0, evaluations=3)
+    text = shown(planned.plan_view(made, alternatives(made), seconds, "large"))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "\x1b" not in text
+    for part in ("large on", "4.00 GB (3.73 GiB)", "1 min 05 s in all", "weights", "Decisions",
+                 "Other plans that fit", "What more permission would reach", "--allow lora",
+                 "Smaller models of the family", "12 layers, 768 wide"):  # fmt: skip
+        assert part in text
+    words = " ".join(text.split())
+    for sentence in made.chosen.sentences()[1:]:
+        assert " ".join(sentence.split()) in words.replace("- ", "- ")
+
+
+def test_the_view_speaks_chinese(made: Planning) -> None:
+    seconds = planning.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
+    with speaking("zh"):
+        text = shown(planned.plan_view(made, alternatives(made), seconds, "large"))
+    for part in ("预算", "各项决定", "其他放得下的方案", "更多许可能达到什么", "同系列的更小模型"):
+        assert part in text
+
+
+def test_other_plans_are_told_by_what_differs(made: Planning) -> None:
+    seconds = planning.RunSeconds(training=1.0, evaluation=0.0, evaluations=0)
+    text = shown(planned.plan_view(made, None, seconds, "large"))
+    rows = text.partition("Other plans that fit")[2].splitlines()[2:]
+    assert made.candidates
+    assert "+" in rows[0] or "-" in rows[0]
+
+
+def test_a_run_takes_its_steps_and_its_evaluations(made: Planning) -> None:
+    import dataclasses
+
+    price = made.chosen.price
+    assert price is not None
+    price = dataclasses.replace(price, step_seconds=0.5)
+    workload = dataclasses.replace(task(num_train_epochs=2, eval_strategy="epoch"), eval_rows=320)
+    found = planning.run_seconds(workload, price)
+    assert found.training == pytest.approx(2 * 219 * 0.5)  # 6,988 rows in steps of 32
+    assert found.evaluations == 2
+    assert found.evaluation == pytest.approx(2 * 10 * 0.5 / 3)  # ten forward passes each
+    short = dataclasses.replace(task(max_steps=10), eval_rows=320)
+    assert planning.run_seconds(short, price).total == pytest.approx(5.0)
+
+
+def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
+    workload = task()
+    pricer = FormulaPricer(workload, h200())
+    with pytest.raises(NothingFitsError) as caught:
+        make_plan(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)
+    text = shown(planned.smallest_view(caught.value.smallest))
+    assert "The smallest plan found" in text
+    assert "too much" in text
+
+
+# ---- the command, on a tiny real model ----
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "reviews.csv"
+    rows = [f"{index % 2},{'親切' * (1 + index % 9)}" for index in range(60)]
+    path.write_text("label,review\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan_file(
+    table: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A plan by the command: its file, and its JSON."""
+    import contextlib
+
+    target = tmp_path_factory.mktemp("plans") / "plan.toml"
+    words = ["plan", str(table), "--model", str(tiny_model_dir), "--max-length", "32",
+             "--batch-size", "16", "--budget", "64MB", "--gpu", "cpu"]  # fmt: skip
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run([*words, "--json", "--output", str(target)]) == 0
+    return target, json.loads(printed.getvalue())
+
+
+def test_the_json_has_the_chosen_plan_and_the_others(plan_file: tuple[Path, Any]) -> None:
+    found = plan_file[1]
+    assert (found["card"], found["budget_bytes"], found["effective_batch"]) == (
+        "cpu",
+        64 * 10**6,
+        16,
+    )
+    assert found["rows"] == 54
+    for plan in (found["chosen"], *found["candidates"]):
+        assert plan.keys() >= {
+            "fidelity", "strategies", "components", "peak_allocated_bytes",
+            "peak_reserved_bytes", "device_peak_bytes", "step_seconds",
+        }  # fmt: skip
+        assert plan["fidelity"] in ("exact", "rounding")
+        assert plan["device_peak_bytes"] <= 64 * 10**6
+    assert "packing" in found["chosen"]["strategies"]
+    assert {one["name"] for one in found["alternatives"]["allow"]} >= {"lora", "freeze"}
+    assert found["total_seconds"] == found["training_seconds"] + found["evaluation_seconds"] > 0
+
+
+def test_the_file_is_the_plan_and_knows_its_run(plan_file: tuple[Path, Any], table: Path) -> None:
+    target, found = plan_file
+    stored = tomllib.loads(target.read_text(encoding="utf-8"))
+    assert stored["strategies"] == found["chosen"]["strategies"]
+    assert stored["predicted"]["device_peak_bytes"] == found["chosen"]["device_peak_bytes"]
+    assert stored["run"]["data"]["path"] == str(table)
+    assert stored["run"]["gpu"] == "cpu"
+
+
+def test_a_plan_is_checked_by_its_file_alone(
+    plan_file: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, found = plan_file
+    assert run(["plan", "--check", str(target)]) == 0
+    assert "plan.toml fits" in capsys.readouterr().out
+    tight = found["chosen"]["device_peak_bytes"] - 4096
+    assert run(["plan", "--check", str(target), "--budget", f"{tight}B", "--json"]) == 3
+    printed = capsys.readouterr()
+    assert "4.0 KiB are missing" in printed.err
+    said = json.loads(printed.out)
+    assert (said["fits"], said["missing_bytes"]) == (False, 4096)
+    assert said["changed"] == [f"budget_bytes: 64000000 -> {tight}"]
+
+
+def test_nothing_fits_is_exit_code_3_with_what_is_missing(
+    table: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(["plan", str(table), "--model", str(tiny_model_dir), "--max-length", "32",
+                "--gpu", "cpu", "--budget", "200KB", "--json"])  # fmt: skip
+    assert code == 3
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
+    assert said["chosen"] is None
+    assert said["missing_bytes"] == said["smallest"]["device_peak_bytes"] - 200_000 > 0
+    assert "nothing fits" in printed.err
+    assert {one["kind"] for one in said["helps"]} >= {"budget", "allow"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--allow", "lorra"], "Did you mean 'lora'?"),
+        (["--exact", "--allow", "lora"], "exclude each other"),
+        (["--gpu", "RTX 9999"], "no card 'RTX 9999' is known"),
+        (["--output", "nowhere/plan.toml"], "cannot write the plan"),
+        (["--check", "nowhere.toml"], "cannot read"),
+        (["--max-length", "500"], "beyond the 64 positions"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    words: list[str], sentence: str, table: Path, tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run(["plan", str(table), "--model", str(tiny_model_dir), *words]) == 2
+    assert sentence in capsys.readouterr().err
