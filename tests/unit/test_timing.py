@@ -190,7 +190,9 @@ def predicted_seconds(name: str) -> float:
     return step_seconds(counts_of(tuple(run["strategies"]), norm, False, MEAN_TOKENS), H200)
 
 
-@pytest.mark.parametrize("name", [*GRAPHS, "16-bit, release, recompute"])
+# Launched releases were measured when every 16 MB of gradients were an update of their own; they
+# are one a layer since, so that run says nothing of this one.
+@pytest.mark.parametrize("name", GRAPHS)
 def test_a_measured_step_is_within_six_percent(name: str) -> None:
     measured = MEASURED[name]["step_seconds_median"]
     assert predicted_seconds(name) == pytest.approx(measured, rel=0.06)
