@@ -39,6 +39,8 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "data": "memfit.data.messages",
+    "hub": "memfit.hub.messages",
     "error": "memfit.error_messages",
     "live": "memfit.runtime.messages",
     "run": "memfit.run_messages",

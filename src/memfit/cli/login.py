@@ -11,6 +11,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
+from memfit.messages import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,7 +37,7 @@ def login(
     if as_json:
         console.show_json({"hub": where, "user": user})
     else:
-        console.show(f"logged in to {where} as {user}")
+        console.show(t("hub.logged.in", hub=where, user=user))
 
 
 def _piped_token() -> str | None:

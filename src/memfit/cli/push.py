@@ -11,6 +11,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
+from memfit.messages import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,7 +50,7 @@ def push(
     from memfit.units import format_bytes
 
     size = format_bytes(pushed.uploaded_bytes)
-    console.show(f"uploaded {len(pushed.files)} files ({size}) to {pushed.url}")
+    console.show(t("hub.uploaded", count=len(pushed.files), size=size, url=pushed.url))
 
 
 def _can_ask() -> bool:

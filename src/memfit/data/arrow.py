@@ -9,6 +9,7 @@ from typing import Any
 from memfit.data.tables import Row, Table
 from memfit.data.workspace import quiet_logs
 from memfit.errors import DataError
+from memfit.messages import t
 
 _BATCH_ROWS = 2000
 _VALIDATION_SPLITS = ("validation", "valid", "dev")
@@ -24,9 +25,8 @@ def open_parquet(path: Path) -> Table:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is not a Parquet file ({_first_line(error)}); write it again"
-        ) from None
+        reason = _first_line(error)
+        raise DataError(t("data.parquet.broken", path=path, reason=reason)) from None
     class_names = _class_names(Features.from_arrow_schema(schema))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
@@ -55,10 +55,8 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
         with quiet_logs():  # the bars stay: a download may take long
             found = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # every layer below (hub, http, builder) raises its own kinds
-        raise DataError(
-            f"{name!r} is neither a file here nor a dataset the Hub gives "
-            f"({_first_line(error)}); check the spelling and the connection"
-        ) from error
+        said = {"name": repr(name), "reason": _first_line(error)}
+        raise DataError(t("data.hub.none", **said)) from error
     train = found["train"] if "train" in found else next(iter(found.values()))
     validation = next((found[split] for split in _VALIDATION_SPLITS if split in found), None)
     if validation is train:

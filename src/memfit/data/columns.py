@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig
@@ -82,15 +83,9 @@ def choose_texts(
     if text is None:
         text = _first(free, _TEXT_NAMES)
     if text is None:
-        raise DataError(
-            f"{table.where}: no text column among {_listed(table)}; name it with --text-column"
-            f"{_header_hint(table)}"
-        )
+        raise DataError(_no_column(table, "data.column.no_text"))
     if text == pair:
-        raise DataError(
-            f"{table.where}: --text-column and --text-pair-column are both {text!r}; "
-            "name two different columns"
-        )
+        raise DataError(t("data.column.same", where=table.where, name=repr(text)))
     return text, pair
 
 
@@ -98,10 +93,8 @@ def require_columns(table: Table, columns: Columns, of: str) -> None:
     """A validation file must have the columns of the training file."""
     for column in columns.all:
         if column not in table.columns:
-            raise DataError(
-                f"{table.where}: no column {column!r}, which {of} has, among {_listed(table)}; "
-                "give both the same header"
-            )
+            said = {"where": table.where, "name": repr(column), "columns": _listed(table)}
+            raise DataError(t("data.column.missing", of=of, **said))
         _check_unique(table, column)
 
 
@@ -109,10 +102,7 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
     if named is None:
         found = _first(table.columns, _LABEL_NAMES)
         if found is None:
-            raise DataError(
-                f"{table.where}: no label column among {_listed(table)}; "
-                f"name it with --label-column{_header_hint(table)}"
-            )
+            raise DataError(_no_column(table, "data.column.no_label"))
         return (found,)
     if named in table.columns or "," not in named:
         return (_named(table, named, "--label-column"),)
@@ -128,10 +118,9 @@ def _named(table: Table, name: str, option: str) -> str:
     exact = [column for column in table.columns if column == name]
     close = exact or [column for column in table.columns if _plain(column) == _plain(name)]
     if not close:
-        raise DataError(
-            f"{table.where}: no column {name!r} ({option}) among {_listed(table)}; "
-            f"name one of these.{nearest(name, table.columns)}"
-        )
+        said = {"where": table.where, "name": repr(name), "columns": _listed(table)}
+        hint = nearest(name, table.columns)
+        raise DataError(t("data.column.unknown", option=option, hint=hint, **said))
     return close[0]
 
 
@@ -150,16 +139,15 @@ def _known_pair(columns: Sequence[str]) -> tuple[str | None, str | None]:
 
 def _check_unique(table: Table, column: str) -> None:
     if table.columns.count(column) > 1:
-        raise DataError(
-            f"{table.where}: {table.columns.count(column)} columns are called {column!r}; "
-            "rename all but one"
-        )
+        said = {"where": table.where, "count": table.columns.count(column), "name": repr(column)}
+        raise DataError(t("data.column.twice", **said))
 
 
-def _header_hint(table: Table) -> str:
-    """For a file that begins with its first row."""
+def _no_column(table: Table, message: str) -> str:
+    """Also for a file that begins with its first row."""
     row_like = any(len(column) > 40 or column.isdecimal() for column in table.columns)
-    return ", or add a first line with the columns' names" if row_like else ""
+    kind = f"{message}.header" if row_like else message
+    return t(kind, where=table.where, columns=_listed(table))
 
 
 def _plain(name: str) -> str:
@@ -168,5 +156,6 @@ def _plain(name: str) -> str:
 
 def _listed(table: Table) -> str:
     shown = [column if len(column) <= 40 else column[:39] + "…" for column in table.columns[:20]]
-    more = f" and {len(table.columns) - 20} more" if len(table.columns) > 20 else ""
-    return f"the columns {', '.join(shown)}{more}"
+    more = len(table.columns) - 20
+    kind = "data.columns.more" if more > 0 else "data.columns"
+    return t(kind, names=", ".join(shown), more=more)

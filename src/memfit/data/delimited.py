@@ -17,6 +17,7 @@ from pathlib import Path
 from memfit.data.encoding import find_encoding
 from memfit.data.tables import Row, Table
 from memfit.errors import DataError
+from memfit.messages import t
 
 _DELIMITERS = (",", ";", "\t")  # Excel writes ; where the comma is the decimal sign
 _SNIFFED_LINES = 200
@@ -42,7 +43,7 @@ def open_delimited(path: Path, encoding: str | None) -> Table:
     dialect = _sniff(path, find_encoding(path, encoding))
     header = next(_rows(dialect), (0, []))[1]
     if not any(name.strip() for name in header):
-        raise DataError(f"{path} is empty; give a table with a header line")
+        raise DataError(t("data.file.headless", path=path))
     columns = tuple(name.strip() or f"column_{n}" for n, name in enumerate(header, 1))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
@@ -125,10 +126,7 @@ def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
             if row == [_END]:
                 return
             if row and row[-1].endswith(_END):
-                raise DataError(
-                    f'{dialect.path}, line {begins}: a quote (") is opened and not closed; '
-                    'write quotes inside a text twice ("")'
-                )
+                raise DataError(t("data.csv.quote", path=dialect.path, line=begins))
             if row:
                 yield begins, row
             begins = reader.line_num + 1 + dialect.skip_lines
@@ -147,10 +145,8 @@ def _cells(dialect: _Dialect, width: int, wanted: list[int]) -> Iterator[Row]:
             # Excel leaves the last empty cells of a row out; what is missing counts as empty.
             row = row + [""] * (width - len(row))
         elif any(row[width:]):
-            raise DataError(
-                f"{dialect.path}, line {line}: {len(row)} fields where the header has {width}; "
-                'put texts that hold the delimiter in quotes (")'
-            )
+            said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
+            raise DataError(t("data.csv.fields", **said))
         yield tuple(row[index] for index in wanted)
 
 

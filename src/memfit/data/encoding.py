@@ -13,6 +13,7 @@ from encodings.aliases import aliases
 from pathlib import Path
 
 from memfit.errors import DataError, nearest
+from memfit.messages import t
 
 _CHUNK_BYTES = 1 << 20
 _MARKS = (
@@ -92,22 +93,16 @@ def _unmarked(path: Path, head: bytes) -> str:
 def _judge(path: Path, sample: bytes, line: int) -> str:
     """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
     if b"\0" in sample:
-        raise DataError(f"{path} is not a text table: it is binary (line {line})")
+        raise DataError(t("data.encoding.binary", path=path, line=line))
     as_utf8 = sample.decode("utf-8", "replace")
     broken = as_utf8.count("\ufffd")
     valid = sum(char > "\x7f" for char in as_utf8) - broken
     if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
-        raise DataError(
-            f"{path} is UTF-8 with broken bytes, first in line {line}; repair that line, "
-            "or name the encoding if it is another one"
-        )
+        raise DataError(t("data.encoding.broken", path=path, line=line))
     # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
     runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
     if sum(len(run) == 1 for run in runs) * 2 > len(runs):
-        raise DataError(
-            f"{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; "
-            "name its encoding (such as cp1252), or save it as UTF-8"
-        )
+        raise DataError(t("data.encoding.neither", path=path, line=line))
     return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
 
 
@@ -122,10 +117,8 @@ def _lookup(named: str) -> str:
         "a".encode(named)  # codecs.lookup alone would also take base64 and rot13
         name = codecs.lookup(named).name
     except (LookupError, ValueError):
-        raise DataError(
-            f"there is no encoding {named!r}; write utf-8, gb18030, big5 or another that "
-            f"Python knows.{nearest(named.lower(), {*aliases, *aliases.values(), 'utf-8'})}"
-        ) from None
+        hint = nearest(named.lower(), {*aliases, *aliases.values(), "utf-8"})
+        raise DataError(t("data.encoding.unknown", name=repr(named), hint=hint)) from None
     return _WIDER.get(name, name)
 
 

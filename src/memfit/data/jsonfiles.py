@@ -16,6 +16,7 @@ from typing import Any
 from memfit.data.encoding import find_encoding
 from memfit.data.tables import Row, Table
 from memfit.errors import DataError
+from memfit.messages import t
 
 _LOOKED_AT_ROWS = 1000
 _CHUNK_CHARS = 1 << 18
@@ -36,7 +37,7 @@ def open_json(path: Path, encoding: str | None) -> Table:
     for row in islice(objects(path, codec), _LOOKED_AT_ROWS):
         columns.update(dict.fromkeys(row))
     if not columns:
-        raise DataError(f"{path} is empty; give one JSON object with text and label a line")
+        raise DataError(t("data.json.empty", path=path))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
         for row in objects(path, codec):
@@ -62,9 +63,8 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}, line {number}: not JSON ({_reason(error)}); write one object a line"
-                ) from None
+                said = {"path": path, "line": number, "reason": _reason(error)}
+                raise DataError(t("data.json.broken", **said)) from None
             yield _as_row(path, number, _mended(value, line))
 
 

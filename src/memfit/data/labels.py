@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from memfit.data.scan import MOST_CLASSES, NUMBER, SEPARATORS, WHOLE, LabelScan, shorten
 from memfit.data.values import MULTI_LABEL, REGRESSION, SINGLE_LABEL, TASKS, LabelSpace
 from memfit.errors import DataError, nearest
+from memfit.messages import t
 
 Encoded = int | float | list[float]
 
@@ -66,10 +67,8 @@ class Coding:
             return
         unknown = [key for key in self.key_counts(scan) if key not in self.ids]
         if unknown:
-            raise DataError(
-                f"{where}: the label {shorten(unknown[0])} does not occur in {of}, which has "
-                f"{_listed(self.ids)}; correct it or add rows with it there"
-            )
+            said = {"where": where, "label": shorten(unknown[0]), "of": of}
+            raise DataError(t("data.label.unseen", known=_listed(self.ids), **said))
 
 
 def choose_coding(
@@ -151,18 +150,12 @@ def _check_kind(scan: LabelScan, task: str, where: str) -> None:
         )
     if task == REGRESSION:
         if scan.first_word is not None:
-            raise DataError(
-                f"{where}: regression needs numbers and one label is "
-                f"{shorten(scan.first_word)}; correct it, or name another --label-column or task"
-            )
+            raise DataError(t("data.label.word", where=where, label=shorten(scan.first_word)))
         if scan.lists:
             raise DataError(f"{where}: regression needs one number a row and finds lists")
         return
     if scan.too_many:
-        raise DataError(
-            f"{where}: more than {MOST_CLASSES:,} different labels; name the right --label-column, "
-            "or task=regression if they are numbers to predict"
-        )
+        raise DataError(t("data.label.many", where=where, most=f"{MOST_CLASSES:,}"))
     if task == SINGLE_LABEL and not scan.list_widths <= {1}:
         raise DataError(
             f"{where}: single_label needs one label a row and finds lists of "
@@ -194,10 +187,8 @@ def _with_names(
         as_written = written.casefold()
         key = spellings.get(as_written) or spellings.get(_whole(as_written))
         if key is None:
-            raise DataError(
-                f"{where}: label_names names {shorten(written)}, which does not occur; the labels "
-                f"are {_listed(keys)}.{nearest(written, keys)}"
-            )
+            said = {"where": where, "label": shorten(written), "known": _listed(keys)}
+            raise DataError(t("data.label.named", hint=nearest(written, keys), **said))
         names[key] = name
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:

@@ -23,6 +23,7 @@ from memfit.data.tables import Row, Table
 from memfit.data.values import REGRESSION, SINGLE_LABEL, DataCounts, LabelSpace, TextData
 from memfit.data.workspace import quiet_datasets
 from memfit.errors import DataError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +96,7 @@ def read_texts(
     with quiet_datasets():
         dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
     if not len(dataset):
-        raise DataError(f"{table.where} has a header and no rows; add rows")
+        raise DataError(t("data.rows.none", where=table.where))
     return dataset
 
 
@@ -111,16 +112,12 @@ def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig)
     label = repr(",".join(columns.labels))
     if coding.space.task == REGRESSION:
         if len(rows.scan.counts) == 1:
-            raise DataError(
-                f"{table.where}: every label in {label} is {next(iter(rows.scan.counts))}; "
-                "there is nothing to learn, name another --label-column"
-            )
+            only = next(iter(rows.scan.counts))
+            raise DataError(t("data.label.same", where=table.where, column=label, label=only))
     elif len(coding.key_counts(rows.scan)) < 2 and not coding.multi_hot:
         only = next(iter(coding.key_counts(rows.scan)), "none at all")
-        raise DataError(
-            f"{table.where}: one class only, every label in {label} is {shorten(only)}; "
-            "add rows of another class or name another --label-column"
-        )
+        said = {"where": table.where, "column": label, "label": shorten(only)}
+        raise DataError(t("data.label.one", **said))
     return coding
 
 
@@ -184,15 +181,15 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
         return
     label = columns.labels[0]
     if len(single) == 1:
-        raise DataError(
-            f"{table.where}: the class {shorten(single[0])} has a single row, which cannot both "
-            "train and validate; add rows, remove it, or give a --validation-file"
-        )
-    raise DataError(
-        f"{table.where}: {len(single)} of {len(counts)} classes have a single row "
-        f"({shorten(single[0])} is one), which cannot both train and validate; add rows, "
-        f"or name another --label-column than {label!r}"
-    )
+        raise DataError(t("data.label.single", where=table.where, label=shorten(single[0])))
+    said = {
+        "where": table.where,
+        "single": len(single),
+        "classes": len(counts),
+        "label": shorten(single[0]),
+        "column": repr(label),
+    }
+    raise DataError(t("data.label.singles", **said))
 
 
 def _labels(dataset: Dataset) -> Array:

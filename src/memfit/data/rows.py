@@ -16,6 +16,7 @@ from memfit.data.tables import Row, Table
 from memfit.data.values import MULTI_LABEL, SINGLE_LABEL
 from memfit.data.workspace import new_file, progress_bar, room_on_disk
 from memfit.errors import DataError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,13 +79,17 @@ def clean_rows(table: Table, columns: Columns) -> CleanRows:
     names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
     dataset = write_rows(cleaner.clean(table.read(columns.all)), names)
     if cleaner.rows_read == 0:
-        raise DataError(f"{table.where} has a header and no rows; add rows")
+        raise DataError(t("data.rows.none", where=table.where))
     if not cleaner.hashes:
-        raise DataError(
-            f"{table.where}: none of the {cleaner.rows_read:,} rows can be used "
-            f"({cleaner.no_text:,} without text in {columns.text!r}, {cleaner.no_label:,} without "
-            f"label in {', '.join(columns.labels)!r}); name other columns or fill these"
-        )
+        said = {
+            "where": table.where,
+            "rows": f"{cleaner.rows_read:,}",
+            "no_text": f"{cleaner.no_text:,}",
+            "no_label": f"{cleaner.no_label:,}",
+            "text": repr(columns.text),
+            "label": repr(", ".join(columns.labels)),
+        }
+        raise DataError(t("data.rows.unusable", **said))
     return CleanRows(
         dataset,
         cleaner.scan,

@@ -10,6 +10,7 @@ from memfit.data.delimited import open_delimited
 from memfit.data.jsonfiles import open_json
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
+from memfit.messages import t
 
 DELIMITED = (".csv", ".tsv", ".tab", ".txt")
 JSON = (".jsonl", ".ndjson", ".json")
@@ -39,13 +40,11 @@ def open_file(path: Path, encoding: str | None) -> Table:
         if suffix in PARQUET:
             return open_parquet(path)
     except PermissionError:
-        raise DataError(f"{path} may not be read; check its permissions") from None
+        raise DataError(t("data.file.forbidden", path=path)) from None
     if suffix in (".xlsx", ".xls", ".ods"):
-        raise DataError(f"{path} is a spreadsheet; save it as CSV (UTF-8) and give that")
-    raise DataError(
-        f"{path}: cannot tell a table from the ending {suffix!r}; "
-        f"name it {', '.join(KNOWN[:-1])} or {KNOWN[-1]}"
-    )
+        raise DataError(t("data.file.spreadsheet", path=path))
+    known, last = ", ".join(KNOWN[:-1]), KNOWN[-1]
+    raise DataError(t("data.file.ending", path=path, ending=repr(suffix), known=known, last=last))
 
 
 def _may_be_hub_id(name: str, path: Path) -> bool:
@@ -60,14 +59,14 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
         inside = f" ({', '.join(tables[:5])})" if tables else ""
-        raise DataError(f"{path} is a folder; give one of the files in it{inside}")
+        raise DataError(t("data.file.folder", path=path, inside=inside))
     if path.is_symlink() and not path.exists():
-        raise DataError(f"{path} is a link to a file that is not there; give the file itself")
+        raise DataError(t("data.file.link", path=path))
     if not path.exists():
         folder = path.parent
         here = [item.name for item in folder.iterdir()] if folder.is_dir() else []
-        raise DataError(f"there is no file {path}; check the path.{nearest(path.name, here)}")
+        raise DataError(t("data.file.none", path=path, hint=nearest(path.name, here)))
     if not path.is_file():
-        raise DataError(f"{path} is not a regular file; write the table to a file first")
+        raise DataError(t("data.file.special", path=path))
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; give a table with a header and rows")
+        raise DataError(t("data.file.empty", path=path))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.data.values import MULTI_LABEL, SINGLE_LABEL, LabelSpace
 from memfit.errors import DataError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 def check_share(share: float) -> None:
     """`validation_split` before anything is read."""
     if not 0 < share < 1:  # also refuses nan
-        raise DataError(
-            f"--validation-split is {share}; write a share between 0 and 1, such as 0.1"
-        )
+        raise DataError(t("error.split", share=share))
 
 
 def split_rows(
@@ -35,10 +34,7 @@ def split_rows(
     rows = len(labels)
     wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
     if wanted >= rows:
-        raise DataError(
-            f"{where}: {rows} usable rows cannot be split at --validation-split {share}; "
-            "add rows or give a --validation-file"
-        )
+        raise DataError(t("data.split.few", where=where, rows=rows, share=share))
     random = np.random.default_rng(seed)
     if space.task == SINGLE_LABEL:
         shares = _stratified_counts(labels, space, wanted, where)

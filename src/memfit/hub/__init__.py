@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 from memfit.safe_text import without_tokens
 
 HUBS = ("hub", "modelscope")
@@ -107,7 +108,7 @@ def check_repo(repo: str) -> None:
     """A name both hubs take, before anything is read or sent."""
     owner, slash, name = repo.partition("/")
     if not (owner and slash and name) or "/" in name:
-        raise ConfigError(f"the repository {repo!r} is not of the form user/name")
+        raise ConfigError(t("hub.repo.form", repo=repr(repo)))
     wrong = sorted({char for char in owner + name if not (char.isalnum() or char in "-_.")})
     if wrong or not repo.isascii():
         raise ConfigError(

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from memfit.errors import ModelError
 from memfit.hub.words import is_connection
+from memfit.messages import t
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -115,10 +116,8 @@ def _fetch(name: str, file: str, part: Path) -> None:
             if _size(part) > before:
                 waits = list(WAITS_SECONDS)
             elif not waits:
-                raise ModelError(
-                    f"the download of {name} stopped: the connection failed with "
-                    f"{format_bytes(before)} of {file} fetched; the same command goes on there"
-                ) from None
+                said = {"name": name, "bytes": format_bytes(before), "file": file}
+                raise ModelError(t("hub.stopped", **said)) from None
             time.sleep(waits.pop(0))
 
 

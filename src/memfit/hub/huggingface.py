@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub.words import causes, is_connection, reason
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -60,17 +61,15 @@ def source_of(name: str, *, weights: bool) -> str:
         return name  # transformers says what is wrong with it
     if isinstance(cached, str):
         return str(Path(cached).parent)
-    raise ModelError(
-        f"cannot get the model {name}: there is no folder of that name, and the hub "
-        f"{why_silent()}; nor is it in the cache ({constants.HF_HUB_CACHE})"
-    )
+    cache = constants.HF_HUB_CACHE
+    raise ModelError(t("hub.nowhere", name=name, why=why_silent(), cache=cache))
 
 
 def why_silent() -> str:
     """Why the hub does not answer, after `answers` was false."""
     if is_off():
-        return "is switched off (HF_HUB_OFFLINE=1)"
-    return f"cannot be reached ({endpoint()})"
+        return t("hub.off")
+    return t("hub.unreachable", address=endpoint())
 
 
 def answers(name: str) -> bool:
@@ -99,7 +98,7 @@ def login(token: str | None, *, force: bool) -> str:
     if token is None and not force and get_token() is not None:
         with contextlib.suppress(MemfitError):
             return _user()
-    with _explained("log in", token):
+    with _explained("login", token):
         if token is not None:
             hub_login(token)
         else:
@@ -110,7 +109,7 @@ def login(token: str | None, *, force: bool) -> str:
 def _user() -> str:
     from huggingface_hub import HfApi
 
-    with _explained("ask who is logged in"):
+    with _explained("who"):
         return str(HfApi().whoami()["name"])
 
 
@@ -120,13 +119,10 @@ def upload(what: Upload) -> str:
 
     _refuse_offline()
     api = HfApi()
-    with _explained(f"upload to {what.repo}"):
+    with _explained("upload", repo=what.repo):
         made = api.create_repo(what.repo, private=True if what.private else None, exist_ok=True)
         if what.private and not api.model_info(what.repo).private:
-            raise ConfigError(
-                f"{what.repo} exists already and is public, so that nothing was uploaded; make it "
-                "private in its settings, or name another repository"
-            )
+            raise ConfigError(t("hub.public", repo=what.repo))
         _commit(api, what)
     return str(made)
 
@@ -179,9 +175,7 @@ def _without_xet() -> Iterator[None]:
 
 def _refuse_offline() -> None:
     if is_off():
-        raise ConfigError(
-            "the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first"
-        )
+        raise ConfigError(t("hub.switched.off"))
 
 
 def _status(error: BaseException) -> int | None:
@@ -199,32 +193,30 @@ def _may_pass(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(doing: str, *secrets: str | None) -> Iterator[None]:
+def _explained(doing: str, *secrets: str | None, repo: str = "") -> Iterator[None]:
     """Every way it fails as one sentence, with no token in it."""
     try:
         yield
     except MemfitError:
         raise
     except Exception as error:
-        raise _sentence(error, doing, *secrets) from None
+        raise _sentence(error, doing, repo, *secrets) from None
 
 
-def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError:
+def _sentence(error: Exception, doing: str, repo: str, *secrets: str | None) -> MemfitError:
     from huggingface_hub import get_token
     from huggingface_hub.errors import LocalTokenNotFoundError
 
+    said = t(f"hub.doing.{doing}", repo=repo)
     chain = causes(error)
     status = next((code for each in chain if (code := _status(each)) is not None), None)
     if status == 401 or any(isinstance(each, LocalTokenNotFoundError) for each in chain):
-        has = "does not accept the token" if get_token() or any(secrets) else "knows no token"
-        then = "" if doing == "log in" else "; log in with memfit login, or set HF_TOKEN"
-        return ConfigError(f"cannot {doing}: the hub {has}{then}")
+        kind = "hub.token.refused" if get_token() or any(secrets) else "hub.token.none"
+        return ConfigError(t(f"{kind}.login" if doing == "login" else kind, doing=said))
     if status == 403:
-        return ConfigError(
-            f"cannot {doing}: the token may not write there; make one that may "
-            f"({endpoint()}/settings/tokens) and log in again with memfit login --force"
-        )
+        return ConfigError(t("hub.token.weak", doing=said, address=endpoint()))
     if any(is_connection(each) for each in chain):
-        again = "; the same command goes on where it stopped" if doing.startswith("upload") else ""
-        return MemfitError(f"cannot {doing}: the connection to {endpoint()} failed{again}")
-    return MemfitError(f"cannot {doing}: {reason(error, get_token(), *secrets)}")
+        kind = "hub.failed.again" if doing == "upload" else "hub.failed"
+        return MemfitError(t(kind, doing=said, address=endpoint()))
+    why = reason(error, get_token(), *secrets)
+    return MemfitError(t("hub.failed.reason", doing=said, reason=why))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 
 # https://huggingface.co/docs/hub/repositories-licenses; those that carry a model's own name left
 # out but for the most common.
@@ -26,14 +27,9 @@ COMMON = ("apache-2.0", "mit", "cc-by-4.0", "cc-by-nc-4.0", "other")
 def checked_licence(licence: str | None) -> str:
     """The licence as the hubs spell it; a model without one may not be used by anybody."""
     if licence is None or not licence.strip():
-        raise ConfigError(
-            "no licence given; name one with --licence, for instance "
-            f"--licence {COMMON[0]} (or {', '.join(COMMON[1:])})"
-        )
+        raise ConfigError(t("hub.licence.none", first=COMMON[0], others=", ".join(COMMON[1:])))
     known = licence.strip().lower().replace(" ", "-")
     if known not in LICENCES:
-        raise ConfigError(
-            f"--licence is {licence!r}, which the hubs do not know.{nearest(known, LICENCES)} "
-            "Write other for one of your own"
-        )
+        hint = nearest(known, LICENCES)
+        raise ConfigError(t("hub.licence.unknown", name=repr(licence), hint=hint))
     return known

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub.words import is_set, reason
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from modelscope_hub import HubApi, HubConfig
@@ -49,8 +50,8 @@ def download(name: str, *, weights: bool = True) -> Path:
     if not (owner and slash and model):
         raise ModelError(f"modelscope:{name} is not of the form modelscope:org/name")
     config = _config()
-    silent = "is switched off (HF_HUB_OFFLINE=1)" if is_off() else _why_silent(str(config.endpoint))
-    with _explained(f"get the model modelscope:{name}", config.token), _quiet():
+    silent = t("hub.off") if is_off() else _why_silent(str(config.endpoint))
+    with _explained(t("hub.doing.get", name=f"modelscope:{name}"), config.token), _quiet():
         if silent is not None:
             return _from_cache(config, name, silent)
         api = _api(config)
@@ -73,10 +74,8 @@ def _from_cache(config: HubConfig, name: str, silent: str) -> Path:
     try:
         return _api(config).download_repo(name, "model", local_files_only=True)
     except CacheNotFound:
-        raise ModelError(
-            f"cannot get the model modelscope:{name}: ModelScope {silent}, and it is not in the "
-            f"cache ({config.cache_dir})"
-        ) from None
+        said = {"name": name, "why": silent, "cache": config.cache_dir}
+        raise ModelError(t("hub.nowhere.modelscope", **said)) from None
 
 
 def _why_silent(address: str) -> str | None:
@@ -86,7 +85,7 @@ def _why_silent(address: str) -> str | None:
     try:
         requests.head(address, timeout=SECONDS_TO_ANSWER)
     except requests.RequestException:
-        return f"cannot be reached ({address})"
+        return t("hub.unreachable", address=address)
     return None
 
 
@@ -105,12 +104,12 @@ def login(token: str | None, *, force: bool) -> str:
             "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste it into "
             "memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
         )
-    with _explained("log in to ModelScope", token), _quiet():
+    with _explained(t("hub.doing.login.modelscope"), token), _quiet():
         return str(_api(config).login(token).username)
 
 
 def _user(config: HubConfig) -> str:
-    with _explained("ask who is logged in to ModelScope", config.token), _quiet():
+    with _explained(t("hub.doing.who.modelscope"), config.token), _quiet():
         return str(_api(config).whoami().username)
 
 
@@ -123,7 +122,7 @@ def upload(what: Upload) -> str:
             f"cannot upload to {what.repo}: not logged in to ModelScope; log in with "
             "memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
         )
-    with _explained(f"upload to {what.repo}", config.token), _quiet():
+    with _explained(t("hub.doing.upload", repo=what.repo), config.token), _quiet():
         api = _api(config)
         _create(api, what)
         api.upload_folder(
@@ -152,10 +151,7 @@ def _create(api: HubApi, what: Upload) -> None:
         api.create_repo(what.repo, "model", visibility=seen, license=what.licence)
     except AlreadyExistsError:
         if what.private and not _is_private(api, what.repo):
-            raise ConfigError(
-                f"{what.repo} exists already and is public, so that nothing was uploaded; make it "
-                "private in its settings, or name another repository"
-            ) from None
+            raise ConfigError(t("hub.public", repo=what.repo)) from None
 
 
 def _is_private(api: HubApi, repo: str) -> bool:
@@ -224,13 +220,10 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
         again = "" if doing.startswith("log in") else then
         return ConfigError(f"cannot {doing}: ModelScope does not accept the token{again}")
     if isinstance(error, errors.PermissionDeniedError):
-        return ConfigError(f"cannot {doing}: your token may not do that on ModelScope")
+        return ConfigError(t("hub.refused.modelscope", doing=doing))
     if isinstance(error, errors.NotExistError):
-        return ModelError(f"cannot {doing}: ModelScope has none of that name")
+        return ModelError(t("hub.none.modelscope", doing=doing))
     failed = (errors.NetworkError, errors.RequestTimeoutError, errors.FileDownloadError)
     if isinstance(error, (*failed, errors.StorageError)):
-        return MemfitError(
-            f"cannot {doing}: the connection to ModelScope failed; the same command goes on where "
-            "it stopped"
-        )
-    return MemfitError(f"cannot {doing}: {reason(error, *secrets)}")
+        return MemfitError(t("hub.failed.again", doing=doing, address="ModelScope"))
+    return MemfitError(t("hub.failed.reason", doing=doing, reason=reason(error, *secrets)))

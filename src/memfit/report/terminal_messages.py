@@ -54,7 +54,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "status.running": {"en": "running", "zh": "进行中"},
     "status.stopped": {"en": "stopped", "zh": "已停止"},
     "status.failed": {"en": "failed", "zh": "失败"},
-    "status.done": {"en": "done", "zh": "已完成"},
+    "status.waiting": {"en": "waiting", "zh": "等待中"},
     "many.dataset": {"en": "dataset", "zh": "数据集"},
     "many.rows": {"en": "rows", "zh": "行数"},
     "many.time": {"en": "time", "zh": "时间"},
