@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 
 from memfit import Budget, BudgetTrainer, TrainingArguments
 from memfit.memory_logging import MemoryLogging, register
+from memfit.runtime.batching import MicroBatching
+from memfit.strategies import Packing
 
 STEPS = 4
 
@@ -39,8 +41,10 @@ def trained(folder: Path, model_dir: Path, *callbacks: Any, **options: Any) -> B
         ),
         train_dataset=rows,
         callbacks=list(callbacks),
+        budget="2GiB",
+        strategies=[Packing()],
+        micro_batching=MicroBatching(),
     )  # fmt: skip
-    register(trainer, Budget(bytes=2**31))
     trainer.train()
     return trainer
 

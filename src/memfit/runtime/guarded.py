@@ -37,6 +37,10 @@ class GuardedTraining(FullPrecisionExport):
         self.guard.adjuster.keeps_plan = keeps_plan
         # First of all callbacks: what it finds out is what the others announce.
         self.callback_handler.callbacks.insert(0, _BeforeTraining(self))
+        # Imported here: it reads the progress bar's meter, and stands beside the runtime.
+        from memfit import memory_logging
+
+        memory_logging.register(self, self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As the Trainer's, inside the budget."""

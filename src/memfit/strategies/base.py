@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from memfit.strategies._layers import Turns
 
 
+_TRITON_FROM = (7, 0)
+"""The oldest cards Triton compiles for."""
+
+
 class Fidelity(IntEnum):
     """What a strategy does to the result, best first."""
 
@@ -119,7 +123,9 @@ class Setup:
         """Whether Triton's kernels run there: a card that is not here is in a machine like this."""
         from memfit.optim.backends import has_triton
 
-        return has_triton() if self.card is None else triton_expected()
+        if self.card is None:
+            return has_triton()
+        return triton_expected() and self.card.capability >= _TRITON_FROM
 
     def restore(self) -> None:
         """Give the model back as it was before any strategy."""
