@@ -9,7 +9,7 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
-from memfit import Budget, BudgetTrainer, TrainingArguments
+from memfit import BudgetTrainer, TrainingArguments
 from memfit.memory_logging import MemoryLogging, register
 from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Packing
