@@ -86,6 +86,15 @@ class Batches:
         """Tokens of the largest effective batch at once, padding included."""
         return self.cut(MicroBatching(), packed=packed).worst_tokens
 
+    def evaluated_tokens(self, rows: int, limits: MicroBatching, *, packed: bool) -> int:
+        """Tokens of the largest part of an evaluation batch of so many rows."""
+        ordered = sorted(self._lengths, reverse=True)
+        longest = ordered[0]
+        rows = min(rows, limits.max_rows or rows)
+        repeated, rest = divmod(rows, len(ordered))
+        most = repeated * sum(ordered) + sum(ordered[:rest]) if packed else rows * longest
+        return most if limits.max_tokens is None else max(min(most, limits.max_tokens), longest)
+
     def _pairs(self, rows: Sequence[int], limits: MicroBatching, packed: bool) -> int:
         if packed:
             return sum(length**2 for length in rows)

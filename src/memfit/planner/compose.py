@@ -34,6 +34,8 @@ from memfit.runtime.graphs import TokenBuckets
 from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW
 
 _TENSORS_A_LAYER = 16
+_LAUNCHED_REST_BYTES = 40_000_000
+"""What the launched step before the first graph leaves in segments that are partly in use."""
 _TWICE = 1.6
 """All but the update comes twice."""
 _WEIGHTS_COST = 1.02
@@ -182,16 +184,16 @@ class TracedPricer:
         kernels = counts.replayed / max(cut.micro_batches, 1.0)
         workspace, context = self._outside(split, family, candidate.micro_batching, round(kernels))
         updating = self._updating(split.family, split.updating)
-        beside = max(updating.evaluation_bytes, updating.features_bytes)
+        evaluation = self._evaluation_bytes(updating, split, candidate.micro_batching)
+        beside = max(evaluation, updating.features_bytes)
         moment, gradients = max(high, (beside, 0.0))
         allocated = round(static.total + workspace + moment)
         gap = 0
         if self.card is not None:
             gap = self._gap_at(family, split, tokens, adds_up)
             # What graphs were captured in is theirs: an evaluation takes memory beside it.
-            gap += round(
-                updating.evaluation_bytes if split.graphs else max(updating.gap_bytes, 0.0)
-            )
+            beside = evaluation + _LAUNCHED_REST_BYTES
+            gap += round(beside if split.graphs else max(updating.gap_bytes, 0.0))
         held = {name: round(static.parts.get(name, 0.0)) for name in Component}
         held[Component.GRADIENTS] += round(gradients)
         held[Component.WORKSPACE] += workspace
@@ -204,6 +206,18 @@ class TracedPricer:
             reserved_bytes=allocated + gap,
             device_bytes=allocated + gap + context,
         )
+
+    def _evaluation_bytes(self, updating: Updating, split: Split, limits: MicroBatching) -> float:
+        """An evaluation's highest moment; it was traced with batches cut less, or not at all."""
+        traced_limits = self._tracing.limits(split.packed)
+        traced, cut = (self._evaluated(split, one) for one in (traced_limits, limits))
+        return updating.evaluation_bytes * cut / traced
+
+    def _evaluated(self, split: Split, limits: MicroBatching) -> int:
+        """Tokens of an evaluation's largest part."""
+        batches = batches_of(self.workload, ())
+        rows = int(self.workload.args.per_device_eval_batch_size)
+        return batches.evaluated_tokens(rows, limits, packed=split.packed)
 
     def _find_peak(
         self,

@@ -74,6 +74,10 @@ class Tracing:
         first, second = (self._size(packed, fewer) for fewer in (False, True))
         return first[1], second[1]
 
+    def limits(self, packed: bool) -> MicroBatching:
+        """How the larger one is cut; an evaluation beside it is cut as well."""
+        return self._size(packed, False)[0]
+
     def _size(self, packed: bool, fewer: bool) -> tuple[MicroBatching, int]:
         longest, rows = self.workload.longest_tokens, self.workload.effective_rows
         rows = min(rows, len(self.workload.lengths))
