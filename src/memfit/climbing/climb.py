@@ -15,19 +15,16 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.climbing import picture, show
+from memfit.climbing import picture, process, show
 from memfit.climbing.rungs import AUTO, BASELINE, PLAN, Rung, check_choice, classic_rungs
 from memfit.climbing.rungs import plan_rungs as plans_for
 from memfit.climbing.values import (
-    DOES_NOT_FIT,
-    FAILED,
     NOT_RUN,
     OK,
     Ladder,
@@ -36,8 +33,8 @@ from memfit.climbing.values import (
 )
 from memfit.config import RunConfig
 from memfit.errors import ConfigError, InputError, OutputError
-from memfit.files import atomic_writer, read_json, write_json
-from memfit.messages import ENVIRONMENT, language, t
+from memfit.files import atomic_writer, write_json
+from memfit.messages import t
 from memfit.models import check_model_folder
 from memfit.results import versions
 from memfit.settings import check_training
@@ -45,8 +42,6 @@ from memfit.stored import with_absolute_paths
 from memfit.units import parse_budget
 
 Say = Callable[[str], None]
-_KILLED = -9
-_STOP_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +63,16 @@ class Asked:
             raise ConfigError(f"--seeds is {self.seeds}; write 1 or more")
         check_choice(self.rungs, self.plan_budgets)
 
+    @property
+    def wants_plans(self) -> bool:
+        """Whether memfit's own plans are part of it."""
+        return not self.rungs or PLAN in self.rungs
+
     def wants(self, rung: Rung) -> bool:
         """The baseline always: the others are compared with it."""
-        name = PLAN if rung.kind == PLAN else rung.name
-        return not self.rungs or name in self.rungs or rung.name == BASELINE
+        if rung.kind == PLAN:
+            return self.wants_plans
+        return not self.rungs or rung.name in (*self.rungs, BASELINE)
 
 
 def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
@@ -79,11 +80,17 @@ def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
     config = with_absolute_paths(config)
     check_model_folder(config.model)
     check_training(config.training)
-    folder = _open_folder(Path(config.output_dir or "ladder"))
+    folder = Path(config.output_dir or "ladder")
+    is_new = not folder.exists()
+    _open(folder)
     climber = _Climber(config, asked, say, folder)
     try:
         climber.measure()
         climber.score()
+    except InputError:
+        if is_new:
+            shutil.rmtree(folder)
+        raise
     except KeyboardInterrupt:
         say(t("ladder.stopped", folder=folder))
         raise
@@ -93,7 +100,7 @@ def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
     return climber.ladder()
 
 
-def _open_folder(folder: Path) -> Path:
+def _open(folder: Path) -> None:
     """A new folder, an empty one, or one that holds a ladder."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"cannot write to {folder}: it is a file; name a folder")
@@ -106,7 +113,6 @@ def _open_folder(folder: Path) -> Path:
         (folder / "rungs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make the folder {folder}: {error.strerror}") from None
-    return folder
 
 
 @dataclass
@@ -126,7 +132,7 @@ class _Climber:
             file.write(self.config.to_toml())
         rungs = [one for one in classic_rungs(self.config) if self.asked.wants(one)]
         self.outcomes = {one.name: Outcome(rung=one, fidelity=one.fidelity) for one in rungs}
-        self._inputs = _inputs(self.config)
+        self._inputs = process.inputs(self.config)
 
     @property
     def climbed(self) -> bool:
@@ -143,15 +149,23 @@ class _Climber:
             if outcome.rung.kind == PLAN:
                 self._measure(name)
 
+    @property
+    def _count(self) -> int:
+        """How many rungs there will be, as far as can be said before the baseline has run."""
+        known = any(one.rung.kind == PLAN for one in self.outcomes.values())
+        expected = 0 if known or not self.asked.wants_plans else len(self._budgets()) or 2
+        return len(self.outcomes) + expected
+
+    def _budgets(self) -> list[str]:
+        given = list(self.asked.plan_budgets)
+        return given or ([self.config.budget] if self.config.budget != AUTO else [])
+
     def _add_plans(self) -> None:
         base = self.outcomes[BASELINE]
         peak = base.predicted or base.measured
         device = self.facts.get("device", {})
-        budgets = list(self.asked.plan_budgets)
-        if not budgets and self.config.budget != AUTO:
-            budgets = [self.config.budget]
         made = plans_for(
-            budgets,
+            self._budgets(),
             baseline_bytes=None if peak is None else peak.device_bytes,
             card_bytes=device.get("total_bytes") if device.get("type") == "cuda" else None,
         )
@@ -161,8 +175,8 @@ class _Climber:
 
     def _measure(self, name: str) -> None:
         rung = self.outcomes[name].rung
-        number, count = list(self.outcomes).index(name) + 1, len(self.outcomes)
-        place = f"[{number}/{count}] {show.name_of(rung)}"
+        number = list(self.outcomes).index(name) + 1
+        place = f"[{number}/{self._count}] {show.name_of(rung)}"
         found = self._result(rung, None, place)
         for fact in ("device", "rows", "budget_bytes"):
             if fact in found:
@@ -181,7 +195,7 @@ class _Climber:
             step_seconds=tuple(found.get("step_seconds", ())),
             steps_per_epoch=int(found.get("steps_per_epoch", 0)),
         )
-        self.say(f"{place}: {show.in_short(self.outcomes[name])}")
+        self.say(t("ladder.why", name=place, why=show.in_short(self.outcomes[name])))
         self.write()
 
     def score(self) -> None:
@@ -194,13 +208,13 @@ class _Climber:
                 place = t("ladder.seed", rung=show.name_of(outcome.rung), seed=seed)
                 found = self._result(outcome.rung, seed, place)
                 if found["status"] != OK:
-                    self.say(f"{place}: {found['why']}")
+                    self.say(t("ladder.why", name=place, why=found["why"]))
                     continue
                 self.metric, self.epochs = found["metric"], found["epochs"]
                 scores = {**outcome.scores, seed: float(found["value"])}
                 self.outcomes[name] = dataclasses.replace(outcome, scores=scores)
-                self.say(f"{place}: {show.METRICS.get(self.metric, self.metric)} "
-                         f"{found['value']:.4f}")  # fmt: skip
+                score = f"{show.METRICS.get(self.metric, self.metric)} {found['value']:.4f}"
+                self.say(t("ladder.why", name=place, why=score))
                 self.write()
 
     def ladder(self) -> Ladder:
@@ -234,7 +248,7 @@ class _Climber:
         key = self._key(rung, seed)
         stem = f"{rung.name}{'' if seed is None else f'-seed{seed}'}-{key}"
         path = self.folder / "rungs" / f"{stem}.json"
-        if not self.asked.fresh and (kept := _kept(path)) is not None:
+        if not self.asked.fresh and (kept := process.kept(path)) is not None:
             return kept
         path.unlink(missing_ok=True)
         self.say(f"{place} …")
@@ -246,7 +260,7 @@ class _Climber:
             # A plan is made once, and every seed trains by it.
             "plan_file": str(self.folder / "rungs" / f"{rung.name}-{self._key(rung, None)}.toml"),
         }
-        return _run(request, path)
+        return process.run(request, path)
 
     def _key(self, rung: Rung, seed: int | None) -> str:
         """A digest of all that decides a result."""
@@ -260,62 +274,6 @@ class _Climber:
         decides |= {"steps": self.asked.steps} if seed is None else {"seed": seed}
         text = json.dumps(decides, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _inputs(config: RunConfig) -> list[Any]:
-    """Files that are read: a table or a model changed in place is another one."""
-    paths = [Path(one) for one in (config.data.path, config.data.validation_file or "") if one]
-    model = Path(config.model.model)
-    paths += sorted(model.iterdir()) if model.is_dir() else []
-    stats = [(one.name, one.stat()) for one in paths if one.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def _kept(path: Path) -> dict[str, Any] | None:
-    """A result that need not be made again; what failed may work now."""
-    if not path.is_file():
-        return None
-    with contextlib.suppress(OutputError):
-        found = read_json(path)
-        return found if found.get("status") in (OK, DOES_NOT_FIT) else None
-    return None
-
-
-def _run(request: dict[str, Any], path: Path) -> dict[str, Any]:
-    """One process; however it ends, there is a result."""
-    asked = write_json(path.with_suffix(".request"), request)
-    environment = {**os.environ, ENVIRONMENT: language()}
-    # Several cards would make the stock Trainer split batches over them.
-    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    command = [sys.executable, "-m", "memfit.climbing.run", str(asked), str(path)]
-    log = path.with_suffix(".log")
-    with log.open("w", encoding="utf-8", errors="replace") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-        try:
-            code = process.wait()
-        except BaseException:
-            _stop(process)
-            raise
-        finally:
-            asked.unlink(missing_ok=True)
-    if path.is_file():
-        return read_json(path)
-    if code == _KILLED:
-        found: dict[str, Any] = {"status": DOES_NOT_FIT, "why": t("ladder.killed")}
-    else:
-        found = {"status": FAILED, "why": t("ladder.ended", code=code, log=log)}
-    write_json(path, found)
-    return found
-
-
-def _stop(process: subprocess.Popen[Any]) -> None:
-    """Ctrl-C reaches the process too; one that does not end is ended."""
-    process.terminate()
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def asked_for(

@@ -13,8 +13,8 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "rung.frozen": {"en": "+ frozen encoder", "zh": "+ 冻结编码器"},
     "rung.tuned": {"en": "+ head at {rate}", "zh": "+ 分类头用 {rate}"},
     "rung.shorter": {"en": "+ length {tokens}", "zh": "+ 长度 {tokens}"},
-    "rung.plan": {"en": "memfit in {budget}", "zh": "memfit，{budget}"},
-    "rung.plan.auto": {"en": "memfit, no limit", "zh": "memfit，不设上限"},
+    "rung.plan": {"en": "memfit in {budget}", "zh": "memfit 限 {budget}"},
+    "rung.plan.auto": {"en": "memfit unlimited", "zh": "memfit 不设上限"},
     # ---- the table ----
     "title": {
         "en": "{model} on {device}, {rows} rows",
@@ -27,7 +27,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "head.error": {"en": "off by", "zh": "误差"},
     "head.epoch": {"en": "epoch", "zh": "一轮"},
     "head.times": {"en": "× baseline", "zh": "是基线的几倍"},
-    "head.result": {"en": "result", "zh": "结果"},
+    "head.fidelity": {"en": "fidelity", "zh": "保真度"},
     "head.change": {"en": "points", "zh": "差几个百分点"},
     "fidelity.exact": {"en": "exact", "zh": "一致"},
     "fidelity.rounding": {"en": "rounding", "zh": "仅舍入"},

@@ -91,9 +91,8 @@ def _fill(axes: Any, ladder: Ladder) -> None:
     unit_bytes, unit = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     shown: dict[str, Any] = {}
     for row, one in enumerate(ladder.outcomes):
-        peak = one.measured if one.measured is not None else None
         begun = 0.0
-        for part, size in _parts(peak).items():
+        for part, size in _parts(one.measured).items():
             if size > 0:
                 bar = axes.barh(row, size / unit_bytes, left=begun, height=0.62, color=LIGHT[part])
                 shown.setdefault(part, bar)
@@ -102,7 +101,9 @@ def _fill(axes: Any, ladder: Ladder) -> None:
             at = one.predicted.device_bytes / unit_bytes
             (tick,) = axes.plot([at, at], [row - 0.42, row + 0.42], color=_TEXT, linewidth=2.2)
             shown.setdefault("tick", tick)
-        axes.annotate(_said(one), (1.01, row), xycoords=("axes fraction", "data"), va="center")
+        axes.annotate(
+            _said(ladder, one), (1.01, row), xycoords=("axes fraction", "data"), va="center"
+        )
     if ladder.budget_bytes is not None:
         axes.axvline(ladder.budget_bytes / unit_bytes, color=LIGHT["bad"], linestyle="--")
     axes.set_yticks(
@@ -119,12 +120,12 @@ def _fill(axes: Any, ladder: Ladder) -> None:
     )  # fmt: skip
 
 
-def _said(one: Outcome) -> str:
+def _said(ladder: Ladder, one: Outcome) -> str:
     """Beside the bar: what it took, or why there is none."""
     if one.status != OK or one.measured is None or one.epoch_seconds is None:
         return show.in_short(one)
     words = show.in_short(one)
-    return f"{words}; F1 {one.score:.3f}" if one.score is not None else words
+    return words if one.score is None else f"{words}; {show.metric_name(ladder)} {one.score:.3f}"
 
 
 def _most(one: Outcome) -> int:

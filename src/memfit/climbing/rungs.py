@@ -15,7 +15,7 @@ from typing import Any
 from memfit.config import RunConfig
 from memfit.errors import ConfigError, nearest
 from memfit.settings import DEFAULTS, HEAD_LEARNING_RATE
-from memfit.units import GIB, MIB, parse_budget
+from memfit.units import GIB, format_bytes, parse_budget
 
 STOCK, PLAN = "stock", "plan"
 BASELINE = "baseline"
@@ -187,8 +187,10 @@ def plan_rungs(
         if one == HALF and baseline_bytes is None:
             continue
         name = f"{PLAN}-{one}"
-        budget = f"{baseline_bytes // (2 * MIB)}MiB" if one == HALF and baseline_bytes else one
-        words = {"budget": budget}
+        budget, words = one, {"budget": one}
+        if one == HALF and baseline_bytes is not None:
+            budget = str(baseline_bytes // 2)
+            words = {"budget": format_bytes(baseline_bytes // 2)}
         made[name] = Rung(name=name, kind=PLAN, fidelity="", budget=budget, words=words)
     return list(made.values())
 

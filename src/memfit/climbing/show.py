@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 METRICS = {"f1": "F1", "mse": "MSE"}
 NONE = "–"
+_HEADS = ("rung", "targets", "predicted", "measured", "epoch")
 
 
 def name_of(rung: Rung) -> str:
@@ -27,6 +28,11 @@ def name_of(rung: Rung) -> str:
             return t("ladder.rung.plan.auto")
         return t("ladder.rung.plan", **rung.words)
     return t(f"ladder.rung.{rung.name}", **rung.words)
+
+
+def metric_name(ladder: Ladder) -> str:
+    """As people write it."""
+    return METRICS.get(ladder.metric, ladder.metric)
 
 
 def in_short(outcome: Outcome) -> str:
@@ -83,13 +89,14 @@ def table(ladder: Ladder) -> Table:
     """One row a rung, at most 80 columns wide."""
     from memfit.report import terminal
 
-    heads = ("rung", "targets", "predicted", "measured", "epoch", "result")
-    made = terminal.table(*(t(f"ladder.head.{one}") for one in heads))
+    with_scores = any(one.scores for one in ladder.outcomes)
+    heads = [t(f"ladder.head.{one}") for one in _HEADS]
+    last = metric_name(ladder) if with_scores else t("ladder.head.fidelity")
+    made = terminal.table(*heads, last)
     made.columns[1].justify = "left"
     made.columns[1].max_width = 11
-    for column in (made.columns[2], made.columns[4]):
+    for column in (made.columns[0], made.columns[2], made.columns[4]):
         column.no_wrap = True
-    with_scores = any(one.scores for one in ladder.outcomes)
     for one in ladder.outcomes:
         result = score_of(one).replace(" ±0", "±") if with_scores else _fidelity(one)
         style = "red" if ladder.loses(one) else None
@@ -110,7 +117,7 @@ def quality(ladder: Ladder) -> Iterator[str]:
     """Which rungs cost quality: measured where it was, by what they change where it was not."""
     others = [one for one in ladder.outcomes if one.rung.name != BASELINE and one.status == OK]
     base = ladder.baseline
-    metric = METRICS.get(ladder.metric, ladder.metric)
+    metric = metric_name(ladder)
     for one in others:
         change = ladder.change(one)
         if base is not None and change is not None and ladder.loses(one):
@@ -164,7 +171,7 @@ def _notes(ladder: Ladder) -> Iterator[str]:
     scored = [one for one in ladder.outcomes if one.scores]
     if scored:
         yield t(
-            "ladder.quality.trained", metric=METRICS.get(ladder.metric, ladder.metric),
+            "ladder.quality.trained", metric=metric_name(ladder),
             epochs=f"{ladder.epochs or 0:g}", seeds=max(len(one.scores) for one in scored),
         )  # fmt: skip
         if ladder.metric == "f1":
@@ -193,10 +200,10 @@ def title(ladder: Ladder) -> str:
 def markdown(ladder: Ladder) -> str:
     """ladder.md: everything the table has no room for as well."""
     scored = any(one.scores for one in ladder.outcomes)
-    heads = ["rung", "targets", "predicted", "measured", "error", "epoch", "times", "result"]
+    heads = ["rung", "targets", "predicted", "measured", "error", "epoch", "times", "fidelity"]
     heads_said = [t(f"ladder.head.{one}") for one in heads]
     if scored:
-        heads_said += [METRICS.get(ladder.metric, ladder.metric), t("ladder.head.change")]
+        heads_said += [metric_name(ladder), t("ladder.head.change")]
     rows = [[_cell(cell) for cell in _markdown_row(ladder, one, scored)] for one in ladder.outcomes]
     marks = ["---", "---", *("---:" for _ in heads_said[2:])]
     lines = [f"| {' | '.join(line)} |" for line in (heads_said, marks, *rows)]

@@ -1,0 +1,277 @@
+"""The rungs of the ladder, the rows they are measured on, and what is kept between two climbs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.climbing import climb, process
+from memfit.climbing.run import WARM_STEPS, rows_in_order
+from memfit.climbing.rungs import CLASSIC, FIDELITIES, Rung, classic_rungs, plan_rungs
+from memfit.climbing.values import DOES_NOT_FIT, FAILED, OK
+from memfit.config import RunConfig
+from memfit.errors import BudgetError, ConfigError, InputError, ModelError, OutputError
+from memfit.settings import HEAD_LEARNING_RATE
+from memfit.strategies import Fidelity
+
+
+def asked_run(**options: Any) -> RunConfig:
+    return RunConfig.build(**{"data": "reviews.csv", "model": "some/model", **options})
+
+
+def by_name(config: RunConfig) -> dict[str, Rung]:
+    return {rung.name: rung for rung in classic_rungs(config)}
+
+
+# ---- the classic rungs ----
+
+
+def test_each_rung_is_on_top_of_the_one_before() -> None:
+    rungs = classic_rungs(asked_run(batch_size=8, gradient_accumulation_steps=4))
+    assert [rung.name for rung in rungs] == [line.name for line in CLASSIC]
+    sizes = [
+        (r.training["per_device_train_batch_size"], r.training["gradient_accumulation_steps"])
+        for r in rungs
+    ]
+    assert sizes == [(32, 1)] + [(1, 32)] * 6  # the effective batch is never another
+    assert [bool(r.training.get("gradient_checkpointing")) for r in rungs] == [False] * 2 + [
+        True
+    ] * 5
+    assert [r.training.get("optim") for r in rungs] == [None] * 3 + ["adafactor"] * 4
+    assert [r.freeze for r in rungs] == [None] * 4 + ["encoder"] * 3
+    assert [r.training.get("learning_rate") for r in rungs[4:]] == [2e-5, 1e-3, 1e-3]
+    assert [r.max_length for r in rungs] == [None] * 6 + [32]
+    assert [r.fidelity for r in rungs] == [
+        "exact", "exact", "exact", "optimizer", "capacity", "capacity", "data",
+    ]  # fmt: skip
+
+
+def test_the_fidelities_are_those_of_the_strategies_in_their_order() -> None:
+    assert [str(one) for one in Fidelity] == list(FIDELITIES)
+
+
+def test_the_frozen_rung_keeps_the_users_rate_and_the_next_one_tunes_the_head() -> None:
+    rungs = by_name(asked_run(learning_rate=5e-5))
+    assert rungs["frozen"].training["learning_rate"] == 5e-5
+    assert rungs["tuned"].training["learning_rate"] == HEAD_LEARNING_RATE
+    assert "tuned" not in by_name(asked_run(learning_rate=2e-3))
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({"gradient_checkpointing": True}, {"checkpointing"}),
+        ({"optim": "adafactor"}, {"adafactor"}),
+        ({"freeze": "encoder"}, {"frozen", "tuned"}),
+        ({"lora": 8}, {"frozen", "tuned"}),
+        ({"batch_size": 1}, {"accumulation"}),
+        ({"max_length": 8}, {"shorter"}),
+    ],
+)
+def test_a_rung_that_would_change_nothing_is_left_out(
+    options: dict[str, Any], left_out: set[str]
+) -> None:
+    every = {line.name for line in CLASSIC}
+    assert set(by_name(asked_run(**options))) == every - left_out
+
+
+def test_a_rung_changes_the_run_it_is_applied_to_and_survives_json() -> None:
+    config = asked_run(max_length=64, weight_decay=0.1)
+    rung = by_name(config)["shorter"]
+    again = Rung.from_json(json.loads(json.dumps(dataclasses.asdict(rung))))
+    assert again == rung
+    run = again.applied_to(config)
+    assert (run.data.max_length, run.model.freeze) == (16, "encoder")
+    assert run.training["weight_decay"] == 0.1
+    assert config.model.freeze is None
+
+
+# ---- memfit's own plans ----
+
+
+def test_plans_are_made_for_what_is_free_a_small_card_and_half_of_the_baseline() -> None:
+    made = plan_rungs([], baseline_bytes=10_000_000_000, card_bytes=24 * 2**30)
+    assert [(one.name, one.budget) for one in made] == [
+        ("plan-auto", "auto"),
+        ("plan-4GB", "4GB"),
+        ("plan-half", "5000000000"),
+    ]
+    on_cpu = plan_rungs([], baseline_bytes=1_000_000, card_bytes=None)
+    assert [one.name for one in on_cpu] == ["plan-auto", "plan-half"]
+    unknown = plan_rungs([], baseline_bytes=None, card_bytes=None)
+    assert [one.name for one in unknown] == ["plan-auto"]
+    given = plan_rungs(["2GB", "2GB"], baseline_bytes=1, card_bytes=None)
+    assert [one.budget for one in given] == ["2GB"]
+
+
+# ---- rows ----
+
+
+def test_the_second_step_learns_from_the_longest_rows_and_the_rest_is_drawn() -> None:
+    lengths = [5, 9, 3, 9, 1, 7, 8, 2, 4, 6]
+    order = rows_in_order(lengths, effective=3, steps=2, seed=0)
+    assert len(order) == (WARM_STEPS + 2) * 3
+    assert [lengths[row] for row in order[3:6]] == [9, 9, 8]
+    drawn = order[:3] + order[6:]
+    assert sorted(drawn[:10]) == list(range(10))  # none twice before all were drawn
+    assert order == rows_in_order(lengths, effective=3, steps=2, seed=0)
+    assert order != rows_in_order(lengths, effective=3, steps=2, seed=1)
+
+
+def test_a_table_smaller_than_a_batch_is_gone_through_again() -> None:
+    order = rows_in_order([4, 6], effective=5, steps=1, seed=0)
+    assert len(order) == (WARM_STEPS + 1) * 5
+    assert order[5:10] == [1, 0, 1, 0, 1]
+
+
+# ---- what is asked for ----
+
+
+def asked(**options: Any) -> climb.Asked:
+    values: dict[str, Any] = {
+        "steps": 20, "quality": False, "seeds": 3, "rungs": (), "plan_budgets": (), "fresh": False,
+    }  # fmt: skip
+    return climb.asked_for(**{**values, **options})
+
+
+def test_rungs_may_be_written_with_commas_and_the_baseline_is_always_there() -> None:
+    some = asked(rungs=["frozen, plan", "adafactor"])
+    wanted = [one.name for one in classic_rungs(asked_run()) if some.wants(one)]
+    assert wanted == ["baseline", "adafactor", "frozen"]
+    assert some.wants_plans
+    assert not asked(rungs=["frozen"]).wants_plans
+    assert (asked().seeds, asked(quality=True).seeds) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"rungs": ["frozn"]}, ConfigError, "Did you mean 'frozen'?"),
+        ({"steps": 0}, ConfigError, "--steps is 0"),
+        ({"quality": True, "seeds": 0}, ConfigError, "--seeds is 0"),
+        ({"plan_budgets": ["lots"]}, BudgetError, "lots"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said.replace("?", r"\?")):
+        asked(**options)
+
+
+def test_a_folder_with_something_else_in_it_and_a_model_that_is_not_there_are_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    quiet = lambda _: None  # noqa: E731
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model, data = str(tmp_path / "model"), str(tmp_path / "a.csv")
+    config = asked_run(data=data, model=model, from_scratch=True, output_dir=str(tmp_path))
+    with pytest.raises(OutputError, match="holds something else"):
+        climb.climb(config, asked(), quiet)
+    file = dataclasses.replace(config, output_dir=str(tmp_path / "mine.txt"))
+    with pytest.raises(OutputError, match="it is a file"):
+        climb.climb(file, asked(), quiet)
+    with pytest.raises(ModelError):
+        climb.climb(asked_run(model="./none", output_dir=str(tmp_path / "x")), asked(), quiet)
+    assert not (tmp_path / "x").exists()
+
+
+# ---- what is kept ----
+
+
+def climber(folder: Path, config: RunConfig, **options: Any) -> climb._Climber:
+    folder.mkdir(exist_ok=True)
+    return climb._Climber(config, asked(**options), lambda _: None, folder)
+
+
+def test_a_key_changes_with_all_that_decides_a_result_and_with_nothing_else(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "reviews.csv"
+    table.write_text("label,review\n1,good\n")
+    config = asked_run(data=str(table))
+    rung = by_name(config)["frozen"]
+
+    def key(config: RunConfig = config, seed: int | None = None, **options: Any) -> str:
+        return climber(tmp_path / "out", config, **options)._key(rung, seed)
+
+    first = key()
+    assert first == key(dataclasses.replace(config, output_dir="elsewhere"))
+    assert first == key(rungs=["frozen"])
+    assert first != key(steps=3)
+    assert first != key(seed=1) != key(seed=2)
+    assert key(seed=1) == key(seed=1, steps=3)  # a whole training times no steps
+    assert first != key(asked_run(data=str(table), learning_rate=1e-4))
+    table.write_text("label,review\n1,good\n0,bad\n")
+    assert first != key()
+
+
+def test_what_ran_and_what_does_not_fit_is_kept_and_what_failed_is_tried_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rung.json"
+    assert process.kept(path) is None
+    for status, stays in ((OK, True), (DOES_NOT_FIT, True), (FAILED, False)):
+        path.write_text(json.dumps({"status": status}))
+        assert (process.kept(path) is not None) is stays
+    path.write_text('{"status": "o')
+    assert process.kept(path) is None
+
+
+def interpreter(folder: Path, script: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        ("kill -9 $$", DOES_NOT_FIT, "where memory runs out"),
+        ("echo bad luck >&2; exit 4", FAILED, "ended with code 4"),
+    ],
+)
+def test_a_process_that_leaves_no_result_is_told_by_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
+    found = process.run({"rung": "any"}, tmp_path / "rung.json")
+    assert found["status"] == status
+    assert said in found["why"]
+    assert json.loads((tmp_path / "rung.json").read_text()) == found
+    assert not (tmp_path / "rung.request").exists()
+
+
+def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    script = 'echo "$MEMFIT_LANG $CUDA_VISIBLE_DEVICES"; echo \'{"status": "ok"}\' > "$4"'
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
+    assert process.run({}, tmp_path / "rung.json") == {"status": "ok"}
+    assert (tmp_path / "rung.log").read_text() == "en 0\n"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_wrong_input_ends_the_ladder_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = json.dumps({"status": FAILED, "why": "no such table", "input_is_wrong": True})
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$4\""))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    config = asked_run(
+        model=str(tmp_path / "model"), from_scratch=True, output_dir=str(tmp_path / "out")
+    )
+    with pytest.raises(InputError, match="no such table"):
+        climb.climb(config, asked(), lambda _: None)
+    assert not (tmp_path / "out").exists()
