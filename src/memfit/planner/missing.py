@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from memfit import messages
 from memfit.errors import DoesNotFitError
 from memfit.planner.alternatives import reaches, smaller_models
 from memfit.planner.explain import explain, gb
@@ -41,21 +42,25 @@ class NothingFitsError(DoesNotFitError):
 
     def text(self, language: Language | None = None) -> str:
         """What is missing and what would help."""
-        sentences = [one.decision.sentence(language) for one in self.helps]
-        missing = self._missing().sentence(language)
-        return f"{missing}; {'; '.join(sentences)}" if sentences else missing
+        spoken = language or messages.language()
+        helps = [one.decision.sentence(spoken) for one in self.helps]
+        return ("；" if spoken == "zh" else "; ").join([self._missing(spoken), *helps])
 
-    def _missing(self) -> Decision:
+    def _missing(self, spoken: Language) -> str:
         price = self.smallest.price
         assert price is not None
         parts = sorted(price.peak.components.items(), key=lambda item: -item[1])[:3]
         fields = {
             "budget": gb(self.budget_bytes),
             "needs": gb(price.device_bytes),
-            "parts": ", ".join(f"{name} {gb(size)}" for name, size in parts if size),
+            "parts": ("、" if spoken == "zh" else ", ").join(
+                f"{messages.say(f'report.component.{name}', {}, spoken)} {gb(size)}"
+                for name, size in parts
+                if size
+            ),
             "missing": gb(self.missing_bytes),
         }
-        return Decision("missing", fields)
+        return Decision("missing", fields).sentence(spoken)
 
 
 def does_not_fit(

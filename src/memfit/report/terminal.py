@@ -35,7 +35,8 @@ MAX_WIDTH = 100
 SMALL_MATRIX = 10
 MOST_CLASSES = 20
 _PATIENCE_SECONDS = 2.0
-_NAME_CELLS = 11
+_GAP = 2
+_NAMES = ("result", "training", "predicted", "measured", "model", "report", "summary")
 
 # One glyph each, so that the bar also reads without colours and in a log file.
 UNUSED = "reserved, unused"
@@ -240,7 +241,7 @@ def _confusion_table(evaluation: Evaluation) -> Table:
 
 def training_result(summary: RunSummary, folder: Path | None = None) -> RenderableType:
     """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
-    facts = _facts()
+    facts = _facts(_name_cells())
     if summary.metrics:
         facts.add_row(
             t("shown.fact.result"),
@@ -350,10 +351,10 @@ def _lengths_sentence(lengths: LengthSummary) -> str:
     )
 
 
-def _facts() -> Table:
+def _facts(name_cells: int = 0) -> Table:
     """Lines of a name and what is to be said about it."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
+    facts = Table.grid(padding=(0, _GAP))
+    facts.add_column(style="dim", min_width=name_cells)
     facts.add_column(overflow="fold")
     return facts
 
@@ -361,4 +362,9 @@ def _facts() -> Table:
 def fact(name: str, value: object) -> str:
     """A line of `training_result` as plain text: a path in it is whole, however long."""
     title = t(f"shown.fact.{name}")
-    return title + " " * max(_NAME_CELLS - cell_len(title), 1) + str(value)
+    return title + " " * (_name_cells() + _GAP - cell_len(title)) + str(value)
+
+
+def _name_cells() -> int:
+    """As wide as the widest name of `training_result`."""
+    return max(cell_len(t(f"shown.fact.{name}")) for name in _NAMES)

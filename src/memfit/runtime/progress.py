@@ -244,7 +244,8 @@ class MemfitProgress(TrainerCallback):
         warm = state.global_step - self._first_step > _WARM_UP_STEPS
         if warm and tokens > 0 and seconds > 0:
             shown.append(t("live.speed", tokens=tokens / seconds))
-        if (step_seconds := self.seconds_a_step(state)) is not None:
+        step_seconds = self.seconds_a_step(state)
+        if step_seconds is not None and state.global_step < state.max_steps:
             left = (state.max_steps - state.global_step) * step_seconds
             shown.append(t("live.left", time=format_seconds(left)))
         return "  ".join(shown)
