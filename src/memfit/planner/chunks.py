@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from memfit.memory.allocator import Allocator, Block
 from memfit.memory.components import Component
+from memfit.memory.expandable import segments_expand
 from memfit.memory.segments import Kind, Mark, Segments, layer_of
 
 TRACED_LAYERS = 3
@@ -244,7 +245,7 @@ def gap_bytes(
     keeps: bool,
 ) -> int:
     """What the allocator reserves beyond what is allocated at the peak of such a micro-batch."""
-    allocator = Allocator()
+    allocator = Allocator(expandable_segments=segments_expand())
     living: dict[int, list[Block]] = {}
     highest = 0
 
