@@ -94,7 +94,8 @@ def test_a_resumed_run_counts_what_is_left():
 
 def test_the_bar_in_a_terminal_shows_loss_memory_budget_and_time():
     use = MemoryUse(2**30, 3 * 2**30)
-    shown = play(terminal=True, budget_bytes=4 * 2**30, read_memory=lambda: use)
+    settings: Any = {"budget_bytes": 4 * 2**30, "read_memory": lambda: use}
+    shown = play(terminal=True, evaluate_at=20, **settings)
     assert "40/40" in shown
     assert "loss 0.0256" in shown
     assert "memory 1.00 GiB (peak 3.00 GiB of 4.00 GiB)" in shown

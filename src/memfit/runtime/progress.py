@@ -194,7 +194,10 @@ class MemfitProgress(TrainerCallback):
 
     def say(self, line: str) -> None:
         """One line above the bar."""
-        self.console.print(Text(line))
+        if self._bar is not None:
+            self._bar.refresh()
+        # A log file gets lines whole, however long.
+        self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
         """Give the terminal back; also after a training that was interrupted."""
