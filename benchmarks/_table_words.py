@@ -33,6 +33,10 @@ COMPONENT_ROWS: Words = {
     "en": ("fp32, batch 32", "fp32, batch 1 × 32", "the whole recipe"),
     "zh": ("fp32，批大小 32", "fp32，批大小 1 × 32", "整套配方"),
 }
+LADDER_HEADS: Words = {
+    "en": ("", "shrinks", "predicted MiB", "measured MiB", "epoch, × baseline", "fidelity"),
+    "zh": ("", "针对", "预测 MiB", "实测 MiB", "一轮，是基线的几倍", "保真度"),
+}
 FAMILY_HEADS: Words = {
     "en": ("model", "runs", "tensors", "reserved", "on the device"),
     "zh": ("模型", "训练次数", "张量", "预留", "整块显卡"),
