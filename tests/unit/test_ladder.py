@@ -275,3 +275,22 @@ def test_wrong_input_ends_the_ladder_and_leaves_no_folder(
     with pytest.raises(InputError, match="no such table"):
         climb.climb(config, asked(), lambda _: None)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = json.dumps({"status": OK, "steps_per_epoch": 2, "step_seconds": [1.0, 3.0]})
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$4\""))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    (out / "rungs").mkdir(parents=True)
+    (out / "ladder.png").mkdir()  # in the way
+    config = asked_run(model=str(tmp_path / "model"), from_scratch=True, output_dir=str(out))
+    said: list[str] = []
+    found = climb.climb(config, asked(rungs=["baseline"]), said.append)
+    assert found.baseline is not None
+    assert found.baseline.epoch_seconds == 4.0
+    assert said[-1].startswith("the picture could not be written: Is a directory")
+    assert json.loads((out / "ladder.json").read_text())["outcomes"][0]["status"] == OK

@@ -33,7 +33,7 @@ from memfit.climbing.values import (
 )
 from memfit.config import RunConfig
 from memfit.errors import ConfigError, InputError, OutputError
-from memfit.files import atomic_writer, write_json
+from memfit.files import atomic_writer, why_not_written, write_json
 from memfit.messages import t
 from memfit.models import check_model_folder
 from memfit.results import versions
@@ -95,9 +95,19 @@ def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
         say(t("ladder.stopped", folder=folder))
         raise
     finally:
-        if climber.climbed and not picture.draw(climber.ladder(), folder):
-            say(t("ladder.unpictured"))
+        _draw(climber)
     return climber.ladder()
+
+
+def _draw(climber: _Climber) -> None:
+    """The picture of what is there; that it cannot be written is said, and hides nothing else."""
+    if not climber.climbed:
+        return
+    try:
+        if not picture.draw(climber.ladder(), climber.folder):
+            climber.say(t("ladder.unpictured"))
+    except OSError as error:
+        climber.say(t("ladder.undrawn", why=why_not_written(error, climber.folder)))
 
 
 def _open(folder: Path) -> None:

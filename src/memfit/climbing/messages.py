@@ -121,6 +121,10 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "no picture: matplotlib is missing; install it with: pip install 'memfit[report]'",
         "zh": "没有图：缺少 matplotlib；安装：pip install 'memfit[report]'",
     },
+    "undrawn": {
+        "en": "the picture could not be written: {why}",
+        "zh": "图无法写入：{why}",
+    },
     # ---- the picture ----
     "picture.title": {
         "en": "Peak memory and time of an epoch, {model}",
