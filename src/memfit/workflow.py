@@ -249,6 +249,8 @@ class _Run:
             compute_metrics=compute_metrics_for(labels.task, labels.names),
             callbacks=self._callbacks(arguments.device.type),
         )
+        if self.plan is not None and self.given_plan is None and self.config.plan is None:
+            trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):

@@ -114,7 +114,8 @@ class BudgetTrainer(GuardedTraining):
             self.executor = self.create_step_executor(asked.micro_batches(self.plan))
             self.watch_training(on_nan)
             names = frozenset(strategy.name for strategy in used)
-            self.guard_training(names, keeps_plan=micro_batching is not None)
+            by_hand = micro_batching is not None or plan is not None
+            self.guard_training(names, keeps_plan=by_hand)
         except BaseException:
             self.setup.restore()  # the user keeps the model that was given
             raise
