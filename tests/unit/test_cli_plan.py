@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from memfit import planning
 from memfit.cli import run
 from memfit.messages import speaking
+from memfit.planner import compose
 from memfit.planner.alternatives import alternatives
 from memfit.planner.missing import NothingFitsError
 from memfit.planner.search import Planning, make_plan
@@ -90,7 +92,14 @@ def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
     assert "too much" in text
 
 
-# ---- the command, on a tiny real model ----
+# ---- the command; tests/e2e has it with real traces ----
+
+
+@pytest.fixture(scope="module", autouse=True)
+def priced_by_formulas() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "TracedPricer", FormulaPricer)
+        yield
 
 
 @pytest.fixture(scope="module")
