@@ -48,12 +48,15 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     return {one["rung"]["name"]: one for one in found["outcomes"]}
 
 
-def test_every_rung_really_ran_and_was_predicted_within_two_percent(climbed: Path) -> None:
+def test_every_rung_really_ran_and_needed_what_was_predicted(climbed: Path) -> None:
     found = outcomes(climbed)
     assert list(found) == ["baseline", "accumulation", f"plan-{BUDGET_BYTES}"]
-    for one in found.values():
-        measured = one["measured"]["device_bytes"]
-        assert one["predicted"]["device_bytes"] == pytest.approx(measured, rel=0.02)
+    for name, one in found.items():
+        predicted, measured = (one[key]["device_bytes"] for key in ("predicted", "measured"))
+        if name.startswith("plan"):  # for the worst cut into micro-batches, rarely met
+            assert 0.75 * predicted < measured <= predicted
+        else:
+            assert predicted == pytest.approx(measured, rel=0.005)
         assert len(one["step_seconds"]) == 2
         assert one["steps_per_epoch"] == 3  # 81 rows of 90, 32 a step
         assert one["fidelity"] == "exact"

@@ -108,6 +108,8 @@ def test_plans_are_made_for_what_is_free_a_small_card_and_half_of_the_baseline()
     assert [one.name for one in unknown] == ["plan-auto"]
     given = plan_rungs(["2GB", "2GB"], baseline_bytes=1, card_bytes=None)
     assert [one.budget for one in given] == ["2GB"]
+    (bare,) = plan_rungs([str(2**22)], baseline_bytes=None, card_bytes=None)
+    assert (bare.budget, bare.words["budget"]) == ("4194304", "4.0 MiB")
 
 
 # ---- rows ----
@@ -292,5 +294,5 @@ def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
     found = climb.climb(config, asked(rungs=["baseline"]), said.append)
     assert found.baseline is not None
     assert found.baseline.epoch_seconds == 4.0
-    assert said[-1].startswith("the picture could not be written: Is a directory")
+    assert said[-1].startswith("the ladder could not be written: Is a directory")
     assert json.loads((out / "ladder.json").read_text())["outcomes"][0]["status"] == OK

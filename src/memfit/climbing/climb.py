@@ -95,15 +95,16 @@ def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
         say(t("ladder.stopped", folder=folder))
         raise
     finally:
-        _draw(climber)
+        _finish(climber)
     return climber.ladder()
 
 
-def _draw(climber: _Climber) -> None:
-    """The picture of what is there; that it cannot be written is said, and hides nothing else."""
+def _finish(climber: _Climber) -> None:
+    """Files and picture of what is there; that they cannot be written hides nothing else."""
     if not climber.climbed:
         return
     try:
+        climber.write()
         if not picture.draw(climber.ladder(), climber.folder):
             climber.say(t("ladder.unpictured"))
     except OSError as error:

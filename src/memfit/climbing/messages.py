@@ -122,8 +122,8 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "zh": "没有图：缺少 matplotlib；安装：pip install 'memfit[report]'",
     },
     "undrawn": {
-        "en": "the picture could not be written: {why}",
-        "zh": "图无法写入：{why}",
+        "en": "the ladder could not be written: {why}",
+        "zh": "梯子无法写入：{why}",
     },
     # ---- the picture ----
     "picture.title": {

@@ -187,11 +187,9 @@ def plan_rungs(
         if one == HALF and baseline_bytes is None:
             continue
         name = f"{PLAN}-{one}"
-        budget, words = one, {"budget": one}
-        if one == HALF and baseline_bytes is not None:
-            budget = str(baseline_bytes // 2)
-            words = {"budget": format_bytes(baseline_bytes // 2)}
-        made[name] = Rung(name=name, kind=PLAN, fidelity="", budget=budget, words=words)
+        budget = str(baseline_bytes // 2) if one == HALF and baseline_bytes is not None else one
+        shown = format_bytes(int(budget)) if budget.isdecimal() else budget
+        made[name] = Rung(name=name, kind=PLAN, fidelity="", budget=budget, words={"budget": shown})
     return list(made.values())
 
 
