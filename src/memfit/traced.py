@@ -31,7 +31,9 @@ class TracedDevice:
 class Trace(Protocol):
     """What a running trace is told."""
 
-    device: TracedDevice
+    @property
+    def device(self) -> TracedDevice:
+        """What it is for."""
 
     def hosted(self, tensor: Tensor) -> None:
         """A tensor lies in host memory."""

@@ -31,7 +31,8 @@ def trained(folder: Path, **arguments: Any) -> BudgetTrainer:
         return {"earliness": -float(len(calls))}
 
     trainer = BudgetTrainer(
-        model_of(0.0), args, compute_metrics=earlier_is_better, train_dataset=texts(), eval_dataset=texts()[:8],
+        model_of(0.0), args, compute_metrics=earlier_is_better, train_dataset=texts(),
+        eval_dataset=texts()[:8],
         data_collator=collate, strategies=[Packing(), LowBitAdamW()],
     )  # fmt: skip
     trainer.train()
