@@ -35,13 +35,15 @@ def test_the_budget_is_said_in_both_units_and_cut_to_the_machine() -> None:
 
 def test_the_first_ctrl_c_saves_and_the_second_stops_at_once() -> None:
     said: list[str] = []
-    stop, control, nothing = StopAfterStep(said.append), TrainerControl(), None
-    stop.on_step_end(nothing, nothing, control)  # type: ignore[arg-type]
+    stop, control = StopAfterStep(said.append), TrainerControl()
+    arguments: Any = SimpleNamespace(eval_strategy="epoch", save_strategy="epoch")
+    state: Any = SimpleNamespace(epoch=0.5)
+    stop.on_step_end(arguments, state, control)
     stop.on_save()
     assert not control.should_save
     stop.ask()
     assert "press Ctrl-C again" in said[0]
-    stop.on_step_end(nothing, nothing, control)  # type: ignore[arg-type]
+    stop.on_step_end(arguments, state, control)
     assert control.should_save
     with pytest.raises(KeyboardInterrupt):
         stop.on_save()

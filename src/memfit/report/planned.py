@@ -39,6 +39,7 @@ def plan_view(
         parts += [Text(), Text(t("planned.next"), style="bold"), _others(planning)]
     if other is not None:
         chosen = planning.chosen.price
+        assert chosen is not None
         spoken = language()
         allowed = [one.decision(chosen).sentence(spoken) for one in other.allow]
         parts += _section(t("planned.allow"), allowed)
