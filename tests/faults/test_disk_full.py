@@ -113,7 +113,7 @@ def leave_free(disk: Path, pages: int) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "unshare"), reason="needs mounts of its own")
 def test_a_disk_that_fills_up_at_any_page_of_a_save(tmp_path: Path) -> None:
     process = in_child(fill_at_every_page, tmp_path)
-    process.join(300)
+    process.join(600)
     assert process.exitcode == 0, (tmp_path / "said.txt").read_text()
     pages, reasons = map(int, (tmp_path / "pages.txt").read_text().split())
     assert pages > 30  # so many places of the save were hit
@@ -200,42 +200,36 @@ def test_a_failed_rotation_ends_no_run(tmp_path: Path) -> None:
 
 
 def test_the_command_says_where_to_go_on_and_ends_with_1(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, by_plan: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = tmp_path / "reviews.csv"
-    table.write_text("label,review\n" + "1,服務人員都很親切\n0,服務人員都不親切\n" * 12)
     output = tmp_path / "out"
-    words = ["train", str(table), "--model", str(tiny_model_dir), "--output-dir", str(output),
-             "--max-length", "32", "--epochs", "2", "--batch-size", "8", "--quiet"]  # fmt: skip
+    words = [*by_plan, "--epochs", "2", "--quiet", "--output-dir"]
     with pytest.MonkeyPatch.context() as patch:
         # 15 calls or so bring a checkpoint to the disk: this is in the second epoch's.
         failing_at(patch, "fsync", 25)
-        assert run(words) == 1
+        assert run([*words, str(output)]) == 1
     said = capsys.readouterr().err
     assert "No space left on device" in said
     assert "could not be written" in said
     assert f"go on with: memfit train --resume --output-dir {output}" in said
-    assert "checkpoint-3" in said
-    assert [item.name for item in (output / "checkpoints").iterdir()] == ["checkpoint-3"]
+    assert "the last good checkpoint is" in said
+    assert [item.name for item in (output / "checkpoints").iterdir()] == ["checkpoint-7"]
     assert run(["train", "--resume", "--output-dir", str(output), "--quiet"]) == 0
-    assert run([*words[:5], str(tmp_path / "whole"), *words[6:]]) == 0
+    assert run([*words, str(tmp_path / "whole")]) == 0
     name = "model.safetensors"
     assert same_weights(output / name, tmp_path / "whole" / name)
 
 
 @pytest.mark.parametrize("call", range(1, 8))
 def test_the_result_itself_may_find_no_room(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], call: int
+    tmp_path: Path, by_plan: list[str], capsys: pytest.CaptureFixture[str], call: int
 ) -> None:
-    table = tmp_path / "reviews.csv"
-    table.write_text("label,review\n" + "1,服務人員都很親切\n0,服務人員都不親切\n" * 12)
     output = tmp_path / "out"
-    words = ["train", str(table), "--model", str(tiny_model_dir), "--output-dir", str(output),
-             "--max-length", "32", "--epochs", "1", "--save-strategy", "no",
-             "--batch-size", "8", "--quiet"]  # fmt: skip
+    words = [*by_plan, "--max-steps", "2", "--save-strategy", "no", "--quiet"]
+    capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         failing_at(patch, "replace", call)
-        code = run(words)
+        code = run([*words, "--output-dir", str(output)])
     said = capsys.readouterr().err
     assert code == 1, said
     assert "could not be written: No space left on device" in said

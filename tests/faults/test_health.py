@@ -312,7 +312,7 @@ def test_a_lost_gpu_names_the_last_good_checkpoint(tmp_path: Path) -> None:
 
 def test_the_command_ends_with_1_and_says_how_to_go_on(
     tmp_path: Path,
-    tiny_model_dir: Path,
+    by_plan: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -321,12 +321,10 @@ def test_the_command_ends_with_1_and_says_how_to_go_on(
 
     real = memfit.finetune
     monkeypatch.setattr(api, "finetune", lambda *a, **k: real(*a, **k, callbacks=[LoseGpu()]))
-    table = tmp_path / "reviews.csv"
-    table.write_text("label,review\n" + "1,服務人員都很親切\n0,服務人員都不親切\n" * 8)
     out = tmp_path / "my out"
-    words = ["train", str(table), "--model", str(tiny_model_dir), "--output-dir", str(out)]
-    assert run([*words, "--batch-size", "4", "--save-steps", "2", "--eval-strategy", "steps",
-                "--eval-steps", "2", "--quiet", "--max-length", "16"]) == 1  # fmt: skip
+    capsys.readouterr()
+    assert run([*by_plan, "--save-steps", "2", "--eval-strategy", "steps", "--eval-steps", "2",
+                "--quiet", "--output-dir", str(out)]) == 1  # fmt: skip
     said = capsys.readouterr().err
     assert said.splitlines() == [
         "memfit: the GPU no longer answers, after step 3: CUDA error: unspecified launch failure; "

@@ -19,7 +19,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     for attempt in ("warm", "clean"):  # the first one starts the fork server
         started = time.perf_counter()
         process = in_child(train, root / attempt)
-        process.join(120)
+        process.join(600)
         assert process.exitcode == 0, (root / attempt / "said.txt").read_text()
     return root / "clean", time.perf_counter() - started
 
@@ -51,7 +51,7 @@ def test_fifty_kills_at_random_moments_change_nothing(
         process = in_child(train, root)
         attempts += 1
         # After the last kill, and where a run was killed often already, it may come to its end.
-        wait = 120 if kills >= KILLS or attempts > 8 else moments.uniform(0, 1.1 * seconds)
+        wait = 600 if kills >= KILLS or attempts > 8 else moments.uniform(0, 1.1 * seconds)
         process.join(wait)
         if process.exitcode is None:
             process.kill()
@@ -68,45 +68,36 @@ def test_fifty_kills_at_random_moments_change_nothing(
     assert in_a_save >= 5, in_a_save
 
 
-COMMAND_KILLS = 10
+COMMAND_KILLS = 8
 
 
-def command(root: Path, resume: bool) -> None:
+def command(root: Path, words: list[str]) -> None:
     """`memfit train` in a process whose temporary files lie in the test's own folder."""
     import tempfile
 
     from memfit.cli import run
 
     tempfile.tempdir = str(root.parent / "temporary")
-    words = ["train", "--output-dir", str(root / "out"), "--quiet"]
-    begun = ["--resume"] if resume else ["--config", str(root.parent / "run.toml")]
-    raise SystemExit(run([*words, *begun]))
+    raise SystemExit(run([*words, "--output-dir", str(root / "out"), "--quiet"]))
 
 
 def test_the_command_killed_at_random_moments_is_resumed_to_the_same_result(
-    tiny_model_dir: Path, tmp_path: Path
+    by_plan: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "temporary").mkdir()
-    rows = "".join(
-        f"{row % 2},服務人員都{'很' if row % 2 else '不'}親切 {row}\n" for row in range(60)
-    )
-    (tmp_path / "reviews.csv").write_text(f"label,review\n{rows}")
-    (tmp_path / "run.toml").write_text(
-        f'[data]\npath = "{tmp_path / "reviews.csv"}"\nmax_length = 32\n'
-        f'[model]\nmodel = "{tiny_model_dir}"\n'
-        "[training]\nnum_train_epochs = 3\nper_device_train_batch_size = 8\nlearning_rate = 1e-3\n"
-    )
+    from_the_start = [*by_plan, "--epochs", "4"]
     for name in ("warm", "clean"):
         started = time.perf_counter()
-        process = in_child(command, tmp_path / name, False)
-        process.join(120)
+        process = in_child(command, tmp_path / name, from_the_start)
+        process.join(600)
         assert process.exitcode == 0, (tmp_path / name / "said.txt").read_text()
     seconds = time.perf_counter() - started
     moments, kills, finished, attempts = random.Random(12), 0, 0, 0
     while kills < COMMAND_KILLS or attempts:
         root, attempts = tmp_path / f"killed-{finished}", attempts + 1
-        process = in_child(command, root, (root / "out" / "run.toml").exists())
-        process.join(120 if kills >= COMMAND_KILLS else moments.uniform(0.3, 1.0) * seconds)
+        begun = (root / "out" / "run.toml").exists()
+        process = in_child(command, root, ["train", "--resume"] if begun else from_the_start)
+        process.join(600 if kills >= COMMAND_KILLS else moments.uniform(0.3, 1.0) * seconds)
         if process.exitcode is None:
             process.kill()
             process.join()

@@ -246,17 +246,14 @@ def test_tokens_are_known_by_their_form_and_by_the_environment(
 
 
 def test_no_token_is_in_any_file_of_a_run_nor_on_the_screen(
-    tiny_model_dir: Path,
+    by_plan: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", ENVIRONMENT_TOKEN)
-    table = tmp_path / "reviews.csv"
-    table.write_text(TABLE)
     out = tmp_path / "out"
-    words = ["train", str(table), "--model", str(tiny_model_dir), "--output-dir", str(out),
-             "--max-length", "16", "--batch-size", "8", "--epochs", "1", "--hub-token", TOKEN,
+    words = [*by_plan, "--epochs", "1", "--output-dir", str(out), "--hub-token", TOKEN,
              "--run-name", f"of {TOKEN}"]  # fmt: skip
     assert run(words) == 0
     captured = capsys.readouterr()
@@ -337,14 +334,11 @@ def test_a_best_checkpoint_that_lies_elsewhere_is_not_loaded(begun: Path, tmp_pa
 
 
 def test_the_result_replaces_a_link_and_does_not_write_through_it(
-    tiny_model_dir: Path, tmp_path: Path
+    by_plan: list[str], tmp_path: Path
 ) -> None:
     """The folder belonged to a run that was killed; somebody put links into it since."""
-    table, out = tmp_path / "reviews.csv", tmp_path / "out"
-    table.write_text(TABLE)
-    words = ["train", str(table), "--model", str(tiny_model_dir), "--output-dir", str(out),
-             "--max-length", "16", "--batch-size", "8", "--epochs", "1", "--quiet"]  # fmt: skip
-    assert run(words) == 0
+    out = tmp_path / "out"
+    assert run([*by_plan, "--epochs", "1", "--quiet", "--output-dir", str(out)]) == 0
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("model.safetensors", "config.json", "summary.json", "report.html", "run.toml"):

@@ -13,7 +13,7 @@ import pytest
 
 from memfit.errors import OutputError
 from memfit.evaluation import ClassRow, Evaluation, Mistake
-from memfit.files import atomic_writer, write_json
+from memfit.files import atomic_writer, staged_files, write_json
 from memfit.memory.components import Component, MemoryPeak
 from memfit.results import (
     MemorySummary,
@@ -202,6 +202,40 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="no run to resume"):
         fail_in(tmp_path / "nowhere", resume=True)
     assert tree(tmp_path) == []
+
+
+def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".run.toml.abcd_123", ".summary.json.x7x7x7x7", ".DS_Store"):
+        (tmp_path / name).write_text("half")
+    (tmp_path / ".unfinished" / "deep").mkdir(parents=True)
+    with claim_output_folder(tmp_path) as claim:
+        assert tree(claim.path) == [".DS_Store"]
+        claim.keep()
+    (tmp_path / ".thesis.docx.abcd_123").write_text("mine")
+    with pytest.raises(OutputError, match=r"already holds files \(\.thesis\.docx\.abcd_123\)"):
+        fail_in(tmp_path)
+    assert (tmp_path / ".thesis.docx.abcd_123").read_text() == "mine"
+
+
+def test_several_files_come_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    with staged_files(tmp_path) as place:
+        (place / "a.txt").write_text("new")
+        (place / "inner").mkdir()
+        (place / "inner" / "b.txt").write_text("b")
+        assert (tmp_path / "a.txt").read_text() == "old"
+    assert tree(tmp_path) == ["a.txt", "inner", "inner/b.txt"]
+    assert (tmp_path / "a.txt").read_text() == "new"
+
+    def fail() -> None:
+        with staged_files(tmp_path) as place:
+            (place / "a.txt").write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert tree(tmp_path) == ["a.txt", "inner", "inner/b.txt"]
+    assert (tmp_path / "a.txt").read_text() == "new"
 
 
 def test_a_file_as_output_folder_is_refused(tmp_path: Path) -> None:
