@@ -1,0 +1,92 @@
+"""The tutorial notebooks, run cell by cell by a real kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STEPS = (
+    "import", "load", "split", "tokenize", "model", "metric", "arguments", "trainer", "train",
+    "infer",
+)  # fmt: skip
+# Jupyter's libraries warn about each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+
+def cells_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {cell["id"]: cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def test_there_is_one_in_english_and_one_in_chinese_with_the_same_ten_steps() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["tutorial.ipynb", "tutorial.zh.ipynb"]
+    english, chinese = (cells_of(path) for path in NOTEBOOKS)
+    assert english.keys() == chinese.keys()
+    for number, step in enumerate(STEPS, 1):
+        assert english[f"{step}-code"]["cell_type"] == "code"
+        for cells in (english, chinese):
+            assert text_of(cells[step]).startswith(f"## {number}. ")
+    for name, cell in english.items():
+        said = (text_of(cell), text_of(chinese[name]))
+        assert cell["cell_type"] == chinese[name]["cell_type"]
+        if cell["cell_type"] == "markdown":
+            assert re.search(r"[\u4e00-\u9fff]", said[1])
+            assert not re.search(r"[\u4e00-\u9fff]", said[0])
+        elif name not in ("import-code", "load-code", "model-code", "infer-code"):
+            assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_committed_notebook_holds_nothing_of_the_machine_it_was_written_on(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/(home|root|work|tmp|opt|usr|Users)/", text)
+    assert len(text) < 100_000
+    for cell in cells_of(path).values():
+        assert cell.get("execution_count") is None
+        assert cell.get("outputs", []) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(
+    path: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name, value in {
+        "MEMFIT_TUTORIAL_MODEL": str(tiny_model_dir),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_PLATFORM_DIRS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = {cell["id"]: cell.get("outputs", []) for cell in notebook.cells}
+    html = {
+        name: "".join(
+            str(one["data"]["text/html"]) for one in found if "text/html" in one.get("data", {})
+        )
+        for name, found in outputs.items()
+    }
+    spoken = "zh-Hans" if ".zh" in path.name else "en"
+    for name in ("trainer-code", "trained-code", "one-code"):
+        assert f'lang="{spoken}"' in html[name], name
+        assert "memfit-view" in html[name]
+    assert "<svg" in html["trained-code"]
+    answers = "".join(str(one.get("text", "")) for one in outputs["infer-code"])
+    assert answers.count("label") >= 2
+    measured = "".join(str(one.get("data", "")) for one in outputs["train-code"])
+    assert "eval_f1" in measured
+    assert (tmp_path / "run" / "report.html").is_file()
