@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-import numpy as np
-
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.segments import survivors
@@ -46,6 +44,8 @@ Strategies = tuple[Strategy, ...]
 _HOSTED_LAYERS = 5
 """With weights on the host: the layer at work, its neighbours, and some that are away."""
 _FEWEST_ROWS = 4
+_HOST_ADAMW_BYTES = 16
+"""A parameter's fp32 weight, gradient and two moments."""
 
 
 class Tracing:
@@ -167,6 +167,8 @@ class Updating:
         # What crosses the bus is in proportion to the parameters: one depth is enough.
         simple = strategies != family.reference and any(map(_crosses_the_bus, strategies))
         self._deeper = None if simple else tracing.trace(used, family.layers)
+        offloads = any(isinstance(one, OptimizerOffload) for one in strategies)
+        self._host_bytes_each = _HOST_ADAMW_BYTES if offloads else family.gradient_bytes
 
     def static(self, depth: int) -> Static:
         """What lies on the device between two steps."""
@@ -183,7 +185,12 @@ class Updating:
 
     def host_bytes(self, depth: int) -> float:
         """What lies in host memory."""
-        return float(self._along(lambda trace: np.array([trace.host_bytes], float), depth)[0])
+        shallow, more_layers = float(self._shallow.host_bytes), depth - self._layers
+        if self._deeper is not None:
+            return shallow + more_layers * (self._deeper.host_bytes - shallow)
+        return shallow + self._host_bytes_each * (
+            self.learning(depth) - self.learning(self._layers)
+        )
 
     def update(self, depth: int) -> Counts:
         """What the end of a step does."""
