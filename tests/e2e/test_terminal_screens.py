@@ -1,0 +1,144 @@
+"""Screenshots of the terminal: real commands at a terminal of 80 columns, seen in a browser."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser as browsers
+import pytest
+from browser import Browser
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from terminal import at_a_terminal
+
+COLUMNS = 80
+PRAISE = ("服務人員都很親切", "房間很乾淨，床也很舒服，下次還會再來", "位置方便，早餐好吃")
+BLAME = ("服務人員都不親切", "房間很髒，空調太吵，再也不會來了", "位置偏僻，早餐難吃，價格還很貴")
+_MOVES = re.compile(r"\x1b\[(\d*)([AKJ])|\x1b\[\?\d+[lh]|(\r?\n)|(\r)")
+_SGR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def last_screen(printed: str) -> list[str]:
+    """What is left to see: rich moves the cursor by whole lines and writes them anew."""
+    lines, row, begun = [""], 0, 0
+    for move in [*_MOVES.finditer(printed), None]:
+        lines[row] += printed[begun : move.start() if move else len(printed)]
+        if move is None:
+            break
+        begun = move.end()
+        if move[2] == "A":
+            row = max(row - int(move[1] or 1), 0)
+        elif move[2] == "K" or move[4]:
+            lines[row] = "" if move[2] == "K" else lines[row]
+        elif move[3]:
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+    return [line.rstrip() for line in lines]
+
+
+def plain(lines: list[str]) -> list[str]:
+    return [_SGR.sub("", line).rstrip() for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("screens") / "reviews.csv"
+    rows = [f"{text},{label}" for _ in range(10) for label, texts in
+            (("正評", PRAISE), ("負評", BLAME)) for text in texts]  # fmt: skip
+    path.write_text("\n".join(["review,label", *(row.replace("，", " ") for row in rows)]))
+    return path
+
+
+def at_80_columns(*words: str) -> list[str]:
+    environment = {
+        **os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1",
+        "LINES": "40",
+    }  # fmt: skip
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    code, printed = at_a_terminal([sys.executable, "-m", "memfit", *words], [], environment)
+    assert code == 0, printed
+    return last_screen(printed)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser | None]:
+    if browsers.find() is None:
+        yield None
+        return
+    tab = Browser(tmp_path_factory.mktemp("profile"))
+    yield tab
+    tab.close()
+
+
+def photographed(lines: list[str], title: str, seen: Browser | None, path: Path) -> None:
+    """A picture of the screen, and that every character of it is on the page."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    for line in lines:
+        console.print(Text.from_ansi(line), soft_wrap=True)
+    page = path.with_suffix(".svg.html")
+    drawn = console.export_svg(title=title).replace("Fira Code", "Noto Sans Mono CJK SC")
+    page.write_text(f"<!doctype html><meta charset=utf-8>{drawn}", encoding="utf-8")
+    if seen is None:
+        return
+    seen.look_like(1100, 200 + 25 * len(lines))
+    seen.open(page.as_uri())
+    shown = seen.run("document.body.textContent").replace("\xa0", " ")
+    for line in plain(lines):
+        assert all(word in shown for word in line.split()), line
+    assert seen.screenshot(path).stat().st_size > 20_000
+
+
+def test_a_run_in_chinese_at_80_columns(
+    reviews: Path, tiny_model_dir: Path, tmp_path: Path, seen: Browser | None
+) -> None:
+    lines = at_80_columns(
+        "train", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
+        "32", "--epochs", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "run"),
+        "--lang", "zh",
+    )  # fmt: skip
+    photographed(lines, "memfit train --lang zh", seen, tmp_path / "train.png")
+    text = plain(lines)
+    for begin in (
+        "列  ",
+        "行数  ",
+        "类别  ",
+        "词元  ",
+        "模型 ",
+        "预算 ",
+        "方案 ",
+        "批次 ",
+        "时间 ",
+    ):
+        assert any(line.startswith(begin) for line in text), begin
+    (bar,) = (line for line in text if line.startswith("训练中 ━"))
+    assert re.search(r"━ 14/14 [\d,]+ 词元/秒$", bar)
+    assert cell_len(bar) == COLUMNS
+    status = text[text.index(bar) + 1]
+    assert re.fullmatch(r"损失 \d\.\d{4}  f1 \d\.\d{4}  进程 [\d.]+ MiB", status)
+    assert any(line.startswith("第 2.00 轮：f1 ") for line in text)
+    assert any("已完成，14 步，2 轮" in line for line in text)
+    paths = [line for line in text if str(tmp_path) in line]
+    assert len(paths) >= 2
+    assert max(cell_len(line) for line in text if str(tmp_path.parent) not in line) <= COLUMNS
+
+
+def test_a_plan_in_chinese_at_80_columns(
+    reviews: Path, tiny_model_dir: Path, tmp_path: Path, seen: Browser | None
+) -> None:
+    lines = at_80_columns(
+        "plan", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
+        "32", "--lang", "zh",
+    )  # fmt: skip
+    photographed(lines, "memfit plan --lang zh", seen, tmp_path / "plan.png")
+    text = plain(lines)
+    assert any(line.startswith("整个运行的最高点  ") for line in text)
+    assert {"各项决定", "更多许可能达到什么"} <= set(text)
+    assert max(cell_len(line) for line in text if str(tiny_model_dir) not in line) <= COLUMNS
