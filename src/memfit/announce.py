@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from memfit.planner.plan import Plan
     from memfit.runtime.trainer import BudgetTrainer
 
-_NAME_CELLS = 9
-
 
 def voice(quiet: bool) -> Callable[[Any], None]:
     """Prints text and tables to stderr, or nothing at all."""
@@ -56,11 +54,12 @@ def plain_console() -> Console:
 
 
 def line(name: str, text: str) -> str:
-    """One fact of a run under its name, as wide as its neighbours in either language."""
+    """One fact of a run, its name as wide as those of the data's summary above it."""
     from rich.cells import cell_len
 
     title = t(f"run.line.{name}")
-    return title + " " * max(_NAME_CELLS - cell_len(title), 1) + text
+    cells = max(cell_len(t(f"shown.fact.{one}")) for one in ("columns", "classes")) + 2
+    return title + " " * max(cells - cell_len(title), 1) + text
 
 
 @contextlib.contextmanager

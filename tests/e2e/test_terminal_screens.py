@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import browser as browsers
@@ -14,6 +15,7 @@ import pytest
 from browser import Browser
 from rich.cells import cell_len
 from rich.console import Console
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from terminal import at_a_terminal
@@ -21,6 +23,14 @@ from terminal import at_a_terminal
 COLUMNS = 80
 PRAISE = ("服務人員都很親切", "房間很乾淨，床也很舒服，下次還會再來", "位置方便，早餐好吃")
 BLAME = ("服務人員都不親切", "房間很髒，空調太吵，再也不會來了", "位置偏僻，早餐難吃，價格還很貴")
+_STYLE = """
+body { background: #0c0c0c; color: #d9d9d9; margin: 12px }
+div { font: 16px/22px 'DejaVu Sans Mono', 'Noto Sans Mono CJK SC', monospace; height: 22px;
+      white-space: pre }
+i { font-style: normal; display: inline-block; height: 22px; vertical-align: top; width: 10px;
+    text-align: center }
+i.c2 { width: 20px } i.c0 { width: 0 }
+"""
 _MOVES = re.compile(r"\x1b\[(\d*)([AKJ])|\x1b\[\?\d+[lh]|(\r?\n)|(\r)")
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -78,21 +88,32 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser | None]:
     tab.close()
 
 
-def photographed(lines: list[str], title: str, seen: Browser | None, path: Path) -> None:
-    """A picture of the screen, and that every character of it is on the page."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+def as_page(lines: list[str]) -> str:
+    """A terminal's grid: every character as wide as the cells it takes."""
+    console = Console(width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="256")
+    rows = []
     for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
-    page = path.with_suffix(".svg.html")
-    drawn = console.export_svg(title=title).replace("Fira Code", "Noto Sans Mono CJK SC")
-    page.write_text(f"<!doctype html><meta charset=utf-8>{drawn}", encoding="utf-8")
+        cells = ""
+        for text, style, _ in console.render(Text.from_ansi(line, no_wrap=True, overflow="ignore")):
+            look = style.get_html_style(MONOKAI) if style else ""
+            cells += "".join(
+                f'<i class=c{cell_len(char)} style="{look}">{escape(char)}</i>'
+                for char in text.rstrip("\n")
+            )
+        rows.append(f"<div>{cells}</div>")
+    return f"<!doctype html><meta charset=utf-8><style>{_STYLE}</style>{''.join(rows)}"
+
+
+def photographed(lines: list[str], seen: Browser | None, path: Path) -> None:
+    """A picture of the screen, with every word of it, and its columns where they belong."""
+    page = path.with_suffix(".html")
+    page.write_text(as_page(lines), encoding="utf-8")
     if seen is None:
         return
-    seen.look_like(1100, 200 + 25 * len(lines))
+    seen.look_like(900, 30 + 22 * len(lines))
     seen.open(page.as_uri())
-    shown = seen.run("document.body.textContent").replace("\xa0", " ")
-    for line in plain(lines):
-        assert all(word in shown for word in line.split()), line
+    shown = seen.run("[...document.querySelectorAll('div')].map((row) => row.textContent)")
+    assert [line.rstrip() for line in shown] == plain(lines)
     assert seen.screenshot(path).stat().st_size > 20_000
 
 
@@ -104,7 +125,7 @@ def test_a_run_in_chinese_at_80_columns(
         "32", "--epochs", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "run"),
         "--lang", "zh",
     )  # fmt: skip
-    photographed(lines, "memfit train --lang zh", seen, tmp_path / "train.png")
+    photographed(lines, seen, tmp_path / "train.png")
     text = plain(lines)
     for begin in (
         "列  ",
@@ -137,7 +158,7 @@ def test_a_plan_in_chinese_at_80_columns(
         "plan", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
         "32", "--lang", "zh",
     )  # fmt: skip
-    photographed(lines, "memfit plan --lang zh", seen, tmp_path / "plan.png")
+    photographed(lines, seen, tmp_path / "plan.png")
     text = plain(lines)
     assert any(line.startswith("整个运行的最高点  ") for line in text)
     assert {"各项决定", "更多许可能达到什么"} <= set(text)
