@@ -64,6 +64,46 @@ def test_every_id_the_report_asks_for_is_there_and_every_sentence_is_asked_for()
     assert idle == []
 
 
+SPOKEN = ("data", "error", "hub", "live", "run", "shown")
+
+
+def test_every_id_that_is_asked_for_is_there_and_every_sentence_is_asked_for() -> None:
+    text = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in SOURCE.rglob("*.py")
+        if not path.name.endswith("messages.py")
+    )
+    prefixes = "|".join(SPOKEN)
+    asked = set(re.findall(rf"""["']((?:{prefixes})\.[a-z0-9_.]*[a-z0-9_])["']""", text))
+    asked |= {f"error.{name}" for name in re.findall(r"""_said\(?["']([a-z.]+)["']""", text)}
+    asked |= {f"error.{name}" for name in re.findall(r"""["'](stopped\.[a-z]+)["']""", text)}
+    known = {
+        f"{catalogue}.{name}"
+        for catalogue in SPOKEN
+        for name in importlib.import_module(CATALOGUES[catalogue]).MESSAGES
+    }
+    files = {"data.parquet", "run.toml", "run.json"}  # names of files look the same
+    assert sorted(one for one in asked - known - files if "." in one.partition(".")[2]) == []
+    assert len(asked & known) > 170
+    # Whose last word is found out when it is asked for.
+    groups = set(re.findall(rf"""f["']((?:{prefixes})(?:\.[a-z]+)+)\.\{{""", text))
+    ends = (".login", ".header")
+    idle = [
+        one
+        for one in sorted(known - asked)
+        if one.rpartition(".")[0] not in groups and not one.endswith(ends)
+    ]
+    assert idle == []
+
+
+def test_what_is_said_in_chinese_is_chinese() -> None:
+    for catalogue in SPOKEN:
+        found = importlib.import_module(CATALOGUES[catalogue]).MESSAGES
+        plain = [name for name, both in found.items() if not CHINESE.search(both["zh"])]
+        figures = {"metric", "budget.asked", "plan", "failed.reason", "bar.of", "model"}
+        assert set(plain) <= figures, catalogue
+
+
 def test_a_sentence_is_filled_in_in_the_language_spoken() -> None:
     with speaking("zh"):
         assert t("report.memory.budget", bytes="4 GB") == "预算 4 GB"
