@@ -47,6 +47,7 @@ class Batches:
         ]
         self._worst = sorted(self._lengths, reverse=True)[: self._rows]
         self._cut = cache(self._measure)
+        self._evaluated = cache(self._most_evaluated)
 
     @property
     def longest_tokens(self) -> int:
@@ -88,6 +89,9 @@ class Batches:
 
     def evaluated_tokens(self, rows: int, limits: MicroBatching, *, packed: bool) -> int:
         """Tokens of the largest part of an evaluation batch of so many rows."""
+        return self._evaluated(rows, limits, packed)
+
+    def _most_evaluated(self, rows: int, limits: MicroBatching, packed: bool) -> int:
         ordered = sorted(self._lengths, reverse=True)
         longest = ordered[0]
         rows = min(rows, limits.max_rows or rows)

@@ -208,9 +208,8 @@ class TracedPricer:
         )
 
     def _evaluation_bytes(self, updating: Updating, split: Split, limits: MicroBatching) -> float:
-        """An evaluation's highest moment; it was traced with batches cut less, or not at all."""
-        traced_limits = self._tracing.limits(split.packed)
-        traced, cut = (self._evaluated(split, one) for one in (traced_limits, limits))
+        """An evaluation's highest moment; it was traced with batches that are not cut."""
+        traced, cut = (self._evaluated(split, one) for one in (MicroBatching(), limits))
         return updating.evaluation_bytes * cut / traced
 
     def _evaluated(self, split: Split, limits: MicroBatching) -> int:

@@ -52,44 +52,42 @@ class Tracing:
     """Shallow traces of one task on one card."""
 
     def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
-        rows = min(workload.effective_rows, len(workload.lengths))
-        # Rows of one length: where attention pads texts again, what it pads is then in proportion
-        # to the tokens, as it is in the largest batch.
-        alike = (workload.longest_tokens,) * rows
-        self.workload, self.card = replace(workload, lengths=alike), card
+        self.workload, self.card = workload, card
         self._traced = cache(self._trace)
+        self._alike = cache(self._with_rows)
 
     def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
         """A step of so many layers, on the larger or the smaller of two micro-batches."""
         return self._traced(strategies, layers, fewer)
 
     def _trace(self, strategies: Strategies, layers: int, fewer: bool) -> StepTrace:
-        packed = any(one.name == "packing" for one in strategies)
-        limits, tokens = self._size(packed, fewer)
-        candidate = Candidate(tuple(ordered(strategies)), limits)
-        return trace_step(self.workload, candidate, self.card, tokens=tokens, layers=layers)
+        rows, tokens = self._size(fewer)
+        candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
+        return trace_step(self._alike(rows), candidate, self.card, tokens=tokens, layers=layers)
 
-    def tokens(self, packed: bool) -> tuple[int, int]:
-        """How many tokens the two micro-batches have, padding included."""
-        first, second = (self._size(packed, fewer) for fewer in (False, True))
-        return first[1], second[1]
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens the two micro-batches have."""
+        return self._size(False)[1], self._size(True)[1]
 
-    def limits(self, packed: bool) -> MicroBatching:
-        """How the larger one is cut; an evaluation beside it is cut as well."""
-        return self._size(packed, False)[0]
+    def _with_rows(self, rows: int) -> Workload:
+        """So many of the longest rows, all of them in one micro-batch.
 
-    def _size(self, packed: bool, fewer: bool) -> tuple[MicroBatching, int]:
-        longest, rows = self.workload.longest_tokens, self.workload.effective_rows
-        rows = min(rows, len(self.workload.lengths))
-        if packed:
-            # A prime, so that what grows with the tokens is not taken for what happens to be
-            # a multiple of them.
-            most = max(self.workload.worst_tokens, 4)
-            return MicroBatching(), _prime_below(most // 3 if fewer else 2 * most // 3)
+        Everything is then in proportion to the tokens, as it is among the largest batches: also
+        attention that keeps the square of a length, or pads texts again.
+        """
+        return replace(self.workload, lengths=(self.workload.longest_tokens,) * rows)
+
+    def _size(self, fewer: bool) -> tuple[int, int]:
+        """Rows and tokens of a micro-batch."""
+        longest = self.workload.longest_tokens
+        rows = min(self.workload.effective_rows, len(self.workload.lengths))
         if rows < _FEWEST_ROWS:
-            return MicroBatching(), rows * max(longest // 2 if fewer else longest, 1)
-        count = _prime_below(max(rows // (4 if fewer else 2), 2 - fewer))
-        return MicroBatching(max_tokens=count * longest), count * longest
+            return rows, rows * max(longest // 2 if fewer else longest, 1)
+        # A prime, so that what grows with the rows is not taken for what happens to be a
+        # multiple of them.
+        count = _prime_below(max(rows // 3 if fewer else 2 * rows // 3, 2))
+        return count, count * longest
 
 
 def _prime_below(number: int) -> int:
@@ -267,7 +265,7 @@ class Family:
         hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
         self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
         self.packed = any(one.name == "packing" for one in strategies)
-        self.tokens = tracing.tokens(self.packed)
+        self.tokens = tracing.tokens
         self.growth = Growth.between(
             self.traced(self.layers - 1).segments, self._fewer.segments, self.tokens
         )

@@ -226,7 +226,8 @@ def _keeping(asked: Asked) -> list[Option]:
     if not recomputed and not asked.given("gradient_checkpointing"):
         if asked.works(Checkpointing()):
             options += [(Checkpointing(count if count < depth else None),) for count in _up(depth)]
-        if asked.works(Checkpointing(part="mlp")):
+        # Where a layer has no such half, layers are still recomputed: nothing is left out.
+        if not asked.judge((Checkpointing(part="mlp"),)):
             counts = [count if count < depth else None for count in _up(depth)]
             options += [(Checkpointing(count, "mlp"),) for count in counts]
     if asked.card is not None and asked.works(ActivationOffload()):
