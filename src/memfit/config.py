@@ -31,6 +31,7 @@ ON_NAN = ("stop", "skip")
 ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
 """What lowers a plan's fidelity below `rounding`, by the name it is allowed by."""
 _LONGEST_NAME = 255
+_LONGEST_TEXT = 10**6
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -72,6 +73,8 @@ class DataConfig:
         _check_path("the data file", self.path)
         _check_path("--validation-file", self.validation_file)
         check_seed("--seed", self.seed)
+        if self.max_length > _LONGEST_TEXT:
+            raise ConfigError(f"--max-length is {self.max_length}; write {_LONGEST_TEXT} or less")
         if not 0 < self.validation_split < 1:
             raise ConfigError(t("error.split", share=self.validation_split))
         if self.max_length < 2:

@@ -18,7 +18,7 @@ OPTIONS = """
 --label-names a | --label-names =x | --label-names 0= | --label-names 7=seven
 --encoding utf-9 | --encoding klingon | --encoding utf-16
 --validation-file nope.csv | --validation-file /dev/null | --validation-file .
---budget 4 bananas | --budget -4GB | --budget 0 | --budget 0% | --budget 200% | --budget GB
+--budget '4 bananas' | --budget -4GB | --budget 0 | --budget 0% | --budget 200% | --budget GB
 --budget nan | --budget inf | --budget 1e999GB | --budget auto4 | --budget ""
 --on-nan maybe | --on-nan | --freeze everything | --freeze -1 | --freeze 99 | --freeze 1.5
 --lora 0 | --lora -3 | --lora many | --lora 8 --freeze encoder | --lora 1.5
@@ -29,7 +29,7 @@ OPTIONS = """
 --per-device-eval-batch-size 0 | --eval-strategy sometimes | --save-strategy never
 --save-strategy steps --eval-strategy epoch --load-best-model-at-end | --optim adamm | --optim
 --lr-scheduler-type up | --lr-scheduler-kwargs {x} | --lr-scheduler-kwargs {"num_cycles":
---metric-for-best-model f2 | --warmup-steps x | --max-steps x | --bf16 maybe | --no-max-length
+--metric-for-best-model f2 | --warmup-steps x | --max-steps x | --bf16=maybe | --no-max-length
 --logging-steps -1 | --weight-decay heavy | --adam-beta1 x | --report-to nowhere
 --hub-strategy sometimes | --no-such-option | --Learning-Rate 1 | --learning_rat 1 | -z
 --resume now | --deepspeed nope.json | --label-smoothing-factor x | --optim lomo

@@ -42,6 +42,10 @@ def model_config(spec: StepSpec) -> Any:
     return config
 
 
+# The last ones are what numbers and names that cannot be in a config.json end in.
+_CANNOT_BUILD = (ValueError, ImportError, RuntimeError, KeyError, TypeError, ZeroDivisionError)
+
+
 def build_on_meta(spec: StepSpec, config: Any) -> Any:
     """The classifier with shapes only, adapted and frozen as the step asks."""
     from transformers import AutoModelForSequenceClassification
@@ -58,8 +62,10 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)
             auto: Any = AutoModelForSequenceClassification
             model = auto.from_config(config, **options)
-    except (ValueError, ImportError) as error:
-        raise ModelError(f"cannot build a classifier of {config.model_type}: {error}") from None
+    except _CANNOT_BUILD as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = "it has none" if "Unrecognized configuration class" in lines[0] else lines[0]
+        raise ModelError(f"cannot build a classifier of {config.model_type}: {reason}") from None
     if is_flash(spec.attn_implementation):
         check_flash(model, spec.dtype, autocast=spec.autocast)
     if spec.lora is not None:
