@@ -98,7 +98,7 @@ def train_classifier(
     plan: Plan | None = None,
 ) -> RunResult:
     """Reads, trains, evaluates and saves; a run that fails early leaves nothing behind."""
-    from memfit.curves import followed
+    from memfit.following import followed
 
     if config.output_dir is None:
         raise OutputError(t("error.output.none"))

@@ -11,7 +11,8 @@ import torch
 from report_fixtures import Page
 from transformers import TrainerControl, TrainerState
 
-from memfit.curves import RecordRun, followed
+from memfit.curves import RecordRun
+from memfit.following import followed
 from memfit.errors import LossError
 from memfit.results import OutputClaim, RunSummary
 from memfit.runlog import FILE, read_log
