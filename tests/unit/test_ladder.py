@@ -296,3 +296,30 @@ def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
     assert found.baseline.epoch_seconds == 4.0
     assert said[-1].startswith("the ladder could not be written: Is a directory")
     assert json.loads((out / "ladder.json").read_text())["outcomes"][0]["status"] == OK
+
+
+def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = [
+        {"components": {}, "allocated_bytes": size, "reserved_bytes": size, "device_bytes": size,
+         "module": ""}
+        for size in (1000, 400, 600)
+    ]  # fmt: skip
+    base, small, large = (json.dumps({"status": OK, "predicted": one}) for one in peaks)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def climbed(plan: str, **options: Any) -> list[str]:
+        script = f"""case "$4" in *baseline*) echo '{base}';; *) echo '{plan}';; esac > "$4" """
+        monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
+        config = asked_run(
+            model=str(tmp_path / "model"), from_scratch=True, output_dir=str(tmp_path / "out")
+        )
+        some = asked(rungs=["plan"], fresh=True, **options)
+        return [one.rung.name for one in climb.climb(config, some, lambda _: None).outcomes]
+
+    assert climbed(small) == ["baseline", "plan-auto"]
+    assert climbed(large) == ["baseline", "plan-auto", "plan-half"]
+    asked_for = ["auto", "half"]
+    assert climbed(small, plan_budgets=asked_for) == ["baseline", "plan-auto", "plan-half"]

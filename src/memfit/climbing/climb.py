@@ -157,8 +157,20 @@ class _Climber:
             if name == BASELINE:
                 self._add_plans()
         for name, outcome in list(self.outcomes.items()):
-            if outcome.rung.kind == PLAN:
+            if outcome.rung.kind != PLAN:
+                continue
+            if self._is_unlimited_plan(outcome.rung):
+                del self.outcomes[name]
+            else:
                 self._measure(name)
+
+    def _is_unlimited_plan(self, rung: Rung) -> bool:
+        """The fastest plan of all fits this budget: it would be the same one again."""
+        fastest = self.outcomes.get(f"{PLAN}-{AUTO}")
+        if self._budgets() or fastest is None or fastest.predicted is None or rung.budget == AUTO:
+            return False
+        limit_bytes = parse_budget(rung.budget).bytes
+        return limit_bytes is not None and fastest.predicted.device_bytes <= limit_bytes
 
     @property
     def _count(self) -> int:
