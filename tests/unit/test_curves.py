@@ -12,8 +12,8 @@ from report_fixtures import Page
 from transformers import TrainerControl, TrainerState
 
 from memfit.curves import RecordRun
-from memfit.following import followed
 from memfit.errors import LossError
+from memfit.following import followed
 from memfit.results import OutputClaim, RunSummary
 from memfit.runlog import FILE, read_log
 
