@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def test_fifty_kills_at_random_moments_change_nothing(
     assert finished >= 5
     # Most of a run of such a small model is saving; without these the test would show little.
     assert in_a_save >= 5, in_a_save
+
+
+def test_a_kill_between_the_last_save_and_its_rotation_leaves_no_checkpoint_too_many(
+    clean: tuple[Path, float], tmp_path: Path
+) -> None:
+    expected, _ = clean
+    root = tmp_path / "killed"
+    shutil.copytree(expected, root)
+    last = root / "run" / f"checkpoint-{STEPS - 1}"
+    shutil.copytree(last, last.with_name(f"checkpoint-{STEPS - 2}"))
+    process = in_child(train, root)
+    process.join(600)
+    assert process.exitcode == 0, (root / "said.txt").read_text()
+    assert_same_run(root, expected)
 
 
 COMMAND_KILLS = 8

@@ -86,10 +86,13 @@ class SafeSaving(EffectiveLoading):
         if self.args.should_save:
             self._last_good = final
             self._damaged = tuple(item for item in self._damaged if item != final)
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            rotate(final.parent, limit, newest=final, best=best, damaged=self._damaged)
+            self._rotate(final)
         if self._push_due:
             super()._push_from_checkpoint(str(final))
+
+    def _rotate(self, newest: Path) -> None:
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        rotate(newest.parent, limit, newest=newest, best=best, damaged=self._damaged)
 
     def _write_beside(self, final: Path, model: nn.Module, trial: Any) -> None:
         """All the Trainer writes, and the manifest, in the place of what is unfinished."""
@@ -168,6 +171,10 @@ class SafeSaving(EffectiveLoading):
             best = self._last_good.with_name(f"checkpoint-{self.state.best_global_step}")
             found = best.is_dir() and not best.is_symlink()
             self.state.best_model_checkpoint = str(best) if found else None
+            # A process killed between its last save and the rotation after it left one too many,
+            # and where that was the last step no further save would see to it.
+            if self.args.should_save and self._last_good == newest_listed(self._last_good.parent):
+                self._rotate(self._last_good)
         return started
 
     def _load_best_model(self) -> None:
