@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from memfit.errors import TraceError
 from memfit.memory.components import Component
 from memfit.memory.counting import current
+from memfit.memory.fake_ops import run_directly
 from memfit.memory.operators import CudaKernels, supplied_operator
 from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
 
@@ -51,6 +52,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
     def __init__(self, kernels: CudaKernels | None = None) -> None:
         super().__init__()
         self._kernels = kernels
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -104,6 +106,8 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
                 out = torch.ones(()) if func is _RAND else func(*args, **kwargs)
             if not _too_large(out):
                 return out
+        if (out := run_directly(func, args, kwargs, self.mode)) is not None:
+            return out
         if func is _INDEX:
             with unset_fake_temporarily():
                 args = (args[0], _as_positions(args[1]))
@@ -146,7 +150,7 @@ def fake_trace(kernels: CudaKernels | None = None) -> Iterator[FakeTracker]:
     """Fake tensors and a tracker over them; with `kernels`, as a CUDA device would run."""
     tracker = FakeTracker(kernels)
     installed = contextlib.nullcontext() if kernels is None else kernels.installed()
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), installed, tracker:
+    with _quiet(), tracker.mode, installed, tracker:
         yield tracker
 
 
