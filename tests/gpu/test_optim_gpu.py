@@ -18,7 +18,7 @@ from memfit.optim import (
     kernels_torch,
 )
 from memfit.optim.backends import has_triton, pick_kernels
-from memfit.optim.layout import LowBitState, StepScalars, blocks_of, new_coded
+from memfit.optim.layout import Addition, LowBitState, StepScalars, blocks_of, new_coded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -134,7 +134,8 @@ def test_triton_adds_up_8_bit_gradients_as_torch_does() -> None:
     for keep in (0.0, 1.0, 1.0):
         for way, buffer, norm in zip((kernels_torch, kernels_triton), kept, norms, strict=True):
             flag = torch.tensor(keep, device="cuda")
-            way.accumulate(buffer, grad, keep=flag, key=scalars.key, stream=5, block=256, norm=norm)
+            how = Addition(flag, scalars.key, stream=5, block=256, norm=norm)
+            way.accumulate(buffer, grad, how)
     apart = (kept[0].codes.int() - kept[1].codes.int()).abs()
     assert int(apart.max()) <= 1
     assert float((apart > 0).float().mean()) < 1e-3

@@ -21,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memfit.optim import backends, formats, kernels_torch
-from memfit.optim.layout import CodedGradient, LowBitState, StepScalars, blocks_of, new_coded
+from memfit.optim.layout import (
+    Addition,
+    CodedGradient,
+    LowBitState,
+    StepScalars,
+    blocks_of,
+    new_coded,
+)
 
 KINDS = [
     (torch.bfloat16, True),
@@ -158,8 +165,8 @@ def test_a_shut_gate_leaves_everything_even_with_gradients_that_overflowed(
 def test_a_kept_8_bit_gradient_steps_like_its_decoded_self() -> None:
     scalars, grad = make_scalars(), make_grad(3000, torch.bfloat16)
     kept = new_coded(3000, 256, grad.device)
-    arguments = {"keep": torch.tensor(0.0), "key": scalars.key, "stream": 9, "block": 256}
-    kernels_torch.accumulate(kept, grad, **arguments, norm=torch.zeros(()))
+    how = Addition(torch.tensor(0.0), scalars.key, stream=9, block=256, norm=torch.zeros(()))
+    kernels_torch.accumulate(kept, grad, how)
     codes = torch.nn.functional.pad(kept.codes, (0, 72)).view(-1, 256)
     decoded = formats.decode_signed(codes, kept.scales.unsqueeze(1)).view(-1)[:3000]
     coded, plain = (make_state(3000, torch.bfloat16, True) for _ in range(2))
@@ -175,8 +182,8 @@ def test_kept_gradients_add_up_and_forget_an_overflow() -> None:
 
     def add(g: Tensor, keep: float, draw: int) -> None:
         key = torch.tensor(draw, dtype=torch.int32)
-        arguments: dict[str, Any] = {"key": key, "stream": 4, "block": 256, "norm": norm}
-        kernels_torch.accumulate(kept, g, keep=torch.tensor(keep), **arguments)
+        how = Addition(torch.tensor(keep), key, stream=4, block=256, norm=norm)
+        kernels_torch.accumulate(kept, g, how)
 
     overflow = grad.clone()
     overflow[3] = torch.inf
@@ -286,9 +293,8 @@ def interpreted_accumulation(kernels_triton: Any, scalars: StepScalars) -> None:
     ]
     for keep in (0.0, 1.0, 1.0):
         for way, kept, norm in ways:
-            way.accumulate(
-                kept, grad, keep=torch.tensor(keep), key=scalars.key, stream=5, block=256, norm=norm
-            )
+            how = Addition(torch.tensor(keep), scalars.key, stream=5, block=256, norm=norm)
+            way.accumulate(kept, grad, how)
     (_, one, norm), (_, other, other_norm) = ways
     print("kept", float((one.codes.int() - other.codes.int()).abs().max()))
     print("kept_norm", float((norm - other_norm).abs() / norm))

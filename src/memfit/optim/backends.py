@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit import traced
 from memfit.memory.counting import count_kernel
-from memfit.optim.layout import CodedGradient, Kernels, LowBitState, StepScalars
+from memfit.optim.layout import Addition, CodedGradient, Kernels, LowBitState, StepScalars, Work
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -53,28 +53,16 @@ class _TracedKernels:
         """One launch over the parameter and its state."""
         _count_update(state, grad, launches=1)
 
-    def update_many(
-        self, work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
-    ) -> None:
+    def update_many(self, work: Work, scalars: StepScalars) -> None:
         """One launch for all, with two small copies before it; in a graph one for each."""
         count_kernel(launches=3, captured=len(work))
         for state, grad in work:
             _count_update(state, grad, launches=0)
 
-    def accumulate(
-        self,
-        kept: CodedGradient,
-        grad: Tensor,
-        *,
-        keep: Tensor,
-        key: Tensor,
-        stream: int,
-        block: int,
-        norm: Tensor,
-    ) -> None:
+    def accumulate(self, kept: CodedGradient, grad: Tensor, how: Addition) -> None:
         """One partial norm a tile, as the Triton kernel keeps them."""
         count_kernel(kept.codes, kept.codes, kept.scales, kept.scales, grad)
-        torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=norm)
+        torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=how.norm)
 
 
 def _count_update(state: LowBitState, grad: Tensor | CodedGradient, *, launches: int) -> None:

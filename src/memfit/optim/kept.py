@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memfit.optim.backends import pick_kernels
-from memfit.optim.layout import CodedGradient, flat, new_coded
+from memfit.optim.layout import Addition, CodedGradient, flat, new_coded
 from memfit.optim.sinks import GradientSink
 
 _KEPT_STREAMS = 1 << 20
@@ -104,15 +104,14 @@ class KeptInt8(GradientSink):
         assert self._keep is not None
         self._due[p] = None
         optimizer = self.optimizer
-        pick_kernels(optimizer.backend, p).accumulate(
-            self._buffer(p),
-            grad,
+        how = Addition(
             keep=self._keep,
             key=optimizer.clock.key,
             stream=_KEPT_STREAMS + optimizer.stream_of(p),
             block=optimizer.block,
             norm=self._norm.slot(p),
         )
+        pick_kernels(optimizer.backend, p).accumulate(self._buffer(p), grad, how)
 
     def _settle(self) -> None:
         self._decide()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memfit import traced
 from memfit.optim import formats
-from memfit.optim.layout import CodedGradient, Hyper, LowBitState, StepScalars
+from memfit.optim.layout import Addition, CodedGradient, Hyper, LowBitState, StepScalars, one_by_one
 
 # About eleven fp32 temporaries live at once: 3 MiB on a CPU, where they should stay in
 # its cache, 12 MiB on a card, where launches cost more.
@@ -36,39 +36,25 @@ def update(
         )
 
 
-def update_many(
-    work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
-) -> None:
-    """One parameter after another."""
-    for state, grad in work:
-        update(state, grad, scalars)
+update_many = one_by_one(update)
 
 
-def accumulate(
-    kept: CodedGradient,
-    grad: Tensor,
-    *,
-    keep: Tensor,
-    key: Tensor,
-    stream: int,
-    block: int,
-    norm: Tensor,
-) -> None:
+def accumulate(kept: CodedGradient, grad: Tensor, how: Addition) -> None:
     """kept = keep * kept + grad, rounded stochastically; `norm` becomes the sum's 2-norm."""
-    key = formats.stream_key(key, stream)
+    key, block = formats.stream_key(how.key, how.stream), how.block
     squares = []
     for low, high in _chunks(grad.numel(), block, grad.device):
         codes, scales = kept.codes[low:high], kept.scales[low // block : -(-high // block)]
         # A scale that overflowed must not outlive its step: 0 * inf is not 0.
-        old = torch.where(keep != 0, scales, 0.0).unsqueeze(1)
-        total = formats.decode_signed(_blocked(codes, block), old).mul_(keep)
+        old = torch.where(how.keep != 0, scales, 0.0).unsqueeze(1)
+        total = formats.decode_signed(_blocked(codes, block), old).mul_(how.keep)
         total += _blocked(grad[low:high], block)
         squares.append(torch.linalg.vector_norm(total))
         random16, _ = formats.noise(key, low, total.numel())
         new, scale = formats.encode_signed(total, random16.view_as(total))
         codes.copy_(new.view(-1)[: high - low])
         scales.copy_(scale.view(-1))
-    torch.linalg.vector_norm(torch.stack(squares), out=norm)
+    torch.linalg.vector_norm(torch.stack(squares), out=how.norm)
 
 
 def _update_chunk(

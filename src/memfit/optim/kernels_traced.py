@@ -6,7 +6,7 @@ from torch import Tensor
 
 from memfit import traced
 from memfit.optim import kernels_torch
-from memfit.optim.layout import CodedGradient, LowBitState, StepScalars
+from memfit.optim.layout import Addition, CodedGradient, LowBitState, StepScalars, one_by_one
 
 
 def update(
@@ -19,32 +19,16 @@ def update(
     traced.alike(key, lambda: kernels_torch.update(state, first, scalars, start), chunks)
 
 
-def update_many(
-    work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
-) -> None:
-    """One parameter after another."""
-    for state, grad in work:
-        update(state, grad, scalars)
+update_many = one_by_one(update)
 
 
-def accumulate(
-    kept: CodedGradient,
-    grad: Tensor,
-    *,
-    keep: Tensor,
-    key: Tensor,
-    stream: int,
-    block: int,
-    norm: Tensor,
-) -> None:
+def accumulate(kept: CodedGradient, grad: Tensor, how: Addition) -> None:
     """The same of a gradient that is added up in 8 bits."""
-    first, chunks = _first_of(grad, block)
+    first, chunks = _first_of(grad, how.block)
     assert isinstance(first, Tensor)
 
     def run() -> None:
-        kernels_torch.accumulate(
-            kept, first, keep=keep, key=key, stream=stream, block=block, norm=norm
-        )
+        kernels_torch.accumulate(kept, first, how)
 
     traced.alike(("accumulate", first.numel(), first.dtype), run, chunks)
 

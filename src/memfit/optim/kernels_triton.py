@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memfit.optim import formats
-from memfit.optim.layout import CodedGradient, LowBitState, StepScalars
+from memfit.optim.layout import Addition, CodedGradient, LowBitState, StepScalars, Work
 from memfit.optim.triton_device import accumulate_kernel, update_one_kernel, update_table_kernel
 
 TILE = 1024
@@ -45,9 +45,7 @@ def update(
     )  # fmt: skip
 
 
-def update_many(
-    work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
-) -> None:
+def update_many(work: Work, scalars: StepScalars) -> None:
     """One launch for all parameters of one kind; one a parameter while a graph is captured.
 
     The table of pointers is copied from the host, which a captured graph cannot repeat.
@@ -84,7 +82,7 @@ def _fits_table(state: LowBitState, grad: Tensor | CodedGradient) -> bool:
 
 
 def _launch_table(
-    work: list[tuple[LowBitState, Tensor | CodedGradient]],
+    work: Work,
     scalars: StepScalars,
     weight: torch.dtype,
     grad: torch.dtype,
@@ -114,26 +112,17 @@ def _launch_table(
     )  # fmt: skip
 
 
-def accumulate(
-    kept: CodedGradient,
-    grad: Tensor,
-    *,
-    keep: Tensor,
-    key: Tensor,
-    stream: int,
-    block: int,
-    norm: Tensor,
-) -> None:
+def accumulate(kept: CodedGradient, grad: Tensor, how: Addition) -> None:
     """kept = keep * kept + grad, rounded stochastically; `norm` becomes the sum's 2-norm."""
     programs = -(-grad.numel() // TILE)
     # One partial a program and a second sum: atomics would add in another order each time.
     partial = torch.empty(programs, device=grad.device)
     accumulate_kernel[(programs,)](
-        kept.codes, kept.scales, grad, keep, key, partial,
-        grad.numel(), _stream_offset(stream),
-        BLOCK=block, TILE=TILE, enable_fp_fusion=False,
+        kept.codes, kept.scales, grad, how.keep, how.key, partial,
+        grad.numel(), _stream_offset(how.stream),
+        BLOCK=how.block, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
-    torch.linalg.vector_norm(partial, out=norm)
+    torch.linalg.vector_norm(partial, out=how.norm)
 
 
 def _correction(state: LowBitState) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,17 @@ class CodedGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Addition:
+    """How a gradient is added to one that is kept in 8 bits: kept = keep * kept + grad."""
+
+    keep: Tensor  # fp32 [], 0 or 1
+    key: Tensor  # int32 [], this step's noise
+    stream: int
+    block: int
+    norm: Tensor  # fp32 [], becomes the sum's 2-norm
+
+
+@dataclass(frozen=True, slots=True)
 class LowBitState:
     """One parameter and its state, all flat; `stream` numbers its noise, `row` its group."""
 
@@ -60,6 +72,10 @@ class LowBitState:
         return self.weight.numel()
 
 
+Work = list[tuple[LowBitState, Tensor | CodedGradient]]
+"""Whole parameters, each with its gradient."""
+
+
 class Kernels(Protocol):
     """One way of computing the update; all ways give the same codes up to rounding."""
 
@@ -68,23 +84,23 @@ class Kernels(Protocol):
     ) -> None:
         """AdamW in place on elements `start` to `start + grad.numel()`; `start` on a block."""
 
-    def update_many(
-        self, work: list[tuple[LowBitState, Tensor | CodedGradient]], scalars: StepScalars
-    ) -> None:
+    def update_many(self, work: Work, scalars: StepScalars) -> None:
         """The same on whole parameters, in as few launches as the way allows."""
 
-    def accumulate(
-        self,
-        kept: CodedGradient,
-        grad: Tensor,
-        *,
-        keep: Tensor,
-        key: Tensor,
-        stream: int,
-        block: int,
-        norm: Tensor,
-    ) -> None:
+    def accumulate(self, kept: CodedGradient, grad: Tensor, how: Addition) -> None:
         """kept = keep * kept + grad, rounded stochastically; `norm` becomes the sum's 2-norm."""
+
+
+def one_by_one(
+    update: Callable[[LowBitState, Tensor | CodedGradient, StepScalars], None],
+) -> Callable[[Work, StepScalars], None]:
+    """The `update_many` of a way that gains nothing from having several at once."""
+
+    def update_many(work: Work, scalars: StepScalars) -> None:
+        for state, grad in work:
+            update(state, grad, scalars)
+
+    return update_many
 
 
 def blocks_of(numel: int, block: int) -> int:
