@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memfit.packing import can_pack, packed, weighted_loss
 from memfit.packing.attention import choose_kernel
-from memfit.packing.kernels import efficient, flash, repadded
+from memfit.packing.kernels import Packed, efficient, flash, repadded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 
@@ -75,7 +75,7 @@ def test_kernels_equal_the_reference_with_their_gradients(
     leaves = qkv(dtype)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     expected = reference(*exact, 0.125, reach)
-    output = KERNELS[kernel](*leaves, cu_seqlens(), 128, 0.0, 0.125, reach)
+    output = KERNELS[kernel](*leaves, Packed(cu_seqlens(), 128, 0.0, 0.125, reach))
     assert output.dtype == dtype
     tolerance = TOLERANCE[dtype]
     assert _error(output, expected) <= tolerance
@@ -104,7 +104,7 @@ def test_dropout_drops_its_share_and_scales_the_rest(kernel: str, dtype: torch.d
     cu = cu_seqlens((length, length))
 
     def weights(dropout: float) -> Tensor:
-        return KERNELS[kernel](q, k, v, cu, length, dropout, 0.02, None).float()
+        return KERNELS[kernel](q, k, v, Packed(cu, length, dropout, 0.02)).float()
 
     exact, kept = weights(0.0), weights(p)
     dropped = float((kept == 0).float().mean())
@@ -126,9 +126,9 @@ def test_the_backward_pass_uses_the_draw_of_the_forward_pass(
     """Attention is linear in v: <d sum(out * g) / dv, v> is sum(out * g) of the same draw."""
     q, k, v = qkv(dtype)
     torch.manual_seed(3)
-    output = KERNELS[kernel](q, k, v, cu_seqlens(), 128, 0.5, 0.125, None)
+    output = KERNELS[kernel](q, k, v, Packed(cu_seqlens(), 128, 0.5, 0.125))
     torch.manual_seed(3)
-    again = KERNELS[kernel](q, k, v, cu_seqlens(), 128, 0.5, 0.125, None)
+    again = KERNELS[kernel](q, k, v, Packed(cu_seqlens(), 128, 0.5, 0.125))
     assert torch.equal(output, again)
     direction = output.detach()
     (gradient,) = torch.autograd.grad(output, v, direction)

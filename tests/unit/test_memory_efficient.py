@@ -7,7 +7,7 @@ import torch
 
 from memfit.memory.fake import fake_trace
 from memfit.memory.operators import CudaKernels
-from memfit.packing.kernels import efficient
+from memfit.packing.kernels import Packed, efficient
 
 TOKENS, HEADS, WIDTH, LONGEST = 300, 4, 64, 100
 
@@ -21,7 +21,7 @@ def test_its_backward_gives_gradients_and_takes_the_buffers_of_the_kernel(
             torch.zeros(TOKENS, HEADS, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)
         )
         limits = torch.tensor([0, 100, 200, 300], dtype=torch.int32)
-        output = efficient(q, k, v, limits, LONGEST, 0.0, None, None)
+        output = efficient(q, k, v, Packed(limits, LONGEST))
         before = len(tracker.events())
         output.backward(torch.zeros_like(output))
         assert q.grad is not None

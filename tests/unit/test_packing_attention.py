@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.packing.attention import choose_kernel, count_packed_calls, packed_attention
-from memfit.packing.kernels import repadded
+from memfit.packing.kernels import Packed, repadded
 
 LENGTHS = (4, 0, 9, 1, 6)
 CU_SEQLENS = torch.tensor([0, 4, 4, 13, 14, 20], dtype=torch.int32)
@@ -35,7 +35,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scaling: float, reach: int | None
 def test_texts_attend_to_themselves_within_the_window(reach: int | None) -> None:
     q, k, v = qkv()
     expected = reference(q, k, v, 0.3, reach)
-    output = repadded(q, k, v, CU_SEQLENS, 9, 0.0, 0.3, reach)
+    output = repadded(q, k, v, Packed(CU_SEQLENS, 9, 0.0, 0.3, reach))
     assert torch.allclose(output, expected, atol=1e-6)
     direction = torch.randn_like(output)
     gradients = torch.autograd.grad(output, (q, k, v), direction)
@@ -54,7 +54,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     cu = torch.tensor([0, length], dtype=torch.int32)
 
     def weights(dropout: float) -> Tensor:
-        return repadded(q, k, v, cu, length, dropout, 0.05, None)
+        return repadded(q, k, v, Packed(cu, length, dropout, 0.05))
 
     kept, exact = weights(p), weights(0.0)
     draws = exact.numel()
@@ -69,7 +69,7 @@ def test_dropout_is_the_seeds_and_its_gradient_is_of_the_same_draw() -> None:
 
     def draw(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return repadded(q, k, v, CU_SEQLENS, 9, 0.4, 0.3, None)
+        return repadded(q, k, v, Packed(CU_SEQLENS, 9, 0.4, 0.3))
 
     assert torch.equal(draw(3), draw(3))
     assert not torch.equal(draw(3), draw(4))

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memfit import traced
-from memfit.packing.kernels import efficient, flash, repadded
+from memfit.packing.kernels import Packed, efficient, flash, repadded
 
 IMPLEMENTATION = "memfit_packed"
 STOCK_ATTRIBUTE = "_memfit_stock_attention"
@@ -70,11 +70,11 @@ def packed_attention(
     if reach is not None and reach >= longest - 1:
         reach = None
     kernel = choose_kernel(q, reach, dropout)
-    output = kernel(q, k, v, cu_seq_lens_q, longest, dropout, scaling, reach)
+    output = kernel(q, k, v, Packed(cu_seq_lens_q, longest, dropout, scaling, reach))
     return output.unsqueeze(0), None
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float | None, int | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 
 
 def choose_kernel(query: Tensor, reach: int | None, dropout: float = 0.0) -> Kernel:
