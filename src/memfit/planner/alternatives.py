@@ -16,7 +16,7 @@ from memfit.memory.depth import with_layers
 from memfit.planner.explain import gb, step_time
 from memfit.planner.plan import Decision
 from memfit.planner.space import ALLOWABLE, Asked, candidates
-from memfit.planner.values import Price, Pricer
+from memfit.planner.values import Candidate, Price, Pricer
 from memfit.strategies import Fidelity
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ _FASTER = 0.9
 _FAMILY = ((12, 768, 12), (6, 768, 12), (3, 768, 12))
 """Layers, width and heads of the smaller models people have: base, and what is cut from it."""
 _USES = {
-    "optimizer": ("small_state_optimizer", "gradient_release"),
+    "optimizer": ("gradient_release", "small_state_optimizer"),
     "lora": ("lora",),
-    "freeze": ("freezing", "frozen_features"),
+    "freeze": ("freezing",),
     "truncate": ("truncation",),
 }
 
@@ -128,14 +128,21 @@ def reaches(asked: Asked, pricer: Pricer, budget_bytes: int) -> Iterator[Reach]:
         if name in asked.allow:
             continue
         wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})
-        ways = [
-            one for one in candidates(wider, having=_USES[name]) if one.fidelity > Fidelity.ROUNDING
-        ]
+        ways = _ways(wider, _USES[name])
         prices = [pricer.quick(one) for one in ways if not tier_of(one)]
         if _fastest(prices, budget_bytes) is None:
             prices = [pricer.quick(one) for one in ways]
         if prices:
             yield Reach(name, _smallest(prices), _fastest(prices, budget_bytes))
+
+
+def _ways(asked: Asked, strategies: Sequence[str]) -> list[Candidate]:
+    """By the first of these that anything can be done with: they are alternatives."""
+    for name in strategies:
+        found = candidates(asked, having=(name,))
+        if ways := [one for one in found if one.fidelity > Fidelity.ROUNDING]:
+            return ways
+    return []
 
 
 def more_budget(prices: Sequence[Price], chosen: Price) -> More | None:
@@ -157,6 +164,7 @@ def smaller_models(asked: Asked, pricer: Pricer, budget_bytes: int) -> Iterator[
     from memfit.planner.search import price_all
 
     text: Any = asked.workload.config.get_text_config()
+    other = pricer
     own = text.num_hidden_layers * text.hidden_size**2
     for layers, width, heads in _FAMILY:
         if layers > text.num_hidden_layers or layers * width**2 >= own:
@@ -164,7 +172,7 @@ def smaller_models(asked: Asked, pricer: Pricer, budget_bytes: int) -> Iterator[
         workload = dataclasses.replace(
             asked.workload, config=_shaped(asked.workload.config, layers, width, heads)
         )
-        other = pricer.of(workload)
+        other = other.of(workload)
         narrower = dataclasses.replace(asked, workload=workload, judge=other.problem, left_out={})
         prices = price_all(narrower, other, budget_bytes, sys.maxsize)
         best = _fastest(prices, budget_bytes) or _smallest(prices)

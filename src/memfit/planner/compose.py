@@ -15,6 +15,7 @@ from typing import Any
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.counts import StepCounts
+from memfit.memory.depth import with_layers
 from memfit.memory.phases import TRAINING
 from memfit.memory.segments import Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
@@ -24,7 +25,7 @@ from memfit.planner.counted import Counted, Counts, accumulated, counts_of, repl
 from memfit.planner.shallow import Family, Policy, Static, Strategies, Tracing, Updating
 from memfit.planner.space import batches_of
 from memfit.planner.split import Split, split_up
-from memfit.planner.timing import speeds_of, step_seconds
+from memfit.planner.timing import UPDATE_SHARE, speeds_of, step_seconds
 from memfit.planner.trace import price_memory, unavailable_reason
 from memfit.planner.trace_batch import graph_count
 from memfit.planner.trace_price import Priced, context_bytes
@@ -33,11 +34,15 @@ from memfit.runtime.batching import MicroBatching
 from memfit.runtime.graphs import TokenBuckets
 from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW
 
+_CHOOSING = ("lora", "freezing")
+"""What chooses which weights learn, and leaves the layers as they are."""
 _TENSORS_A_LAYER = 16
 _LAUNCHED_REST_BYTES = 40_000_000
 """What the launched step before the first graph leaves in segments that are partly in use."""
 _TWICE = 1.6
 """All but the update comes twice."""
+_BUT_FOR_UPDATE = 0.8
+"""Of a step that updates on the card, what is left at least where the host does it."""
 _WEIGHTS_COST = 1.02
 """Layers' weights cross the bus twice in every micro-batch."""
 _GAP_PARTS = (1, 2, 4)
@@ -47,14 +52,21 @@ _GAP_PARTS = (1, 2, 4)
 class TracedPricer:
     """Prices for one task on one card; None is the CPU."""
 
-    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        card: DeviceProfile | None,
+        *,
+        like: TracedPricer | None = None,
+    ) -> None:
         self.workload, self.card = workload, card
         text: Any = workload.config.get_text_config()
         self._depth = int(text.num_hidden_layers) * int(getattr(text, "inner_group_num", 1))
-        self._tracing = Tracing(workload, card)
         self._split = cache(lambda strategies: split_up(strategies, self._depth))
-        self._family = cache(self._make_family)
-        self._updating = cache(self._make_updating)
+        # Layers are traced a few at a time: a model with more or fewer of the same has the same.
+        self._tracing = Tracing(workload, card) if like is None else like._tracing
+        self._family = cache(self._make_family) if like is None else like._family
+        self._updating = cache(self._make_updating) if like is None else like._updating
         self._policy = cache(self._make_policy)
         self._static = cache(self._make_static)
         self._walk = cache(self._make_walk)
@@ -66,8 +78,11 @@ class TracedPricer:
         self._problem = cache(self._find_problem)
 
     def of(self, workload: Workload) -> TracedPricer:
-        """The same for another task."""
-        return TracedPricer(workload, self.card)
+        """The same for another task; of one with the same layers nothing is traced again."""
+        mine, other = (with_layers(one.config, 1) for one in (self.workload, workload))
+        alike = dataclasses.replace(workload, config=self.workload.config) == self.workload
+        alike = alike and mine.to_dict() == other.to_dict()
+        return TracedPricer(workload, self.card, like=self if alike else None)
 
     def problem(self, strategies: Strategies) -> str:
         """Why these cannot be used for the task on the card; empty where they can."""
@@ -95,6 +110,7 @@ class TracedPricer:
             )
             return min(found, default=math.inf)  # of a kind that was slow enough to be left out
 
+        host = learning / (speeds.host_parameters_per_second * UPDATE_SHARE)
         bus = 4 * learning / speeds.bus_bytes_per_second
         least = {
             "checkpointing": lambda: fastest(),
@@ -103,7 +119,8 @@ class TracedPricer:
             "host": lambda: max(bus, self._launched(prices)),
             "activation_offload": lambda: self._launched(prices),
             "recomputed_and_offloaded": lambda: fastest("checkpointing"),
-            "optimizer_offload": lambda: learning / speeds.host_parameters_per_second,
+            # The host begins when the last gradient has come.
+            "optimizer_offload": lambda: host + _BUT_FOR_UPDATE * self._launched(prices),
             "hosted_weights": lambda: _WEIGHTS_COST * fastest("optimizer_offload"),
         }
         return least[kind]()
@@ -139,7 +156,13 @@ class TracedPricer:
     # ------------------------------------------------------------------------ the parts
 
     def _make_family(self, family: Strategies, reference: Strategies) -> Family:
-        return Family(self._tracing, family, reference)
+        rest = tuple(one for one in family if one.name not in _CHOOSING)
+        names = {one.name for one in family}
+        if len(rest) == len(family) or "frozen_features" in names:
+            return Family(self._tracing, family, reference)
+        dtype = next((d for one in reference if (d := getattr(one, "dtype", None))), None)
+        pattern = self._family(rest, self._usual_reference(dtype, reference))
+        return Family(self._tracing, family, reference, pattern)
 
     def _family_of(self, split: Split) -> Family:
         return self._family(split.family, self._reference(split))
@@ -148,10 +171,16 @@ class TracedPricer:
         """The way of updating a family's layers are traced with."""
         dtype = next((d for one in split.updating if (d := getattr(one, "dtype", None))), None)
         hosted = any(getattr(one, "weights", False) for one in split.updating)
-        if dtype is None or hosted:
-            return split.updating if hosted else ()
+        if hosted or (dtype and any(one.name in _CHOOSING for one in split.family)):
+            return split.updating
+        return self._usual_reference(dtype, split.updating)
+
+    def _usual_reference(self, dtype: Any, updating: Strategies) -> Strategies:
+        """Gradients in eight bits, where weights are of few; what is stored in full as it is."""
+        if dtype is None:
+            return ()
         low_bit = (LowBitAdamW(dtype=dtype), GradientRelease("kept8"))
-        return split.updating if self.problem(low_bit) else low_bit
+        return updating if self.problem(low_bit) else low_bit
 
     def _make_updating(self, family: Strategies, updating: Strategies) -> Updating:
         split = Split(family, updating, (), 0, None, False, 1, False, False)

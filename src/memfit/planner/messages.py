@@ -89,7 +89,7 @@ _USED: dict[str, dict[Language, str]] = {
         "en": "weights are updated inside backward and clipped at {norm} by a norm predicted from "
         "earlier steps: saves {saved}, another update rule, as you allowed",
         "zh": "在反向传播中更新权重，按之前步骤预测的范数在 {norm} 处裁剪：省 {saved}；"
-        "这是您允许的另一种更新规则",
+        "这是你允许的另一种更新规则",
     },
     "optimizer_offload": {
         "en": "AdamW runs on the CPU with its state in host memory, {host} there: saves {saved}, "
@@ -104,15 +104,15 @@ _USED: dict[str, dict[Language, str]] = {
     },
     "small_state_optimizer": {
         "en": "{rule} instead of AdamW, as you allowed: its state is nearly nothing",
-        "zh": "按您的允许用 {rule} 代替 AdamW：优化器状态几乎为零",
+        "zh": "按你的允许用 {rule} 代替 AdamW：优化器状态几乎为零",
     },
     "lora": {
         "en": "only LoRA adapters of rank {rank} and the head learn, as you allowed",
-        "zh": "按您的允许，只训练秩为 {rank} 的 LoRA 适配器和分类头",
+        "zh": "按你的允许，只训练秩为 {rank} 的 LoRA 适配器和分类头",
     },
     "freezing": {
         "en": "frozen, as you allowed: {what}",
-        "zh": "按您的允许冻结：{what}",
+        "zh": "按你的允许冻结：{what}",
     },
     "frozen_features": {
         "en": "the frozen encoder runs once over all texts, every epoch trains the head alone",
@@ -121,7 +121,7 @@ _USED: dict[str, dict[Language, str]] = {
     "truncation": {
         "en": "texts are cut at {tokens} tokens, as you allowed: {share} of the rows lose their "
         "end",
-        "zh": "按您的允许把文本截到 {tokens} 个词元：{share} 的样本被截短",
+        "zh": "按你的允许把文本截到 {tokens} 个词元：{share} 的样本被截短",
     },
     "micro.whole": {
         "en": "the whole effective batch of {rows} rows runs at once: {tokens} tokens at most, "
@@ -147,31 +147,31 @@ _USED: dict[str, dict[Language, str]] = {
 _KEPT: dict[str, dict[Language, str]] = {
     "yours.checkpointing": {
         "en": "gradient_checkpointing is yours and stays: every layer is recomputed",
-        "zh": "保留您设置的 gradient_checkpointing：每层都重算",
+        "zh": "保留你设置的 gradient_checkpointing：每层都重算",
     },
     "yours.precision": {
         "en": "{name} is yours and stays",
-        "zh": "保留您设置的 {name}",
+        "zh": "保留你设置的 {name}",
     },
     "yours.optim": {
         "en": "the optimizer {name} is yours and stays",
-        "zh": "保留您选择的优化器 {name}",
+        "zh": "保留你选择的优化器 {name}",
     },
     "yours.compile": {
         "en": "torch_compile is yours and stays; it wants the same shapes in every step",
-        "zh": "保留您设置的 torch_compile；它要求每步形状相同",
+        "zh": "保留你设置的 torch_compile；它要求每步形状相同",
     },
     "yours.freeze": {
         "en": "frozen by you: {what}",
-        "zh": "由您冻结：{what}",
+        "zh": "由你冻结：{what}",
     },
     "yours.lora": {
         "en": "your LoRA adapters of rank {rank} stay",
-        "zh": "保留您的秩 {rank} LoRA 适配器",
+        "zh": "保留你的秩 {rank} LoRA 适配器",
     },
     "yours.loss": {
         "en": "your own loss is computed as it is",
-        "zh": "按原样计算您自己的损失",
+        "zh": "按原样计算你自己的损失",
     },
 }
 

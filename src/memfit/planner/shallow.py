@@ -4,8 +4,9 @@
     Policy     what becomes of a layer's activations: kept, recomputed, its MLP half, offloaded
     Updating   how weights are stored and stepped, and where gradients wait for the update
 
-A family is traced at two depths and two numbers of tokens, each policy once, each way of
-updating at two depths. Nothing here depends on the budget.
+A family is traced at two depths and two numbers of tokens, one that only learns less than another
+grows with the tokens as that one does; each policy is traced once, each way of updating at two
+depths. Nothing here depends on the budget.
 """
 
 from __future__ import annotations
@@ -259,16 +260,27 @@ def _crosses_the_bus(strategy: Strategy) -> bool:
 class Family:
     """The layers' own events and counts, with plain activations."""
 
-    def __init__(self, tracing: Tracing, strategies: Strategies, reference: Strategies) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        strategies: Strategies,
+        reference: Strategies,
+        pattern: Family | None = None,
+    ) -> None:
         self._tracing, self.strategies = tracing, strategies
-        self.reference = reference
+        self.reference, self._pattern = reference, pattern
         hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
         self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
         self.packed = any(one.name == "packing" for one in strategies)
         self.tokens = tracing.tokens
-        self.growth = Growth.between(
-            self.traced(self.layers - 1).segments, self._fewer.segments, self.tokens
-        )
+
+    @cached_property
+    def growth(self) -> Growth:
+        """How the sizes of its blocks depend on the tokens."""
+        if self._pattern is not None:
+            return self._pattern.growth
+        shallow = self.traced(self.layers - 1).segments
+        return Growth.between(shallow, self._fewer.segments, self.tokens)
 
     def traced(self, layers: int) -> StepTrace:
         """The plain step of so many layers, with the reference's way of updating."""
@@ -332,6 +344,8 @@ class Family:
     def layer(self) -> Counted:
         """What one more layer does in a micro-batch, but for attention's arithmetic."""
         first = self._micro(self.traced(self.layers)) - self._micro(self.traced(self.layers - 1))
+        if self._pattern is not None:
+            return self._pattern.layer.like(first, self.tokens[0])
         second = self._micro(self._fewer_deeper) - self._micro(self._fewer)
         return Counted.through(first, second, self.tokens)
 
@@ -348,9 +362,11 @@ class Family:
     @cached_property
     def outside(self) -> Counted:
         """The same of what is not in a layer."""
-        line = Counted.through(
-            self._micro(self.traced(self.layers - 1)), self._micro(self._fewer), self.tokens
-        )
+        shallow = self._micro(self.traced(self.layers - 1))
+        if self._pattern is not None:
+            rest = shallow - self.layer.at(1, self.tokens[0]) * (self.layers - 1)
+            return self._pattern.outside.like(rest, self.tokens[0])
+        line = Counted.through(shallow, self._micro(self._fewer), self.tokens)
         return line + self.layer * (1 - self.layers)
 
     @cached_property

@@ -40,6 +40,8 @@ from memfit.planner.trace_setup import autocast_dtype, build_model, full_config
 from memfit.planner.values import Candidate, Workload
 from memfit.strategies import Strategy, ordered
 
+_ENOUGH_LAYERS = 4
+"""More than one period of the models whose layers alternate."""
 _KEPT_TASKS = 4
 _KEPT_TRACES = 512
 _BESIDE = ("activation_offload", "optimizer_offload")
@@ -116,7 +118,7 @@ def unavailable_reason(
 ) -> str:
     """Why these cannot be used together for this task on this card; empty where they can.
 
-    Each is asked after those that come before it were applied, to a model of two layers.
+    Each is asked after those that come before it were applied, to a model of a few layers.
     """
     chosen = [strategies] if isinstance(strategies, Strategy) else list(strategies)
     return _tracer(workload, card).reason(chosen)
@@ -219,7 +221,16 @@ class _Tracer:
             chosen = ordered(strategies)
         except ConfigError as error:
             return str(error)
-        return first_objection(self.workload, self.card, self._config, chosen)
+        layers = self._enough_layers(chosen)
+        return first_objection(self.workload, self.card, self._config_of(layers), chosen)
+
+    def _enough_layers(self, strategies: Sequence[Strategy]) -> int | None:
+        """How many have one of each kind; None is all, where somebody counts them."""
+        counted = [getattr(one, "layers", None) or getattr(one, "what", "") for one in strategies]
+        counted.append(self.workload.freeze)
+        if not self._is_cut or any(str(one).isdecimal() for one in counted):
+            return None
+        return min(_ENOUGH_LAYERS, len(self._layers))
 
 
 def _has_flash(candidate: Candidate, workload: Workload, card: DeviceProfile | None) -> bool:
