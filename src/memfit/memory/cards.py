@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
 from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.messages import t
 from memfit.units import GIB, MIB
 
 # What a name may carry without changing the card it means.
@@ -99,7 +99,7 @@ def find_card(name: str) -> DeviceProfile:
     fewest = min(len(words) for words in fits.values())
     closest = [card for card, words in fits.items() if len(words) == fewest]
     if len(closest) > 1:
-        raise ConfigError(f"{name!r} may be {_either(closest)}; write which one")
+        raise ConfigError(t("input.card.several", name=repr(name), cards=" / ".join(closest)))
     return _profile(closest[0])
 
 
@@ -216,9 +216,4 @@ def _unknown(name: str) -> str:
     near = suggestion(words, plain)
     for key, card in plain.items():
         near = near.replace(repr(key), repr(card))
-    return f"no card {name!r} is known.{near} Known are: {', '.join(_table())}"
-
-
-def _either(cards: Iterable[str]) -> str:
-    *first, last = cards
-    return f"{', '.join(first)} or {last}"
+    return t("input.card.unknown", name=repr(name), hint=near, known=", ".join(_table()))

@@ -8,7 +8,7 @@ asked at once; all others go the usual way.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
@@ -46,10 +46,12 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     several = func in _SEVERAL
     if not several and func not in _FOLLOWS:
         return None
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     device = getattr(args[0], "fake_device", None)
-    if any(not _is_ours(one, mode) or one.fake_device != device for one in tensors):
-        return None
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and not (
+            _is_ours(arg, mode) and arg.fake_device == device
+        ):
+            return None
     with in_kernel_invocation_manager(mode):
         out = func(*args, **kwargs)
     if several:
@@ -70,5 +72,5 @@ def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: A
     return FakeTensor(mode, out, device or torch.device("cpu"))
 
 
-def _is_ours(tensor: torch.Tensor, mode: Any) -> bool:
+def _is_ours(tensor: Any, mode: Any) -> TypeGuard[FakeTensor]:
     return type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None

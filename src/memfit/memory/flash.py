@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfit.errors import ModelError
+from memfit.messages import t
 
 # Without "flash" in it: transformers would look for the package by that.
 FLASH_NAME = "memfit_unpadded"
@@ -44,9 +45,9 @@ def flash_attention() -> Iterator[None]:
 def check_flash(model: Any, dtype: str, *, autocast: bool) -> None:
     """What transformers checks before it uses the package."""
     if not getattr(model, "_supports_flash_attn", False):
-        raise ModelError(f"{type(model).__name__} does not support flash attention; try sdpa")
+        raise ModelError(t("input.flash.none", model=type(model).__name__))
     if dtype == "float32" and not autocast:
-        raise ModelError("flash attention computes in half precision only; add bf16 or fp16")
+        raise ModelError(t("input.flash.half"))
 
 
 def _forward(

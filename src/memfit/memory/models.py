@@ -12,6 +12,7 @@ import torch
 from memfit.errors import ModelError
 from memfit.memory.flash import FLASH_NAME, check_flash, is_flash
 from memfit.memory.spec import StepSpec
+from memfit.messages import t
 from memfit.parts import add_lora, freeze
 
 
@@ -64,8 +65,12 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
             model = auto.from_config(config, **options)
     except _CANNOT_BUILD as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = "it has none" if "Unrecognized configuration class" in lines[0] else lines[0]
-        raise ModelError(f"cannot build a classifier of {config.model_type}: {reason}") from None
+        none = "Unrecognized configuration class" in lines[0]
+        said = {
+            "kind": config.model_type,
+            "reason": t("input.model.built.none") if none else lines[0],
+        }
+        raise ModelError(t("input.model.built", **said)) from None
     if is_flash(spec.attn_implementation):
         check_flash(model, spec.dtype, autocast=spec.autocast)
     if spec.lora is not None:

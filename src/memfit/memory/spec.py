@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure_bf16", "pure_fp16")
 """`bf16` and `fp16` are autocast over fp32 weights; `pure_*` load the weights in that type."""
@@ -70,7 +71,7 @@ class StepSpec:
         _known("problem_type", self.problem_type, PROBLEM_TYPES)
         for name, words in _AT_LEAST_ONE.items():
             if getattr(self, name) < 1:
-                raise ConfigError(f"{words} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(t("input.spec.least", what=words, value=getattr(self, name)))
         if self.lora is not None and self.freeze is not None:
             raise ConfigError(
                 "--lora freezes all but its adapters and the head already; leave --freeze out"

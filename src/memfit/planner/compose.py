@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,10 @@ _GAP_PARTS = (1, 2, 4)
 
 class TracedPricer:
     """Prices for one task on one card; None is the CPU."""
+
+    _tracing: Tracing
+    _family: Callable[[Strategies, Strategies], Family]
+    _updating: Callable[[Strategies, Strategies], Updating]
 
     def __init__(
         self,
