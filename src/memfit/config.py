@@ -70,11 +70,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_choice("task", self.task, TASKS)
-        _check_path("the data file", self.path)
+        _check_path(t("input.path.data"), self.path)
         _check_path("--validation-file", self.validation_file)
         check_seed("--seed", self.seed)
         if self.max_length > _LONGEST_TEXT:
-            raise ConfigError(f"--max-length is {self.max_length}; write {_LONGEST_TEXT} or less")
+            said = {"flag": "--max-length", "value": self.max_length, "most": _LONGEST_TEXT}
+            raise ConfigError(t("input.most", **said))
         if not 0 < self.validation_split < 1:
             raise ConfigError(t("error.split", share=self.validation_split))
         if self.max_length < 2:
@@ -357,9 +358,9 @@ def _check_path(what: str, path: str | None) -> None:
     if path is None:
         return
     if not path.strip() or "\0" in path:
-        raise ConfigError(f"{what} is {path!r}, which is no name; write a path")
+        raise ConfigError(t("input.path.empty", what=what, path=repr(path)))
     if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in path.split("/")):
-        raise ConfigError(f"{what} begins with {path[:40]!r} and is too long a name; check it")
+        raise ConfigError(t("input.path.long", what=what, path=repr(path[:40])))
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

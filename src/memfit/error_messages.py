@@ -18,7 +18,7 @@ _GENERAL: Mapping[str, Mapping[str, str]] = {
         "en": "{hours} h {minutes:02d} min",
         "zh": "{hours} 小时 {minutes:02d} 分",
     },
-    "nearest": {"en": " Did you mean {name}?", "zh": "您是不是要写 {name}？"},
+    "nearest": {"en": " Did you mean {name}?", "zh": "你是不是要写 {name}？"},
     "stopped.nothing": {
         "en": "{what}; no checkpoint had been written",
         "zh": "{what}；还没有写过检查点",
@@ -45,7 +45,7 @@ _GENERAL: Mapping[str, Mapping[str, str]] = {
     },
     "budget.nothing": {
         "en": "a budget of {text} leaves no memory; write a size such as 4GB",
-        "zh": "预算 {text} 没有留下任何内存；请写一个大小，例如 4GB",
+        "zh": "预算 {text} 没有留下任何显存；请写一个大小，例如 4GB",
     },
 }
 
@@ -169,7 +169,7 @@ _MODELS: Mapping[str, Mapping[str, str]] = {
     },
     "model.folder.near": {
         "en": "there is no model folder {model}; did you mean {similar}?",
-        "zh": "没有模型文件夹 {model}；您是不是要写 {similar}？",
+        "zh": "没有模型文件夹 {model}；你是不是要写 {similar}？",
     },
     "model.adapter": {
         "en": "the folder {folder} holds a LoRA adapter only; merge it into its model first",
@@ -249,7 +249,7 @@ _MODELS: Mapping[str, Mapping[str, str]] = {
     },
     "model.hub.none": {
         "en": "has none, or does not let you read it",
-        "zh": "上没有它，或不允许您读取",
+        "zh": "上没有它，或不允许你读取",
     },
     "model.load": {
         "en": "cannot load the model of {model}: {reason}",

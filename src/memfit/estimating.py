@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memfit._compat import modernize
 from memfit.config import ModelConfig
 from memfit.data.values import LabelSpace
 from memfit.errors import ConfigError, nearest
 from memfit.memory.components import Component, MemoryPeak
+from memfit.messages import t
 from memfit.settings import DEFAULTS
 from memfit.training_fields import SHORT_NAMES, training_fields
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.estimate import MemoryEstimate
     from memfit.memory.spec import StepSpec
+
+Verdict = Literal["fits", "barely", "over"]
 
 DEFAULT_GPU = "H200 141GB"
 """Assumed where there is no GPU and none is named: the card whose context was measured."""
@@ -76,15 +79,15 @@ def _sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for key, value in fields.items():
         if key not in training_fields():
             known = [*own_names, *SHORT_NAMES, *training_fields()]
-            raise ConfigError(f"unknown option {key!r}.{nearest(key, known)}")
+            raise ConfigError(t("error.option.unknown", key=repr(key), hint=nearest(key, known)))
         if key in _NOT_PRICED and value:
-            raise ConfigError(f"{key} changes the memory of a step in ways that are not priced yet")
+            raise ConfigError(t("input.unpriced", name=key))
     return fields, own
 
 
 def _problem_type(task: str) -> str:
     if task not in ("single_label", "multi_label", "regression"):
-        raise ConfigError(f"task is {task!r}; it is one of single_label, multi_label, regression")
+        raise ConfigError(t("input.task", task=repr(task)))
     return LabelSpace(task, ()).problem_type
 
 
@@ -92,13 +95,10 @@ def _precision(dtype: str | None, given: Mapping[str, Any]) -> str:
     """Autocast by --bf16 or --fp16; --dtype loads the weights themselves in half precision."""
     autocast = [name for name in ("bf16", "fp16") if given.get(name)]
     if len(autocast) > 1:
-        raise ConfigError("--bf16 and --fp16 exclude each other; choose one")
+        raise ConfigError(t("input.halves"))
     pure = {"bfloat16": "pure_bf16", "float16": "pure_fp16"}.get(dtype or "")
     if autocast and pure:
-        raise ConfigError(
-            f"--{autocast[0]} computes in half precision over float32 weights and --dtype {dtype} "
-            "has none; choose one"
-        )
+        raise ConfigError(t("input.half.dtype", name=autocast[0], dtype=dtype))
     return pure or (autocast[0] if autocast else "fp32")
 
 
@@ -117,10 +117,8 @@ def _check_length(spec: StepSpec, name: str) -> None:
     )
     limit = position_limit(build_on_meta(plain, model_config(plain)))
     if limit is not None and spec.length > limit:
-        raise ConfigError(
-            f"max_length {spec.length} is beyond the {limit} positions of {name}; "
-            f"write --max-length {limit} or less"
-        )
+        said = {"length": spec.length, "limit": limit, "model": name}
+        raise ConfigError(t("error.model.positions", **said))
 
 
 def device_for(gpu: str | DeviceProfile | None) -> DeviceProfile | None:
@@ -173,15 +171,10 @@ def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]
         )
         stored = str(getattr(load_config(model), "dtype", None)).removeprefix("torch.")
         if stored in ("bfloat16", "float16"):
-            found.append(
-                f"the checkpoint is {stored} and transformers loads it so: "
-                f"add --dtype {stored} to price that"
-            )
+            found.append(t("input.note.dtype", dtype=stored))
     if device is not None and not device.has_bf16 and (bf16 or dtype == "bfloat16"):
         instead = "--fp16" if bf16 else "--dtype float16"
-        found.append(
-            f"{device.name} has no bf16 units, which came with capability 8.0: use {instead}"
-        )
+        found.append(t("input.note.bf16", card=device.name, instead=instead))
     return found
 
 
@@ -215,12 +208,12 @@ def fits(estimate: MemoryEstimate, device: DeviceProfile) -> bool:
     return _highest_bytes(estimate) <= device.total_bytes
 
 
-def verdict(estimate: MemoryEstimate, device: DeviceProfile) -> str:
-    """The same in words, with a third answer where the prediction's own error decides."""
+def verdict(estimate: MemoryEstimate, device: DeviceProfile) -> Verdict:
+    """`fits`, `over`, or `barely` where the prediction's own error decides."""
     if not fits(estimate, device):
-        return "does not fit"
+        return "over"
     barely = _highest_bytes(estimate) > (1 - BARELY) * device.total_bytes
-    return "fits barely" if barely else "fits"
+    return "barely" if barely else "fits"
 
 
 def _highest_bytes(estimate: MemoryEstimate) -> int:

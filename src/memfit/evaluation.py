@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import ConfigError, DataError, MemfitError, nearest
+from memfit.messages import t
 
 Array = npt.NDArray[Any]
 
@@ -94,14 +95,12 @@ def evaluate_predictions(logits: Array, labels: Array, labelspace: Labels) -> Ev
     """Score raw model outputs against the true labels."""
     logits, labels = np.asarray(logits), np.asarray(labels)
     if len(labels) == 0:
-        raise DataError("there are no rows to evaluate on; give a validation file or a split")
+        raise DataError(t("input.evaluate.none"))
     # A diverged model would otherwise pass for one that always answers class 0.
     broken_rows = int(np.isnan(logits).reshape(len(logits), -1).any(axis=1).sum())
     if broken_rows:
-        raise MemfitError(
-            f"the model answers {broken_rows:,} of {len(logits):,} rows with NaN: the training "
-            "has diverged; lower the learning rate or train in bf16 or fp32 instead of fp16"
-        )
+        said = {"rows": f"{broken_rows:,}", "count": f"{len(logits):,}"}
+        raise MemfitError(t("input.evaluate.nan", **said))
     return _TASKS[labelspace.task](logits, labels, tuple(labelspace.names))
 
 
@@ -192,10 +191,9 @@ def _single_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evalu
 
     if labels.min() < 0 or labels.max() >= len(names):
         wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
-        raise DataError(
-            f"the data has the label id {wrong}, but the model knows only 0 to {len(names) - 1} "
-            f"({', '.join(names[:5])}{'…' if len(names) > 5 else ''})"
-        )
+        listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
+        said = {"label": wrong, "most": len(names) - 1, "names": listed}
+        raise DataError(t("input.evaluate.label", **said))
     said = logits.argmax(axis=-1)
     classes = _class_rows(labels, said, names)
     confusion = confusion_matrix(labels, said, labels=range(len(names)))
@@ -305,8 +303,7 @@ def load(name_or_path: str) -> Metric:
     """A metric by name ('f1') or by the path of its script ('metrics/f1/f1.py'); no hub needed."""
     name = PureWindowsPath(name_or_path).stem  # reads / and \ alike
     if name not in _METRICS:
-        raise ConfigError(
-            f"there is no metric {name_or_path!r} here; known are {', '.join(_METRICS)}."
-            + nearest(name, _METRICS)
-        )
+        hint = nearest(name, _METRICS)
+        said = {"name": repr(name_or_path), "known": ", ".join(_METRICS), "hint": hint}
+        raise ConfigError(t("input.metric", **said))
     return Metric(name)

@@ -136,9 +136,9 @@ def read_json(path: Path) -> dict[str, Any]:
             t("error.output.unfinished", name=path.name, folder=path.parent)
         ) from None
     except (OSError, ValueError) as error:
-        raise OutputError(f"cannot read {path}: {error}") from None
+        raise OutputError(t("input.unread", path=path, reason=error)) from None
     if not isinstance(values, dict):
-        raise OutputError(f"cannot read {path}: it holds no JSON object")
+        raise OutputError(t("input.unread.json", path=path))
     return values
 
 

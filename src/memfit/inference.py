@@ -22,6 +22,7 @@ from memfit.evaluation import (
     probabilities,
 )
 from memfit.hub import source_of
+from memfit.messages import t
 from memfit.models import WEIGHT_FILES, check_model_folder, explain, load_config, load_tokenizer
 from memfit.parts import position_limit
 from memfit.results import RunFolder, read_summary
@@ -167,12 +168,12 @@ class Classifier:
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
         if any(pairs) and not all(pairs):
-            raise DataError("some of the texts are pairs and some are not; give one kind")
+            raise DataError(t("input.texts.mixed"))
         self._check_kind(any(pairs))
         for number, text in enumerate(texts, start + 1):
             parts = text if isinstance(text, tuple | list) else (text,)
             if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
-                raise DataError(f"text {number} is {text!r:.60}; give a text or a pair of texts")
+                raise DataError(t("input.texts.kind", number=number, text=f"{text!r:.60}"))
         columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
         return dict(encoded)
@@ -180,15 +181,9 @@ class Classifier:
     def _check_kind(self, pairs: bool) -> None:
         """An answer to half a question looks like any other."""
         if self.pairs and not pairs:
-            raise DataError(
-                "this model was trained on pairs of texts and got single ones; give both: "
-                "--file with --text-column and --text-pair-column, or tuples of two in Python"
-            )
+            raise DataError(t("input.texts.pairs"))
         if self.pairs is False and pairs:
-            raise DataError(
-                "this model was trained on single texts and got pairs; "
-                "name the column to use with --text-column"
-            )
+            raise DataError(t("input.texts.single"))
 
     def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
         import torch
@@ -239,16 +234,12 @@ def _check_trained(config: ModelConfig) -> None:
     weights = any((folder / name).is_file() for name in WEIGHT_FILES)
     if folder.is_dir() and not weights and run.config.is_file():
         done = run.checkpoints()
-        also = f", or name a checkpoint of it ({done[-1]})" if done else ""
-        raise ModelError(
-            f"the run in {folder} has not finished; continue it with "
-            f"memfit train --resume --output-dir {folder}{also}"
-        )
+        if done:
+            said = {"folder": folder, "checkpoint": done[-1]}
+            raise ModelError(t("input.run.unfinished.checkpoint", **said))
+        raise ModelError(t("input.run.unfinished", folder=folder))
     if folder.is_dir() and not weights and (folder / "config.json").is_file():
-        raise ModelError(
-            f"the model folder {folder} has no weights; it needs model.safetensors or "
-            "pytorch_model.bin beside config.json"
-        )
+        raise ModelError(t("input.model.weights", folder=folder))
     check_model_folder(config)
 
 
@@ -296,9 +287,7 @@ def _device(name: str | None) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:  # CUDA's absence is an assertion
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"the device {name!r} cannot be used ({reason}); leave it out, or write cpu"
-        ) from None
+        raise ConfigError(t("input.device", name=repr(name), reason=reason)) from None
 
 
 def _max_length(
@@ -310,10 +299,8 @@ def _max_length(
     if wanted is not None:
         positions = position_limit(model)
         if positions is not None and wanted > positions:
-            raise ConfigError(
-                f"max_length {wanted} is beyond the {positions} positions of {folder}; "
-                f"write {positions} or less"
-            )
+            said = {"length": wanted, "limit": positions, "model": folder}
+            raise ConfigError(t("input.positions", **said))
         return wanted
     if RunFolder(Path(folder)).summary.is_file():
         trained = read_summary(folder).lengths.get("max_length")

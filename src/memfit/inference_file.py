@@ -18,6 +18,7 @@ from memfit.data.tables import Row, Table
 from memfit.data.workspace import progress_bar, quiet_datasets
 from memfit.errors import DataError, OutputError
 from memfit.files import atomic_writer, plain
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.inference import Classifier, Prediction
@@ -75,9 +76,9 @@ def predict_file(
                     empty_rows += answer is None
                 bar.update(len(chunk))
             if not rows:
-                raise DataError(f"{table.where} has a header and no rows; add rows")
+                raise DataError(t("input.predict.rows", path=table.where))
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+        raise OutputError(t("input.unwritten", path=path, reason=error.strerror or error)) from None
     finally:
         bar.close()
     return FilePredictions(path, rows, empty_rows, *names)
@@ -85,13 +86,13 @@ def predict_file(
 
 def _check_target(path: Path, source: Path) -> None:
     if path.exists() and source.exists() and path.samefile(source):
-        raise OutputError(f"{path} is the file the texts come from; name another --output")
+        raise OutputError(t("input.predict.same", path=path))
     if path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file with --output")
+        raise OutputError(t("input.predict.folder", path=path))
     if not path.parent.is_dir():
-        raise OutputError(f"there is no folder {path.parent} for {path.name}; make it first")
+        raise OutputError(t("input.predict.nowhere", folder=path.parent, name=path.name))
     if path.suffix.lower() in NOT_WRITTEN:
-        raise OutputError(f"cannot write {path.suffix} files; name the output .csv, .tsv or .jsonl")
+        raise OutputError(t("input.predict.ending", ending=path.suffix))
 
 
 def _check_columns(table: Table) -> None:

@@ -142,10 +142,10 @@ def _claim(
     known = output_dir / LIST_FILE
     absolute = [os.path.abspath(one) if Path(one).exists() else one for one in datasets]
     if repeated := sorted({one for one in absolute if absolute.count(one) > 1}):
-        raise OutputError(f"{repeated[0]} is given twice")
+        raise OutputError(t("input.many.twice", path=repeated[0]))
     if resume:
         if not known.is_file():
-            raise OutputError(f"there are no runs to resume in {output_dir}; leave --resume out")
+            raise OutputError(t("input.many.resume", folder=output_dir))
         stored = read_json(known)
         listed: dict[str, str] = stored["datasets"]
         if absolute and sorted(absolute) != sorted(listed.values()):

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from memfit.errors import ConfigError
 
@@ -39,9 +39,12 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "cli": "memfit.cli.messages",
     "data": "memfit.data.messages",
+    "doctor": "memfit.doctor.messages",
     "hub": "memfit.hub.messages",
     "error": "memfit.error_messages",
+    "input": "memfit.input_messages",
     "live": "memfit.runtime.messages",
     "run": "memfit.run_messages",
     "shown": "memfit.report.terminal_messages",
@@ -124,23 +127,21 @@ def speaking(spoken: str | None) -> Iterator[None]:
 
 def checked(spoken: str) -> Language:
     """A language memfit has, from en, zh, zh-CN, zh_TW.UTF-8 and the like."""
-    found = spoken.strip().lower().replace("-", "_").partition(".")[0].partition("_")[0]
-    if _is_known(found):
-        return found
-    raise ConfigError(f"there is no language {spoken!r} here; write --lang en or --lang zh")
+    found = _known(spoken)
+    if found is None:
+        raise ConfigError(t("cli.lang.none", name=repr(spoken)))
+    return found
 
 
-def _is_known(name: str) -> TypeGuard[Language]:
-    return name in LANGUAGES
+def _known(spoken: str) -> Language | None:
+    name = spoken.strip().lower().replace("-", "_").partition(".")[0].partition("_")[0]
+    return next((one for one in LANGUAGES if one == name), None)
 
 
 def _from_environment() -> Language:
     asked = os.environ.get(ENVIRONMENT, "").strip()
     if asked:
-        try:
-            return checked(asked)
-        except ConfigError:
-            return "en"  # a variable set long ago must not break every command
+        return _known(asked) or "en"  # a variable set long ago must not break every command
     return "zh" if _locale().lower().startswith("zh") else "en"
 
 

@@ -123,9 +123,7 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
     for key in _COUNTS:
         count = getattr(loaded, key, None)
         if isinstance(count, int) and count < 1:
-            raise ModelError(
-                f"the config.json of {config.model} has {key} {count}; download it again"
-            )
+            raise ModelError(t("input.model.count", model=config.model, key=key, count=count))
     return loaded
 
 
@@ -197,10 +195,8 @@ def _load_model(
         )
     except (ImportError, ValueError) as error:
         if config.attn_implementation is not None and "attention" in str(error).lower():
-            raise ConfigError(
-                f"--attn-implementation {config.attn_implementation} does not work here: "
-                f"{_first_sentence(error)}"
-            ) from None
+            said = {"name": config.attn_implementation, "reason": _first_sentence(error)}
+            raise ConfigError(t("input.model.attention", **said)) from None
         raise explain(error, config.model) from None
     except Exception as error:
         raise explain(error, config.model) from None
@@ -218,10 +214,8 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
     missing = {str(key) for key in info["missing_keys"]} | mismatched
     base = {prefix + key for key, _ in base_of(model).named_parameters()}
     if base and len(base & missing) > len(base) // 2:
-        raise ModelError(
-            f"the weights of {name} are not those of a {type(model).__name__}: "
-            f"{len(base & missing)} of {len(base)} of the model's weights are not among them"
-        )
+        said = {"kind": type(model).__name__, "missing": len(base & missing), "count": len(base)}
+        raise ModelError(t("input.model.foreign", model=name, **said))
     return tuple(sorted(missing))
 
 
@@ -255,13 +249,12 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
     if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
         kind = "error.model.hub" if part == "model" else "error.model.hub.tokenizer"
         return ModelError(t(kind, model=name, reason=_hub_reason(text, name)))
+    damaged = "input.model.broken" if part == "model" else "input.model.broken.tokenizer"
     if local and (broken := _broken_json(Path(name))):
-        return ModelError(f"cannot load the {part} of {name}: {broken}; download it again")
+        return ModelError(t(damaged, model=name, reason=broken))
     if isinstance(error, _CONFUSED):
-        return ModelError(
-            f"cannot load the {part} of {name}: its files hold values that cannot be "
-            f"({type(error).__name__}: {_first_sentence(error)}); download them again"
-        )
+        what = f"{type(error).__name__}: {_first_sentence(error)}"
+        return ModelError(t(damaged, model=name, reason=t("input.model.confused", reason=what)))
     kind = "error.model.load" if part == "model" else "error.model.load.tokenizer"
     return ModelError(t(kind, model=name, reason=_first_sentence(error)))
 

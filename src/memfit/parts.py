@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,9 +74,7 @@ def freeze(model: PreTrainedModel, what: str) -> int:
     """
     frozen = sum(_stop(part) for part in _frozen_parts(model, what))
     if not frozen:
-        raise ConfigError(
-            f"--freeze {what} froze nothing: {type(model).__name__} has no such part that learns"
-        )
+        raise ConfigError(t("input.freeze.nothing", what=what, model=type(model).__name__))
     return frozen
 
 
@@ -88,10 +87,8 @@ def _frozen_parts(model: PreTrainedModel, what: str) -> Iterable[nn.Module]:
         return [embeddings]
     layers, count = layers_of(model), int(what)
     if count > len(layers):
-        raise ConfigError(
-            f"--freeze {count} is more than the {len(layers)} layers of {type(model).__name__}; "
-            "write encoder to freeze all of it"
-        )
+        said = {"count": count, "layers": len(layers), "model": type(model).__name__}
+        raise ConfigError(t("input.freeze.layers", **said))
     return [embeddings, *layers[:count]]
 
 
@@ -110,10 +107,7 @@ def lora_targets(model: PreTrainedModel) -> tuple[str, ...]:
     for names in LORA_TARGETS:
         if leaves.issuperset(names):
             return names
-    raise ConfigError(
-        f"--lora does not know the attention projections of {type(model).__name__}; "
-        "give BudgetTrainer a model prepared with peft"
-    )
+    raise ConfigError(t("input.lora.targets", model=type(model).__name__))
 
 
 def add_lora(
@@ -133,7 +127,7 @@ def add_lora(
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
-        raise ConfigError("--lora needs peft; install it with: pip install memfit[lora]") from None
+        raise ConfigError(t("input.lora.peft")) from None
     base_name = model.base_model_prefix
     whole = {name for name, part in model.named_children() if name != base_name and _has_any(part)}
     whole |= {"pooler" for name in fresh if ".pooler." in f".{name}"}

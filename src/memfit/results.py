@@ -283,7 +283,7 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
     try:
         return RunSummary.from_dict(read_json(path))
     except (TypeError, ValueError, AttributeError) as error:
-        raise OutputError(f"{path} is not a summary that memfit wrote: {error}") from None
+        raise OutputError(t("input.unread.summary", path=path, reason=error)) from None
 
 
 def write_evaluation(
@@ -306,7 +306,7 @@ def read_evaluation(
         mistakes = tuple(Mistake(**item) for item in values.pop("mistakes", ()))
         return Evaluation.from_dict(values), mistakes
     except (TypeError, AttributeError) as error:
-        raise OutputError(f"{path} is not an evaluation that memfit wrote: {error}") from None
+        raise OutputError(t("input.unread.evaluation", path=path, reason=error)) from None
 
 
 def config_digest(toml_text: str) -> str:

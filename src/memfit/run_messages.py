@@ -9,7 +9,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "line.budget": {"en": "budget", "zh": "预算"},
     "line.plan": {"en": "plan", "zh": "方案"},
     "line.batch": {"en": "batch", "zh": "批次"},
-    "line.memory": {"en": "memory", "zh": "内存"},
+    "line.memory": {"en": "memory", "zh": "显存"},
     "line.time": {"en": "time", "zh": "时间"},
     "line.note": {"en": "note", "zh": "注意"},
     "model": {"en": "{model}, {total} parameters", "zh": "{model}，{total} 个参数"},

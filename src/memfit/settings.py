@@ -90,15 +90,13 @@ def _check_trackers(names: list[str]) -> None:
     known: Mapping[str, Any] = INTEGRATION_TO_CALLBACK
     for name in set(names) - {"none", "all"}:
         if name not in known:
-            raise ConfigError(
-                f"--report-to is {name!r}; it is none, all, or some of "
-                f"{', '.join(sorted(known))}.{nearest(name, known)}"
-            )
+            said = {"known": ", ".join(sorted(known)), "hint": nearest(name, known)}
+            raise ConfigError(t("input.trackers", name=repr(name), **said))
         try:
             known[name]()
         except Exception as error:
             reason = _refusal(str(error).strip() or type(error).__name__)
-            raise ConfigError(f"--report-to {name} does not work here: {reason}") from None
+            raise ConfigError(t("input.tracker", name=name, reason=reason)) from None
 
 
 def check_training(training: Mapping[str, Any], task: str | None = None) -> None:

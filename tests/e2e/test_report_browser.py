@@ -206,7 +206,7 @@ def test_a_screen_reader_finds_landmarks_headings_tables_and_named_pictures(
     assert len(pictures) == 6
     assert all(len(name) > 10 for name in pictures)
     headings = [name for role, name in nodes if role == "heading"]
-    assert headings[1:6] == ["内存占用", "训练", "评估", "方案与理由", "其他说明"]
+    assert headings[1:6] == ["显存占用", "训练", "评估", "方案与理由", "其他说明"]
     assert all(name for role, name in nodes if role in ("table", "region", "combobox"))
 
 

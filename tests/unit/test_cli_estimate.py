@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 import memfit
 from memfit.cli import run
@@ -196,7 +197,7 @@ def test_a_card_almost_full_fits_barely(config_only: Path) -> None:
         for size in (needed - 1, needed, round(needed / 0.98), round(needed / 0.96))
     ]
     words = [verdict(found, card) for card in cards]
-    assert words == ["does not fit", "fits barely", "fits barely", "fits"]
+    assert words == ["over", "barely", "barely", "fits"]
 
 
 @pytest.mark.parametrize(
@@ -279,3 +280,37 @@ def test_cpu_is_no_card() -> None:
     assert card is not None
     assert card.name == "T4 16GB"
     assert device_for(card) is card
+
+
+def test_the_tables_are_said_and_aligned_in_chinese(
+    config_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--model", str(config_only), "--gpu", "T4", "--bf16", "--freeze", "embeddings"]
+    assert run(["estimate", *words, "--lang", "zh"]) == 0
+    shown = capsys.readouterr()
+    assert "注意：T4 16GB 没有 bf16 单元" in shown.err
+    lines = shown.out.splitlines()
+    assert re.fullmatch(r"[\d,]+ 个参数，其中 [\d,]+ 个参与训练", lines[0])
+    assert lines[1].startswith("放得下：T4 16GB，")
+    assert (
+        lines[2]
+        == f"CUDA 上下文约 {round(find_card('T4').context_bytes / MIB)} MiB，按经验估计，未实测"
+    )
+    assert lines[4].startswith("一步的峰值  ")
+    rows = [
+        line for line in lines if line.startswith(("组成部分", "权重", "优化器", "CUDA 上下文  "))
+    ]
+    assert len(rows) == 4
+    assert len({cell_len(line.rstrip()) for line in rows}) == 1
+    phases = [line for line in lines if line.startswith(("阶段", "训练", "评估", "保存", "续训"))]
+    assert len(phases) == 5
+    assert len({cell_len(line.rstrip()) for line in phases}) == 1
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_a_card_that_was_only_assumed_is_said_in_chinese(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate", "--model", str(config_only), "--lang", "zh"]) == 0
+    assert "本机没有显卡，请用 --gpu 指定你的显卡" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import re
 from typing import Any
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 from planner_fixtures import FormulaPricer
+from rich.cells import cell_len
+from rich.console import Console
 
 from memfit.cli import run
+from memfit.cli.doctor import _trains
+from memfit.doctor import environment
 from memfit.doctor import readiness as readiness_module
 from memfit.doctor.advice import Finding, findings, lacks_kernels, torch_command
+from memfit.doctor.diagnosis import Diagnosis
 from memfit.doctor.environment import (
     OPTIONAL,
     Card,
@@ -24,10 +30,11 @@ from memfit.doctor.environment import (
     look_around,
 )
 from memfit.doctor.reach import model_config, reaches, well_known
-from memfit.doctor.readiness import Readiness, readiness
+from memfit.doctor.readiness import Readiness, readiness, translated
 from memfit.errors import TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
+from memfit.messages import speaking
 from memfit.planner.values import Workload
 from memfit.strategies import ORDER, Setup
 
@@ -279,7 +286,7 @@ def test_without_peft_lora_names_its_command(
 def test_packages_a_strategy_needs_are_known_packages() -> None:
     needed = {**readiness_module._NEEDS, **readiness_module._FASTER_WITH}
     assert needed.keys() <= {kind.name for kind in ORDER}
-    assert set(needed.values()) <= OPTIONAL.keys()
+    assert set(needed.values()) <= set(OPTIONAL)
 
 
 # ---- what a card can train ----
@@ -396,3 +403,101 @@ def test_the_text_fits_eighty_columns_and_names_commands(
 def test_an_unknown_card_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--gpu", "RTX 30600"]) == 2
     assert "no card 'RTX 30600' is known" in capsys.readouterr().err
+
+
+# ---- in Chinese ----
+
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def test_every_sentence_about_a_machine_is_said_in_chinese(here: Environment) -> None:
+    build = TorchBuild("2.13.0+cu130", cuda="13.0", sees_gpu=True, architectures=CU130)
+    held = Card("NVIDIA GeForce GTX 1080", PASCAL, 8 * GIB, 2 * GIB)
+    blind = dataclasses.replace(build, sees_gpu=False)
+    gone = (*here.packages, Package("accelerate", None, ">=1.15", required=True))
+    old = (*here.packages, Package("datasets", "3.0", ">=4", required=True))
+    dll = TorchBuild("2.13.0", error="OSError: [WinError 126]")
+    windows = {"system": "Windows", "torch": build, "driver": nvidia(PASCAL), "cards": (held, held)}
+    with speaking("zh"):
+        packages = tuple(environment.packages("Windows"))
+        machines = [
+            machine(here, torch=TorchBuild("2.13.0+cpu"), driver=None, cards=()),
+            machine(here, torch=TorchBuild("2.13.0+cpu"), driver=nvidia(), cards=()),
+            machine(here, torch=blind, driver=nvidia(), cards=()),
+            machine(here, system="Windows", torch=dll),
+            machine(here, torch=dll),
+            machine(here, packages=gone),
+            machine(here, packages=old),
+            machine(here, packages=packages, **windows),
+        ]
+        said = {one.text for each in machines for one in findings(each)}
+        purposes = {one.purpose for one in packages if not one.required}
+    assert len(said) == 12
+    assert [text for text in said | purposes if not CHINESE.search(text)] == []
+
+
+def test_whatever_a_strategy_says_about_a_device_is_said_in_chinese(
+    here: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reasons(found: Environment) -> set[str]:
+        cards = (None, *map(find_card, ("GTX 1080", "T4", "RTX 3060 12GB", "H200")))
+        judged = [one for card in cards for one in readiness(found, card)]
+        return {text for one in judged for text in (one.reason, one.note) if text}
+
+    with speaking("zh"):
+        said = reasons(here)
+        monkeypatch.setattr(Setup, "has_triton", False)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+        said |= reasons(here)
+    assert {"cpu 没有 CUDA graph", "没有安装 peft；请安装：pip install memfit[lora]"} <= said
+    assert len(said) == 10
+    assert [text for text in said if not CHINESE.search(text)] == []
+
+
+def test_a_sentence_nobody_translated_stays_as_it_is() -> None:
+    with speaking("zh"):
+        assert translated("it needs 3 GiB of the computer's memory, of which 1 GiB are free") == (
+            "它需要 3 GiB 主机内存，而空闲的只有 1 GiB"
+        )
+        assert translated("the model has adapters already") == "the model has adapters already"
+
+
+def test_triton_is_not_advised_for_a_card_it_cannot_run_on(here: Environment) -> None:
+    found = by_name(readiness(here, find_card("GTX 1080")))
+    assert found["fused_layers"].reason.endswith("which needs compute capability 7.0")
+    assert found["lowbit_adamw"].note == ""
+    assert {one.command for one in found.values()} == {""}
+
+
+def test_chinese_tables_are_aligned_within_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["doctor", "--no-table", "--gpu", "GTX 1080", "--lang", "zh"]) == 0
+    text = capsys.readouterr().out
+    lines = text[text.index("可选的包") :].splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    table = lines[lines.index(next(one for one in lines if one.startswith("策略"))) :]
+    third = cell_len(table[0].partition("在 GeForce")[0])
+    assert {cell_len(line.partition("可用")[0]) for line in table if "可用" in line} == {third}
+    assert len([line for line in table if "可用" in line]) == len(ORDER) - 2
+    assert re.search(r"packing +exact +可用", text)
+
+
+def test_the_table_of_models_is_aligned_and_wrapped_in_chinese(here: Environment) -> None:
+    card = find_card("RTX 3060 12GB")
+    models = [one for one in well_known() if one.name in ("BERT-base", "BERT-large")]
+    rows = reaches(card, 10**9, models=models, host_bytes_free=0, pricer_for=formula)
+    found = Diagnosis(
+        environment=here, findings=(), card=card, budget_bytes=10**9, trains=tuple(rows)
+    )
+    out = Console(width=80, record=True, file=io.StringIO())
+    with speaking("zh"):
+        out.print(_trains(found))
+    lines = out.export_text().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert {cell_len(line.rstrip()) for line in lines if line.startswith(("模型", "BERT"))} == {
+        cell_len(next(line for line in lines if line.startswith("模型")).rstrip())
+    }
+    assert "放不下（" in lines[-6] + lines[-5]
+    assert not [line for line in lines if line[:1] in set("，。；：、）")]

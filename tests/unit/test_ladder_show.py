@@ -198,7 +198,7 @@ def test_the_picture_is_drawn_light_and_small_in_both_languages(
     assert all(2_000 < path.stat().st_size < 300_000 for path in written)
     svg = written[1].read_text(encoding="utf-8")
     words = re.findall(r"<text[^>]*>([^<]+)</text>", svg)
-    expected = {"en": ("+ frozen encoder", "activations"), "zh": ("+ 冻结编码器", "激活值")}
+    expected = {"en": ("+ frozen encoder", "activations"), "zh": ("+ 冻结编码器", "激活")}
     assert set(expected[language]) <= set(words)
     assert "Noto Sans CJK SC" in svg  # the reader's fonts, if this machine has none
     from matplotlib.image import imread

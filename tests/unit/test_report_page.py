@@ -71,7 +71,7 @@ def test_every_word_of_the_page_is_chinese_when_asked(tmp_path: Path) -> None:
     assert found.values("html", "lang") == ["zh-Hans"]
     for words in (
         "已完成",
-        "内存占用",
+        "显存占用",
         "预算 4.00 GB (3.73 GiB)",
         "混淆矩阵",
         "方案与理由",

@@ -280,7 +280,7 @@ def test_the_errors_people_meet_are_said_in_chinese(tmp_path: Path) -> None:
     (tmp_path / "reviews.csv").write_text("text,label\nx,1\n")
     missing = str(tmp_path / "review.csv")
     assert in_chinese(lambda: read_table(DataConfig(path=missing))) == (
-        f"没有文件 {missing}；请检查路径。您是不是要写 'reviews.csv'？"
+        f"没有文件 {missing}；请检查路径。你是不是要写 'reviews.csv'？"
     )
     assert "是空的" in in_chinese(lambda: read_table(DataConfig(path=str(tmp_path / "empty.csv"))))
     assert "找不到标签列，表中有这些列：a, b；请用 --label-column 指明" in in_chinese(

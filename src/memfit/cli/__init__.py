@@ -26,8 +26,10 @@ from memfit.cli import (
     push,
     report,
     train,
+    usage,
 )
 from memfit.cli.flags import CommandStopped
+from memfit.cli.help import SpokenGroup
 from memfit.cli.options import take_language
 from memfit.errors import MemfitError
 from memfit.messages import speaking, t
@@ -35,6 +37,7 @@ from memfit.signals import INTERRUPTED
 
 app = typer.Typer(
     name="memfit",
+    cls=SpokenGroup,
     help="Fine-tune a transformer text classifier inside the memory you have.",
     epilog="memfit COMMAND --help tells more about a command.",
     no_args_is_help=True,
@@ -98,8 +101,11 @@ def _run(words: list[str]) -> int:
     except MemfitError as error:
         return _failed(str(error), error.exit_code)
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            console.say(str(error))
+            return 2
         if hasattr(error, "format_message"):  # typer's own usage errors
-            return _failed(error.format_message(), 2)
+            return _failed(usage.sentence(error), 2)
         name = type(error).__name__
         what = str(error).strip() or t("run.bug.silent")
         return _failed(t("run.bug", error=f"{name}: {what}"), 1)

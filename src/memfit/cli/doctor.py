@@ -9,7 +9,9 @@ import typer
 from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
+from memfit.messages import t
 from memfit.units import format_both, format_bytes
+from memfit.wrapping import wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,43 +55,46 @@ def _show(found: Diagnosis) -> None:
 
     out = terminal.console()
     here = found.environment
-    console.show(f"memfit {here.memfit}, Python {here.python}, {here.platform}")
-    console.show(", ".join(_version(here, name) for name in _SHOWN))
+    console.show(terminal.listed([f"memfit {here.memfit}", f"Python {here.python}", here.platform]))
+    console.show(terminal.listed(_version(here, name) for name in _SHOWN))
     for line in _cards(here):
         console.show(line)
     for one in found.findings:
-        console.show(f"\n{one.kind}: {one.text}")
+        console.show("\n" + t(f"doctor.finding.{one.kind}", text=one.text))
         if one.command:
             console.show(f"    {one.command}")
     for table in _tables(found):
         out.print()
         out.print(table)
     if found.card is None and found.works:
-        console.show("\nWhat a card can train: memfit doctor --gpu 'RTX 3060'")
+        console.show("\n" + t("doctor.hint.gpu"))
 
 
 def _version(here: Environment, name: str) -> str:
     version = here.package(name).version
     if version is None:
-        return f"no {name}"
+        return t("doctor.versions.none", name=name)
     if name == "torch":
-        cuda = here.torch.cuda
-        return f"torch {version} ({f'CUDA {cuda}' if cuda else 'no CUDA'})"
+        kind = "doctor.versions.cuda" if here.torch.cuda else "doctor.versions.cpu"
+        return t(kind, version=version, cuda=here.torch.cuda)
     return f"{name} {version}"
 
 
 def _cards(here: Environment) -> list[str]:
     lines = []
     for card in here.cards:
-        capability = ".".join(map(str, card.capability))
-        free = format_bytes(card.free_bytes)
-        memory = f"{format_both(card.total_bytes)}, {free} of it free"
-        lines.append(f"{card.name}, compute capability {capability}, {memory}")
+        said = {
+            "name": card.name,
+            "capability": ".".join(map(str, card.capability)),
+            "total": format_both(card.total_bytes),
+            "free": format_bytes(card.free_bytes),
+        }
+        lines.append(t("doctor.card", **said))
     if here.driver is not None:
         newest = ".".join(map(str, here.driver.cuda))
-        lines.append(f"driver {here.driver.version}, which runs CUDA up to {newest}")
-    free = format_bytes(here.host_free_bytes)
-    lines.append(f"host memory {format_both(here.host_bytes)}, {free} of it free")
+        lines.append(t("doctor.driver", version=here.driver.version, cuda=newest))
+    free, total = format_bytes(here.host_free_bytes), format_both(here.host_bytes)
+    lines.append(t("doctor.host", total=total, free=free))
     return lines
 
 
@@ -113,7 +118,7 @@ def _words(*columns: str) -> Table:
 
 
 def _packages(here: Environment) -> RenderableType:
-    shown = _words("optional package", "version", "for")
+    shown = _words(*(t(f"doctor.head.{name}") for name in ("package", "version", "purpose")))
     for one in here.packages:
         if not one.required:
             purpose = f"{one.purpose}\n{one.command}" if one.lacking else one.purpose
@@ -122,10 +127,12 @@ def _packages(here: Environment) -> RenderableType:
 
 
 def _strategies(found: Diagnosis) -> RenderableType:
-    where = "here" if found.card is None else f"on {found.card.name}"
-    shown = _words("strategy", "fidelity", where)
+    card = found.card
+    where = t("doctor.head.here") if card is None else t("doctor.head.card", card=card.name)
+    shown = _words(t("doctor.head.strategy"), t("doctor.head.fidelity"), where)
     for one in found.strategies:
-        said = one.reason or ("ready" if not one.note else f"ready; {one.note}")
+        ready = t("doctor.ready.note", note=one.note) if one.note else t("doctor.ready")
+        said = one.reason or ready
         shown.add_row(one.strategy, one.fidelity, f"{said}\n{one.command}" if one.command else said)
     return shown
 
@@ -138,30 +145,24 @@ def _trains(found: Diagnosis) -> RenderableType:
     from memfit.report import terminal
 
     assert found.card is not None
-    title = Text(
-        f"What {found.card.name} can train in {format_both(found.budget_bytes)}: "
-        f"batches of {ROWS} texts of {TOKENS} tokens",
-        style="bold",
-    )
-    shown = terminal.table("model", "exact", "rounding", "with --allow")
+    budget = format_both(found.budget_bytes)
+    title = t("doctor.trains", card=found.card.name, budget=budget, rows=ROWS, tokens=TOKENS)
+    model, allowed = t("doctor.head.model"), t("doctor.head.allowed")
+    shown = terminal.table(model, "exact", "rounding", allowed)
     for one in found.trains:
         if one.problem:
-            shown.add_row(one.model.name, "cannot be priced")
+            shown.add_row(one.model.name, t("doctor.trains.unpriced"))
             continue
         cells = (_cell(one.exact), _cell(one.rounding), _cell(one.allowed))
         shown.add_row(one.model.name, *cells)
-    foot = Text(
-        "memory and texts a second of the fastest plan that fits, predicted; in brackets what the "
-        "smallest would need. exact: the same numbers; rounding: fewer bits, no loss of quality "
-        "that was measured; --allow: another optimizer, LoRA, frozen weights, shorter texts. "
-        "Everywhere else every parameter learns",
-        style="dim",
-    )
-    return Group(title, shown, foot)
+    # Wrapped here: Chinese breaks between its characters, which rich does not know.
+    width = min(terminal.console().width, terminal.MAX_WIDTH)
+    head, foot = ("\n".join(wrap(text, width)) for text in (title, t("doctor.trains.foot")))
+    return Group(Text(head, style="bold"), shown, Text(foot, style="dim"))
 
 
 def _cell(cell: Cell | None) -> str:
     if cell is None:
-        return "not needed"
-    size = f"{cell.device_bytes / 10**9:.1f} GB"
-    return f"{size}, {cell.texts_per_second:,.0f}/s" if cell.fits else f"no ({size})"
+        return t("doctor.cell.unneeded")
+    size, speed = f"{cell.device_bytes / 10**9:.1f} GB", f"{cell.texts_per_second:,.0f}"
+    return t("doctor.cell.fits" if cell.fits else "doctor.cell.none", size=size, speed=speed)

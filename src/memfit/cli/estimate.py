@@ -12,6 +12,7 @@ from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, config_options
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
+from memfit.messages import has, t
 from memfit.units import MIB, format_both, format_bytes
 
 if TYPE_CHECKING:
@@ -25,16 +26,6 @@ EPILOG = (
     "own name: --optim adafactor, --bf16, --fp16, --gradient-checkpointing, "
     "--gradient-accumulation-steps 8, --eval-batch-size 64."
 )
-
-# The parts of a run in a reader's words.
-_PARTS = {
-    "build": "weights",
-    "workspace": "workspaces",
-    "micro": "forward and backward",
-    "micro_more": "accumulating",
-    "update_first": "first update",
-    "clear": "gradients freed",
-}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -67,7 +58,7 @@ def estimate(
     """Predict the memory of training with the stock Trainer, from a config.json alone."""
     del ctx
     if "model" not in options:
-        raise ConfigError("no model given; name one with --model")
+        raise ConfigError(t("cli.model.none"))
     target = _check_target(timeline) if timeline is not None else None
     from memfit import api, estimating
 
@@ -86,16 +77,16 @@ def estimate(
         console.show_json({"model": options["model"], **values})
     else:
         for note in notes:
-            console.say(f"note: {note}")
+            console.say(t("cli.note", text=note))
         _show(found, device, named=gpu is not None)
     if target is not None:
-        console.say(f"timeline: {target}")
+        console.say(t("cli.timeline.written", path=target))
 
 
 def _check_target(timeline: str) -> Path:
     target = Path(timeline).expanduser()
     if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(f"cannot write the timeline {timeline}: name a file in a folder that is")
+        raise OutputError(t("cli.timeline.unwritten", path=timeline))
     return target
 
 
@@ -105,37 +96,46 @@ def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile
     write_timeline(
         found.events,
         target,
-        title=f"Memory of training {Path(model).name}",
+        title=t("cli.timeline.title", model=Path(model).name),
         context_bytes=device.context_bytes if device is not None else 0,
         reserved_bytes=found.peak.reserved_bytes,
-        phases=[(event, _PARTS.get(name, name)) for event, name in found.starts],
+        phases=[(event, _worded(f"cli.part.{name}", name)) for event, name in found.starts],
     )
 
 
+def _worded(message: str, name: str) -> str:
+    """A part or a phase in a reader's words; its own name where there are none."""
+    return t(message) if has(message) else name
+
+
 def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -> None:
-    from memfit import estimating
     from memfit.report import terminal
 
     learn = found.trainable_parameters
-    share = "" if learn == found.parameters else f", {learn:,} of them learn"
-    console.show(f"{found.parameters:,} parameters{share}")
+    kind = "cli.parameters" if learn == found.parameters else "cli.parameters.part"
+    console.show(t(kind, count=f"{found.parameters:,}", learning=f"{learn:,}"))
     if device is not None:
-        verdict = estimating.verdict(found, device)
-        total = format_both(device.total_bytes)
-        hint = "" if named or _has_gpu() else "; there is no GPU here, name yours with --gpu"
-        console.show(f"{verdict} on {device.name}, {total}{hint}")
+        console.show(_verdict(found, device, named=named))
         if not device.measured:
-            context = round(device.context_bytes / MIB)
-            console.show(f"context about {context} MiB, by rule, not measured")
+            console.show(t("cli.context.rule", size=round(device.context_bytes / MIB)))
     out = terminal.console()
     out.print()
-    out.print(terminal.memory_bar(terminal.peak_components(found.peak), title="Peak of a step"))
+    parts = terminal.peak_components(found.peak)
+    out.print(terminal.memory_bar(parts, title=t("cli.peak.title")))
     if found.peak.module:
-        console.show(f"reached in {found.peak.module}")
+        console.show(t("cli.peak.module", module=found.peak.module))
     out.print()
     out.print(_rules_table(found))
     out.print()
     out.print(_phase_table(found))
+
+
+def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> str:
+    from memfit import estimating
+
+    verdict = estimating.verdict(found, device)
+    said = t(f"cli.verdict.{verdict}", card=device.name, total=format_both(device.total_bytes))
+    return said if named or _has_gpu() else t("cli.verdict.assumed", verdict=said)
 
 
 def _has_gpu() -> bool:
@@ -148,29 +148,26 @@ def _rules_table(found: MemoryEstimate) -> RenderableType:
     """The four rules everybody knows, beside what the step really does."""
     from memfit import estimating
     from memfit.report import terminal
+    from memfit.report.values import named
 
-    words = {
-        "weights": "4 B a parameter",
-        "gradients": "4 B a parameter",
-        "optimizer": "8 B a parameter (AdamW)",
-        "activations": "the rest",
-    }
     rules, most = estimating.classic_rules(found), estimating.component_maxima(found)
-    shown = terminal.table("component", "classic rule", "says", "at the peak", "at its most")
+    heads = ("component", "rule", "says", "peak", "most")
+    shown = terminal.table(*(t(f"cli.head.{head}") for head in heads))
     for name, size in found.peak.components.items():
-        says = format_bytes(rules[name]) if name in rules else "–"
-        shown.add_row(
-            str(name), words.get(name, "–"), says,
-            format_bytes(size), format_bytes(most[name]),
-        )  # fmt: skip
+        rule, says = "–", "–"
+        if name in rules:
+            rule, says = t(f"cli.rules.{name}"), format_bytes(rules[name])
+        called = named("component", str(name))
+        shown.add_row(called, rule, says, format_bytes(size), format_bytes(most[name]))
     return shown
 
 
 def _phase_table(found: MemoryEstimate) -> RenderableType:
     from memfit.report import terminal
 
-    shown = terminal.table("phase", "tensors", "reserved", "on the device")
+    heads = ("phase", "tensors", "reserved", "device")
+    shown = terminal.table(*(t(f"cli.head.{head}") for head in heads))
     for name, peak in found.phases.items():
         sizes = (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)
-        shown.add_row(name, *(format_bytes(size) for size in sizes))
+        shown.add_row(_worded(f"cli.phase.{name}", name), *(format_bytes(size) for size in sizes))
     return shown

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from memfit._compat import OLD_FIELDS, RENAMED
+from memfit.cli.help import SpokenCommand
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 from memfit.signals import INTERRUPTED, handled, stop_at_once
 from memfit.training_fields import SHORT_NAMES, is_switch, takes_several, training_fields
 
@@ -78,7 +79,7 @@ def split_flags(
             known = [*own, *((*SHORT_NAMES, *training_fields()) if training else ())]
             flags = ["--" + item.replace("_", "-") for item in known]
             hint = nearest("--" + key.replace("_", "-"), flags).replace("'", "")
-            raise ConfigError(f"there is no option --{name}.{hint}")
+            raise ConfigError(t("cli.option.none", flag=f"--{name}", hint=hint))
     return split.rest, split.training
 
 
@@ -104,7 +105,7 @@ def _own_words(option: OwnOption, given: list[str] | None, words: list[str]) -> 
 
 def _take_values(flag: str, words: list[str], several: bool) -> list[str]:
     if not words or words[0].startswith("--"):
-        raise ConfigError(f"{flag} needs a value")
+        raise ConfigError(t("cli.option.value", flag=flag))
     values = [words.pop(0)]
     # `0=negative 1=positive data.csv`: what looks like the first value belongs to it.
     while several and words and not words[0].startswith("-"):
@@ -121,7 +122,7 @@ def _read_switch(given: list[str] | None, words: list[str], name: str) -> bool:
             return True
         given = [words.pop(0)]
     if given[0].lower() not in TRUE_WORDS | FALSE_WORDS:
-        raise ConfigError(f"--{name} is {given[0]!r}; write true or false")
+        raise ConfigError(t("cli.option.switch", flag=f"--{name}", value=repr(given[0])))
     return given[0].lower() in TRUE_WORDS
 
 
@@ -145,7 +146,7 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{flag} is not JSON: {error}") from None
+            raise ConfigError(t("cli.option.json", flag=flag, reason=error)) from None
     kinds = {kind.strip() for kind in annotation.split("|")}
     for kind, read in (("int", int), ("float", float)):
         if kind in kinds:
@@ -153,8 +154,8 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
                 return read(text)
             except ValueError:
                 if "str" not in kinds:
-                    what = "a whole number" if kind == "int" else "a number"
-                    raise ConfigError(f"{flag} is {text!r}; it takes {what}") from None
+                    said = {"flag": flag, "value": repr(text)}
+                    raise ConfigError(t(f"cli.option.{kind}", **said)) from None
     return text
 
 
@@ -166,7 +167,7 @@ class CommandStopped(Exception):  # noqa: N818 - it is no error to stop when ask
         self.exit_code = exit_code
 
 
-class PlainCommand(TyperCommand):
+class PlainCommand(SpokenCommand):
     """A command whose options may be written with dashes or underscores."""
 
     takes_training = False

@@ -10,6 +10,7 @@ from memfit.cli import console
 from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.climbing.values import Ladder
@@ -83,4 +84,4 @@ def _show(found: Ladder) -> None:
         out.print(sentence)
     out.print()
     # Paths are printed whole, however long: people copy them.
-    console.show(f"{found.folder}: ladder.json, ladder.md, ladder.png, ladder.svg")
+    console.show(t("cli.ladder.files", folder=found.folder))

@@ -57,5 +57,5 @@ def _asked_token(to: str, *, force: bool) -> str | None:
             pass
         else:
             return None
-    console.say("Make a token at https://modelscope.cn/my/myaccesstoken and paste it here.")
-    return getpass.getpass("token (not shown): ").strip() or None
+    console.say(t("cli.token.make", address="https://modelscope.cn/my/myaccesstoken"))
+    return getpass.getpass(t("cli.token.prompt")).strip() or None

@@ -14,7 +14,7 @@ import typer
 from memfit.cli.flags import training_flags
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import ConfigError
-from memfit.messages import Language, checked
+from memfit.messages import Language, checked, t
 
 _PANELS = {DataConfig: "Data", ModelConfig: "Model", RunConfig: "Run"}
 
@@ -38,7 +38,7 @@ def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]
             rest.append(word)
             continue
         if not given and not words:
-            raise ConfigError("--lang needs a value; write --lang en or --lang zh")
+            raise ConfigError(t("cli.lang.value"))
         spoken = checked(value if given else words.pop(0))
     return rest, spoken
 

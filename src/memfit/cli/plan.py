@@ -148,5 +148,5 @@ def _check(
 def _check_target(output: str) -> Path:
     target = Path(output).expanduser()
     if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(f"cannot write the plan {output}: name a file in a folder that is there")
+        raise OutputError(t("cli.plan.unwritten", path=output))
     return target

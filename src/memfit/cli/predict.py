@@ -11,6 +11,7 @@ from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
 from memfit.errors import ConfigError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.inference import Classifier, Prediction
@@ -43,9 +44,9 @@ def predict(
 ) -> None:
     """Label sentences, or every row of a file."""
     if bool(texts) == (file is not None):
-        raise ConfigError("give either sentences or --file, not both and not neither")
+        raise ConfigError(t("cli.predict.either"))
     if output is not None and file is None:
-        raise ConfigError("--output goes with --file; sentences are answered on the screen")
+        raise ConfigError(t("cli.predict.output"))
     from memfit import api
 
     columns = (text_column, text_pair_column)
@@ -91,8 +92,10 @@ def _write(
     if as_json:
         console.show_json(done)
     else:
-        empty = f"; {done.empty_rows:,} without text" if done.empty_rows else ""
-        console.show(f"wrote {done.rows:,} rows to {done.path}{empty}")
+        said = {"rows": f"{done.rows:,}", "path": done.path, "empty": f"{done.empty_rows:,}"}
+        console.show(
+            t("cli.predict.wrote.empty" if done.empty_rows else "cli.predict.wrote", **said)
+        )
 
 
 def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool) -> None:
@@ -102,7 +105,7 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
     from memfit.report import terminal
     from memfit.safe_text import clean
 
-    shown = terminal.table("label", "score", "text")
+    shown = terminal.table(*(t(f"cli.head.{name}") for name in ("label", "score", "text")))
     shown.columns[2].justify = "left"
     for text, answer in zip(texts, answers, strict=True):
         words = " / ".join([text] if isinstance(text, str) else text)

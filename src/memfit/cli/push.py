@@ -68,9 +68,9 @@ def _ask_for_licence(folder: str) -> str | None:
     files_to_push(path)
     if has_licence(path):
         return None
-    console.say(f"Under which licence may others use the model? {', '.join(COMMON)}, ...")
+    console.say(t("cli.licence.question", common=", ".join(COMMON)))
     while True:
-        answer: str = typer.prompt("licence", err=True)
+        answer: str = typer.prompt(t("cli.licence.prompt"), err=True)
         try:
             return checked_licence(answer)
         except ConfigError as error:

@@ -58,9 +58,9 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(f"--steps is {self.steps}; write 1 or more")
+            raise ConfigError(t("input.least", flag="--steps", value=self.steps))
         if self.seeds < 0:
-            raise ConfigError(f"--seeds is {self.seeds}; write 1 or more")
+            raise ConfigError(t("input.least", flag="--seeds", value=self.seeds))
         check_choice(self.rungs, self.plan_budgets)
 
     @property
@@ -114,16 +114,14 @@ def _finish(climber: _Climber) -> None:
 def _open(folder: Path) -> None:
     """A new folder, an empty one, or one that holds a ladder."""
     if folder.exists() and not folder.is_dir():
-        raise OutputError(f"cannot write to {folder}: it is a file; name a folder")
+        raise OutputError(t("input.folder.file", folder=folder))
     with contextlib.suppress(FileNotFoundError):
         if any(folder.iterdir()) and not (folder / "rungs").is_dir():
-            raise OutputError(
-                f"the folder {folder} holds something else; name another with --output-dir"
-            )
+            raise OutputError(t("input.folder.other", folder=folder))
     try:
         (folder / "rungs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot make the folder {folder}: {error.strerror}") from None
+        raise OutputError(t("input.folder.unmade", folder=folder, reason=error.strerror)) from None
 
 
 @dataclass
@@ -310,7 +308,7 @@ def asked_for(
 ) -> Asked:
     """From the command's options; lists may be written with commas."""
     if quality and seeds < 1:
-        raise ConfigError(f"--seeds is {seeds}; write 1 or more")
+        raise ConfigError(t("input.least", flag="--seeds", value=seeds))
 
     def split(words: Sequence[str]) -> tuple[str, ...]:
         return tuple(one.strip() for word in words for one in word.split(",") if one.strip())

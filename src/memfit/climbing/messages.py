@@ -37,7 +37,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "part.weights": {"en": "weights", "zh": "权重"},
     "part.gradients": {"en": "gradients", "zh": "梯度"},
     "part.optimizer": {"en": "optimizer", "zh": "优化器"},
-    "part.activations": {"en": "activations", "zh": "激活值"},
+    "part.activations": {"en": "activations", "zh": "激活"},
     "part.workspace": {"en": "workspaces", "zh": "工作区"},
     "part.context": {"en": "CUDA context", "zh": "CUDA 上下文"},
     "part.unused": {"en": "reserved, unused", "zh": "已预留、未使用"},
@@ -107,7 +107,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "short": {"en": "{peak}, an epoch in {epoch}", "zh": "{peak}，一轮 {epoch}"},
     "killed": {
         "en": "the system ended its process, as it does where memory runs out",
-        "zh": "进程被系统结束，通常是内存耗尽",
+        "zh": "进程被系统结束，通常是主机内存耗尽",
     },
     "ended": {
         "en": "its process ended with code {code}; see {log}",
@@ -128,7 +128,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     # ---- the picture ----
     "picture.title": {
         "en": "Peak memory and time of an epoch, {model}",
-        "zh": "峰值内存与一轮时间，{model}",
+        "zh": "峰值显存与一轮时间，{model}",
     },
     "picture.tick": {"en": "predicted", "zh": "预测"},
     "picture.epoch": {"en": "epoch", "zh": "一轮"},

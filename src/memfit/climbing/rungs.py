@@ -14,6 +14,7 @@ from typing import Any
 
 from memfit.config import RunConfig
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 from memfit.settings import DEFAULTS, HEAD_LEARNING_RATE
 from memfit.units import GIB, format_bytes, parse_budget
 
@@ -198,8 +199,8 @@ def check_choice(wanted: Iterable[str], budgets: Iterable[str]) -> None:
     known = [*(line.name for line in CLASSIC), PLAN]
     for name in wanted:
         if name not in known:
-            hint = nearest(name, known)
-            raise ConfigError(f"there is no rung {name!r}; they are {', '.join(known)}.{hint}")
+            said = {"name": repr(name), "known": ", ".join(known), "hint": nearest(name, known)}
+            raise ConfigError(t("input.rung", **said))
     for budget in budgets:
         if budget != HALF:
             parse_budget(budget)

@@ -36,9 +36,7 @@ def open_parquet(path: Path) -> Table:
                     columns = [batch.column(name).to_pylist() for name in wanted]
                     yield from _named(zip(*columns, strict=True), wanted, class_names)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path} cannot be read to its end ({_first_line(error)}); write it again"
-            ) from None
+            raise DataError(t("data.file.end", path=path, reason=_first_line(error))) from None
 
     return Table(str(path), tuple(schema.names), read, class_names)
 

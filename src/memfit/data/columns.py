@@ -57,12 +57,9 @@ def choose_columns(table: Table, config: DataConfig) -> Columns:
     """The columns the config names, and the rest by their usual names."""
     labels = _labels(table, config.label_column)
     text, pair = choose_texts(table, config.text_column, config.text_pair_column, taken=labels)
-    for one, role in ((text, "text"), (pair, "text pair")):
+    for one, kind in ((text, "data.column.both"), (pair, "data.column.both_pair")):
         if one in labels:
-            raise DataError(
-                f"{table.where}: {one!r} is both the {role} and the label column; "
-                "name another with --text-column or --label-column"
-            )
+            raise DataError(t(kind, where=table.where, column=repr(one)))
     columns = Columns(text, pair, labels)
     for column in columns.all:
         _check_unique(table, column)
@@ -109,7 +106,7 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
     several = [part.strip() for part in named.split(",") if part.strip()]
     labels = tuple(dict.fromkeys(_named(table, part, "--label-column") for part in several))
     if not labels:
-        raise DataError(f"--label-column {named!r} names no column; write one name, or a,b,c")
+        raise DataError(t("data.column.none", name=repr(named)))
     return labels
 
 

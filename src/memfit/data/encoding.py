@@ -26,10 +26,10 @@ _MARKS = (
 # Supersets that read the same files and more: what says gb2312 is often GBK with a few extras.
 _WIDER = {"utf-8": "utf-8-sig", "gb2312": "gb18030", "gbk": "gb18030", "big5": "cp950"}
 _MAGIC = (
-    (b"PK\x03\x04", "an Excel workbook or a zip file; save it as CSV (UTF-8)"),
-    (b"\xd0\xcf\x11\xe0", "an old Excel workbook; save it as CSV (UTF-8)"),
-    (b"PAR1", "a Parquet file; name it .parquet"),
-    (b"\x1f\x8b", "compressed with gzip; unpack it first"),
+    (b"PK\x03\x04", "data.kind.excel"),
+    (b"\xd0\xcf\x11\xe0", "data.kind.old"),
+    (b"PAR1", "data.kind.parquet"),
+    (b"\x1f\x8b", "data.kind.gzip"),
 )
 _GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
 _HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
@@ -43,35 +43,27 @@ def find_encoding(path: Path, named: str | None) -> str:
     """The codec that reads the whole file; an error where none does."""
     with path.open("rb") as file:
         head = file.read(_CHUNK_BYTES)
-    for magic, what in _MAGIC:
+    for magic, kind in _MAGIC:
         if head.startswith(magic):
-            raise DataError(f"{path} is not a text table: it is {what}")
+            raise DataError(t(kind, path=path))
     if named is not None:
         codec = _lookup(named)
         if broken := _first_undecodable(path, codec):
-            raise DataError(
-                f"{path} is not {named}: line {broken[0]} cannot be read; "
-                "name its real encoding, or leave encoding out to have it found"
-            )
+            raise DataError(t("data.encoding.named", path=path, name=named, line=broken[0]))
         marked = head.startswith(codecs.BOM_UTF8)
         return codec if codec != "utf-8-sig" or marked else "utf-8"
     for mark, codec in _MARKS:
         if head.startswith(mark):
             if broken := _first_undecodable(path, codec):
-                raise DataError(
-                    f"{path} begins as {codec} but line {broken[0]} cannot be read; "
-                    "save it again as UTF-8"
-                )
+                said = {"path": path, "codec": codec, "line": broken[0]}
+                raise DataError(t("data.encoding.marked", **said))
             return codec
     return _unmarked(path, head)
 
 
 def _unmarked(path: Path, head: bytes) -> str:
     if head[:4096].count(0) * 10 > len(head[:4096]):
-        raise DataError(
-            f"{path} is not a text table: it is full of zero bytes; "
-            "if it is UTF-16 without a mark, give encoding=utf-16-le"
-        )
+        raise DataError(t("data.encoding.zeros", path=path))
     broken = _first_undecodable(path, "utf-8")
     if broken is None:
         return "utf-8"
@@ -83,10 +75,8 @@ def _unmarked(path: Path, head: bytes) -> str:
         sample = file.read(_CHUNK_BYTES)
     codec = _judge(path, sample, line)
     if failed := _first_undecodable(path, codec):
-        raise DataError(
-            f"{path} is neither UTF-8 nor {codec.upper()}: line {failed[0]} cannot be read; "
-            "name its encoding, or save it as UTF-8"
-        )
+        said = {"path": path, "codec": codec.upper(), "line": failed[0]}
+        raise DataError(t("data.encoding.mixed", **said))
     return codec
 
 

@@ -83,15 +83,14 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             try:
                 value, end = _DECODER.raw_decode(buffer, position)
             except RecursionError as error:
-                raise DataError(f"{path}, line {line}: not JSON ({_reason(error)})") from None
+                said = {"path": path, "line": line, "reason": _reason(error)}
+                raise DataError(t("data.json.broken", **said)) from None
             except ValueError as error:
                 # Either it is wrong or it is not all there yet; only the end of the file tells.
                 more = file.read(_CHUNK_CHARS)
                 if not more or len(buffer) - position > _LONGEST_ROW:
-                    raise DataError(
-                        f"{path}, line {line}: not JSON ({_reason(error)}); "
-                        "write an array of objects, or one object a line"
-                    ) from None
+                    said = {"path": path, "line": line, "reason": _reason(error)}
+                    raise DataError(t("data.json.broken", **said)) from None
                 buffer, position = buffer[position:] + more, 0
                 continue
             yield _as_row(path, line, _mended(value, buffer[position:end]))
@@ -102,7 +101,7 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
 def _reason(error: Exception) -> str:
     """Without the position, which counts from the start of a line or a part of the file."""
     if isinstance(error, RecursionError):
-        return "nested too deeply"
+        return t("data.json.deep")
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
@@ -123,8 +122,6 @@ def _without_surrogates(value: Any) -> Any:
 
 def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(
-            f"{path}, line {line}: {type(value).__name__} where an object is expected; "
-            'write rows such as {"text": "…", "label": 1}'
-        )
+        said = {"path": path, "line": line, "kind": type(value).__name__}
+        raise DataError(t("data.json.object", row='{"text": "…", "label": 1}', **said))
     return value

@@ -60,10 +60,8 @@ class Coding:
             return
         if self.multi_hot:
             if not scan.fits_multi_hot(self.space.num_labels):
-                raise DataError(
-                    f"{where}: its labels are not lists of {self.space.num_labels} zeros and "
-                    f"ones as in {of}; write both the same way"
-                )
+                said = {"where": where, "count": self.space.num_labels, "of": of}
+                raise DataError(t("data.label.lists", **said))
             return
         unknown = [key for key in self.key_counts(scan) if key not in self.ids]
         if unknown:
@@ -86,7 +84,7 @@ def choose_coding(
     _check_kind(scan, task, where)
     if task == REGRESSION:
         if label_names:
-            raise DataError("label_names has no meaning for regression; leave it out")
+            raise DataError(t("data.label.unnamed"))
         return Coding(LabelSpace(task, (columns[0],)), {})
     several = task == MULTI_LABEL and len(columns) == 1
     width = scan.multi_hot_width if several else None
@@ -117,10 +115,8 @@ def coding_for(
     ids = {_whole(name): number for name, number in space.label2id.items()} | space.label2id
     for key, name in _as_text(label_names).items():
         if name not in space.label2id:
-            raise DataError(
-                f"label_names: the model has no label {name!r}, only {_listed(space.names)}; "
-                f"write one of these.{nearest(name, space.names)}"
-            )
+            said = {"known": _listed(space.names), "hint": nearest(name, space.names)}
+            raise DataError(t("data.label.model", label=repr(name), **said))
         ids[key] = ids[_whole(key)] = space.label2id[name]
     coding = Coding(
         space,
@@ -145,22 +141,19 @@ def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] 
 def _check_kind(scan: LabelScan, task: str, where: str) -> None:
     """Whether labels that look like this can be the labels of that task."""
     if task not in TASKS:
-        raise DataError(
-            f"there is no task {task!r}; write auto, {', '.join(TASKS)}.{nearest(task, TASKS)}"
-        )
+        said = {"task": repr(task), "known": ", ".join(TASKS), "hint": nearest(task, TASKS)}
+        raise DataError(t("data.task", **said))
     if task == REGRESSION:
         if scan.first_word is not None:
             raise DataError(t("data.label.word", where=where, label=shorten(scan.first_word)))
         if scan.lists:
-            raise DataError(f"{where}: regression needs one number a row and finds lists")
+            raise DataError(t("data.label.numbers", where=where))
         return
     if scan.too_many:
         raise DataError(t("data.label.many", where=where, most=f"{MOST_CLASSES:,}"))
     if task == SINGLE_LABEL and not scan.list_widths <= {1}:
-        raise DataError(
-            f"{where}: single_label needs one label a row and finds lists of "
-            f"{min(scan.list_widths)} to {max(scan.list_widths)}; give task=multi_label"
-        )
+        least, most = min(scan.list_widths), max(scan.list_widths)
+        raise DataError(t("data.label.several", where=where, least=least, most=most))
 
 
 def _separator(scan: LabelScan) -> str | None:
@@ -192,7 +185,7 @@ def _with_names(
         names[key] = name
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
-        raise DataError(f"label_names gives two labels the name {twice[0]!r}; name them apart")
+        raise DataError(t("data.label.twice", name=repr(twice[0])))
     return tuple(names.values())
 
 

@@ -201,4 +201,140 @@ _ROWS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-MESSAGES: Mapping[str, Mapping[str, str]] = {**_FILES, **_COLUMNS, **_ROWS}
+_RARER: Mapping[str, Mapping[str, str]] = {
+    "kind.excel": {
+        "en": "{path} is not a text table: it is an Excel workbook or a zip file; save it as CSV "
+        "(UTF-8)",
+        "zh": "{path} 不是文本表格，而是 Excel 工作簿或 zip 文件；请另存为 CSV（UTF-8）",
+    },
+    "kind.old": {
+        "en": "{path} is not a text table: it is an old Excel workbook; save it as CSV (UTF-8)",
+        "zh": "{path} 不是文本表格，而是旧版 Excel 工作簿；请另存为 CSV（UTF-8）",
+    },
+    "kind.parquet": {
+        "en": "{path} is not a text table: it is a Parquet file; name it .parquet",
+        "zh": "{path} 不是文本表格，而是 Parquet 文件；请把扩展名改为 .parquet",
+    },
+    "kind.gzip": {
+        "en": "{path} is not a text table: it is compressed with gzip; unpack it first",
+        "zh": "{path} 不是文本表格，而是 gzip 压缩文件；请先解压",
+    },
+    "encoding.named": {
+        "en": "{path} is not {name}: line {line} cannot be read; name its real encoding, or leave "
+        "encoding out to have it found",
+        "zh": "{path} 不是 {name} 编码：第 {line} 行无法读取；请写明真正的编码，"
+        "或不写编码让它自动识别",
+    },
+    "encoding.marked": {
+        "en": "{path} begins as {codec} but line {line} cannot be read; save it again as UTF-8",
+        "zh": "{path} 开头是 {codec}，但第 {line} 行无法读取；请重新保存为 UTF-8",
+    },
+    "encoding.zeros": {
+        "en": "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without a "
+        "mark, give encoding=utf-16-le",
+        "zh": "{path} 不是文本表格：里面全是零字节；如果是没有标记的 UTF-16，"
+        "请写 encoding=utf-16-le",
+    },
+    "encoding.mixed": {
+        "en": "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its encoding, "
+        "or save it as UTF-8",
+        "zh": "{path} 既不是 UTF-8 也不是 {codec}：第 {line} 行无法读取；"
+        "请写明编码，或保存为 UTF-8",
+    },
+    "file.end": {
+        "en": "{path} cannot be read to its end ({reason}); write it again",
+        "zh": "{path} 无法读到结尾（{reason}）；请重新写出这个文件",
+    },
+    "file.room": {
+        "en": "cannot write to the temporary folder {folder} ({reason}); make room there, or point "
+        "TMPDIR at a larger disk",
+        "zh": "无法写入临时文件夹 {folder}（{reason}）；请在那里腾出空间，"
+        "或把 TMPDIR 指向更大的磁盘",
+    },
+    "json.broken": {
+        "en": "{path}, line {line}: not JSON ({reason}); write an array of objects, or one object "
+        "a line",
+        "zh": "{path} 第 {line} 行：不是 JSON（{reason}）；请写对象数组，或每行一个对象",
+    },
+    "json.deep": {"en": "nested too deeply", "zh": "嵌套太深"},
+    "json.object": {
+        "en": "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
+        "zh": "{path} 第 {line} 行：应为对象，却是 {kind}；请把每行写成 {row} 的样子",
+    },
+    "column.text_kind": {
+        "en": "{where}: the text column holds {kind} values; name a column of texts with "
+        "--text-column",
+        "zh": "{where}：文本列里是 {kind} 类型的值；请用 --text-column 指明文本所在的列",
+    },
+    "column.both": {
+        "en": "{where}: {column} is both the text and the label column; name another with "
+        "--text-column or --label-column",
+        "zh": "{where}：{column} 既是文本列又是标签列；请用 --text-column 或 --label-column 换一列",
+    },
+    "column.both_pair": {
+        "en": "{where}: {column} is both the text pair and the label column; name another with "
+        "--text-column or --label-column",
+        "zh": "{where}：{column} 既是句对的第二列又是标签列；请用 --text-pair-column 或 "
+        "--label-column 换一列",
+    },
+    "column.none": {
+        "en": "--label-column {name} names no column; write one name, or a,b,c",
+        "zh": "--label-column {name} 没有指明任何列；请写一个列名，或 a,b,c",
+    },
+    "label.absent": {
+        "en": "{where}: no row has the label {label}, which {of} has; add some, or leave "
+        "--validation-file out to have it split",
+        "zh": "{where}：没有标签为 {label} 的行，而 {of} 里有；请加上一些，"
+        "或去掉 --validation-file 让它自动切分",
+    },
+    "label.columns": {
+        "en": "{where}: column {column} holds {value}; several label columns must hold 0 or 1 each",
+        "zh": "{where}：{column} 列里有 {value}；多个标签列的值只能是 0 或 1",
+    },
+    "label.lists": {
+        "en": "{where}: its labels are not lists of {count} zeros and ones as in {of}; write both "
+        "the same way",
+        "zh": "{where}：标签不是像 {of} 那样由 {count} 个 0 和 1 组成的列表；两者请用同样的写法",
+    },
+    "label.unnamed": {
+        "en": "label_names has no meaning for regression; leave it out",
+        "zh": "label_names 对回归没有意义；请去掉",
+    },
+    "label.model": {
+        "en": "label_names: the model has no label {label}, only {known}; write one of "
+        "these.{hint}",
+        "zh": "label_names：模型没有标签 {label}，只有 {known}；请写其中之一。{hint}",
+    },
+    "label.numbers": {
+        "en": "{where}: regression needs one number a row and finds lists",
+        "zh": "{where}：回归要求每行一个数，而这里是列表",
+    },
+    "label.several": {
+        "en": "{where}: single_label needs one label a row and finds lists of {least} to {most}; "
+        "give task=multi_label",
+        "zh": "{where}：single_label 要求每行一个标签，而这里是 {least} 到 {most} 个的列表；"
+        "请写 task=multi_label",
+    },
+    "label.twice": {
+        "en": "label_names gives two labels the name {name}; name them apart",
+        "zh": "label_names 给两个标签起了同一个名字 {name}；请区分开",
+    },
+    "task": {
+        "en": "there is no task {task}; write auto, {known}.{hint}",
+        "zh": "没有任务 {task}；请写 auto、{known}。{hint}",
+    },
+    "split.label": {
+        "en": "{where}: {wanted} of {rows} rows for validation leave a label out of one split, as "
+        "there are {classes} labels; give a --validation-split of {least} to {most}, or a "
+        "--validation-file",
+        "zh": "{where}：{rows} 行里取 {wanted} 行作验证，会有标签落空，因为有 {classes} 种标签；"
+        "请把 --validation-split 设为 {least} 到 {most}，或给出 --validation-file",
+    },
+    "tokens.few": {
+        "en": "max_length is {length}, and {specials} of that are special tokens; give at least "
+        "{least}",
+        "zh": "max_length 是 {length}，其中 {specials} 个是特殊词元；请至少写 {least}",
+    },
+}
+
+MESSAGES: Mapping[str, Mapping[str, str]] = {**_FILES, **_COLUMNS, **_ROWS, **_RARER}

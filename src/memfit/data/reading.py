@@ -156,10 +156,8 @@ def _with_validation(
     if coding.space.task == SINGLE_LABEL:
         for name, count in found[1].items():
             if count == 0 and found[0][name] > 0:
-                raise DataError(
-                    f"{validation_table.where}: no row has the label {shorten(name)}, which "
-                    f"{table.where} has; add some, or leave --validation-file out to have it split"
-                )
+                said = {"label": shorten(name), "of": table.where}
+                raise DataError(t("data.label.absent", where=validation_table.where, **said))
     counts = DataCounts(
         rows_read=rows.rows_read + other.rows_read,
         dropped_no_text=rows.dropped_no_text + other.dropped_no_text,

@@ -163,10 +163,7 @@ def as_text(value: Any, where: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, list | dict | tuple | bytes):
-        raise DataError(
-            f"{where}: the text column holds {type(value).__name__} values; "
-            "name a column of texts with --text-column"
-        )
+        raise DataError(t("data.column.text_kind", where=where, kind=type(value).__name__))
     return str(value)
 
 
@@ -176,4 +173,4 @@ def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
         yield from rows
     except (UnicodeDecodeError, OSError) as error:
         # The file was opened and its encoding checked before.
-        raise DataError(f"{where} cannot be read to its end ({error}); start again") from None
+        raise DataError(t("data.file.end", path=where, reason=error)) from None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.errors import DataError
+from memfit.messages import t
 
 MOST_CLASSES = 10_000
 """More different labels than this are numbers to predict or not labels at all."""
@@ -37,10 +38,8 @@ def flag_items(values: Sequence[Any], names: Sequence[str], where: str) -> list[
         if not text:
             return None
         if text.lower() not in _TRUTH:
-            raise DataError(
-                f"{where}: column {name!r} holds {shorten(text)}; several label columns "
-                "must hold 0 or 1 each"
-            )
+            said = {"column": repr(name), "value": shorten(text)}
+            raise DataError(t("data.label.columns", where=where, **said))
         if _TRUTH[text.lower()]:
             chosen.append(name)
     return chosen

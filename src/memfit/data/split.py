@@ -61,12 +61,10 @@ def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str
     present = totals > 0  # a source may declare a class that has no rows
     classes = int(present.sum())
     if min(wanted, len(labels) - wanted) < classes:
-        raise DataError(
-            f"{where}: {wanted} of {len(labels)} rows for validation leave a label out of one "
-            f"split, as there are {classes} labels; give a --validation-split of "
-            f"{math.ceil(100 * classes / len(labels)) / 100:.2f} to "
-            f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}, or a --validation-file"
-        )
+        least = f"{math.ceil(100 * classes / len(labels)) / 100:.2f}"
+        most = f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}"
+        said = {"wanted": wanted, "rows": len(labels), "classes": classes}
+        raise DataError(t("data.split.label", where=where, least=least, most=most, **said))
     quota = totals * (wanted / len(labels))
     counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)
     # Rounding leaves a few rows over or short; they go where the quota is missed most.

@@ -10,6 +10,7 @@ from uuid import uuid4
 from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
 from memfit.data.workspace import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,7 +130,5 @@ def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
     specials = tokenizer.num_special_tokens_to_add(pair)
     least = specials + (2 if pair else 1)
     if max_length < least:
-        raise DataError(
-            f"max_length is {max_length}, and {specials} of that are special tokens; "
-            f"give at least {least}"
-        )
+        said = {"length": max_length, "specials": specials, "least": least}
+        raise DataError(t("data.tokens.few", **said))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DataError
+from memfit.messages import t
 
 _numbers = itertools.count()
 _PREFIX, _LOCK = "memfit-data-", ".in-use"
@@ -82,10 +83,7 @@ def room_on_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"cannot write to the temporary folder {_folder().name} ({error}); "
-            "make room there, or point TMPDIR at a larger disk"
-        ) from None
+        raise DataError(t("data.file.room", folder=_folder().name, reason=error)) from None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Literal
 
 from memfit.doctor.environment import Card, Environment, TorchBuild
 from memfit.memory.nvml import Driver
+from memfit.messages import t
 from memfit.units import format_bytes
 
 _INDEX = "https://download.pytorch.org/whl"
@@ -77,9 +78,11 @@ def _packages(found: Environment) -> Iterator[Finding]:
     for one in found.packages:
         if not one.required or not one.lacking:
             continue
-        there = "is not installed" if one.version is None else f"is {one.version} here"
-        needs = f"; memfit needs {one.wanted}" if one.wanted else ""
-        yield Finding("problem", f"{one.name} {there}{needs}", one.command, True)
+        kind = "doctor.package.version" if one.version else "doctor.package.missing"
+        if one.version is None and one.wanted:
+            kind = "doctor.package.missing.wanted"
+        text = t(kind, name=one.name, version=one.version, wanted=one.wanted)
+        yield Finding("problem", text, one.command, True)
 
 
 def _torch(found: Environment) -> Iterator[Finding]:
@@ -87,32 +90,25 @@ def _torch(found: Environment) -> Iterator[Finding]:
     if build.error:
         if found.package("torch").version is not None:
             dll = found.system == "Windows" and ("WinError" in build.error or "DLL" in build.error)
-            hint = (
-                "; install Microsoft's Visual C++ Redistributable (x64) and try again"
-                if dll
-                else ""
-            )
-            text = f"torch cannot be imported: {build.error}{hint}"
+            text = t("doctor.torch.broken.dll" if dll else "doctor.torch.broken", error=build.error)
             yield Finding("problem", text, f'pip install --force-reinstall "torch{wanted}"', True)
         return
     if driver is None or not driver.cards:
         if not build.sees_gpu:
-            yield Finding("note", "no NVIDIA GPU was found: memfit trains on the CPU")
+            yield Finding("note", t("doctor.gpu.none"))
         return
     card = driver.cards[0]
     mend = torch_command(card.capability, driver, wanted)
     if build.cuda is None:
-        text = (
-            f"torch {build.version} was built without CUDA and leaves the {card.name} unused: "
-            "memfit would train on the CPU"
-        )
-        yield Finding("problem", text, mend)
+        yield Finding("problem", t("doctor.torch.cpu", version=build.version, card=card.name), mend)
     elif not build.sees_gpu:
-        newest = ".".join(map(str, driver.cuda))
-        text = (
-            f"torch {build.version} for CUDA {build.cuda} cannot use the {card.name}: driver "
-            f"{driver.version} runs CUDA {newest} at most, or CUDA_VISIBLE_DEVICES hides the card; "
-            "update the driver or take another build of torch"
+        text = t(
+            "doctor.torch.driver",
+            version=build.version,
+            cuda=build.cuda,
+            card=card.name,
+            driver=driver.version,
+            newest=".".join(map(str, driver.cuda)),
         )
         yield Finding("problem", text, mend)
 
@@ -122,17 +118,12 @@ def _cards(found: Environment) -> Iterator[Finding]:
     if build.sees_gpu and found.driver is not None:
         for card in found.cards:
             if lacks_kernels(build, card.capability):
-                version = ".".join(map(str, card.capability))
-                text = (
-                    f"torch {build.version} has no kernels for the {card.name} (compute "
-                    f"capability {version}): it would fail with 'no kernel image is available'"
-                )
+                capability = ".".join(map(str, card.capability))
+                said = {"version": build.version, "card": card.name, "capability": capability}
                 mend = torch_command(card.capability, found.driver, wanted)
-                yield Finding("problem", text, mend)
+                yield Finding("problem", t("doctor.torch.kernels", **said), mend)
     if build.sees_gpu and len(found.cards) > 1:
-        yield Finding(
-            "note", f"there are {len(found.cards)} GPUs; one process trains on the first it sees"
-        )
+        yield Finding("note", t("doctor.gpus", count=len(found.cards)))
     for card in found.cards:
         yield from _held(card)
 
@@ -140,11 +131,7 @@ def _cards(found: Environment) -> Iterator[Finding]:
 def _held(card: Card) -> Iterator[Finding]:
     held_bytes = card.total_bytes - card.free_bytes
     if held_bytes > _HELD_SHARE * card.total_bytes:
-        yield Finding(
-            "note",
-            f"{format_bytes(held_bytes)} of the {card.name} are in use now; nvidia-smi shows by "
-            "whom",
-        )
+        yield Finding("note", t("doctor.held", bytes=format_bytes(held_bytes), card=card.name))
 
 
 def _windows(found: Environment) -> Iterator[Finding]:
@@ -152,14 +139,5 @@ def _windows(found: Environment) -> Iterator[Finding]:
         return
     triton = found.package("triton")
     if triton.lacking:
-        text = (
-            "Windows has no Triton by default: fused_layers is not available and lowbit_adamw "
-            "runs in plain torch, slower"
-        )
-        yield Finding("note", text, triton.command)
-    yield Finding(
-        "note",
-        "on Windows the driver may move what does not fit into the computer's own memory, many "
-        "times slower, instead of failing; NVIDIA Control Panel, Manage 3D settings, CUDA - "
-        "Sysmem Fallback Policy: Prefer No Sysmem Fallback",
-    )
+        yield Finding("note", t("doctor.windows.triton"), triton.command)
+    yield Finding("note", t("doctor.windows.fallback"))

@@ -10,18 +10,13 @@ import platform
 from dataclasses import dataclass
 
 from memfit.memory import nvml
+from memfit.messages import t
 
-# Optional packages, and what they are for. The rest is memfit's own requirements.
-OPTIONAL = {
-    "triton": "kernels of fused_layers and lowbit_adamw on a GPU",
-    "peft": "--lora",
-    "matplotlib": "curves in the report",
-    "modelscope-hub": "models from and to ModelScope",
-    "sentencepiece": "tokenizers without a tokenizer.json, such as DeBERTa-v3's",
-    "flash-attn": "--attn-implementation flash_attention_2; packing does without",
-    "bitsandbytes": "--optim adamw_bnb_8bit of the stock Trainer",
-    "torchao": "--optim adamw_torch_8bit of the stock Trainer",
-}
+# Optional packages; messages.py says what each is for. The rest is memfit's own requirements.
+OPTIONAL = (
+    "triton", "peft", "matplotlib", "modelscope-hub", "sentencepiece", "flash-attn",
+    "bitsandbytes", "torchao",
+)  # fmt: skip
 # Where memfit is run from its sources, without metadata that says which versions.
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "huggingface_hub",
              "scikit-learn", "jinja2", "psutil", "rich", "typer")  # fmt: skip
@@ -140,9 +135,9 @@ def packages(system: str) -> list[Package]:
         Package(name, _version(name), specifier, required=True)
         for name, specifier in required.items()
     ]
-    for name, purpose in OPTIONAL.items():
+    for name in OPTIONAL:
         package = _ON_WINDOWS.get(name, name) if system == "Windows" else name
-        specifier = wanted.get(package, "")
+        specifier, purpose = wanted.get(package, ""), t(f"doctor.purpose.{name}")
         found.append(Package(package, _version(package), specifier, purpose=purpose))
     return found
 

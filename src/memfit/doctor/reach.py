@@ -17,6 +17,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -91,7 +92,7 @@ def reaches(
     every = well_known() if models is None else models
     for number, model in enumerate(every, start=1):
         if say is not None:
-            say(f"pricing {model.name} ({number} of {len(every)})")
+            say(t("doctor.pricing", model=model.name, number=number, count=len(every)))
         row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
         try:
             exact, rounding = row.cell(exact=True), row.cell()

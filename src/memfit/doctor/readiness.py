@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
+from memfit.doctor.messages import MESSAGES
+from memfit.messages import t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 # Packages a strategy cannot work without, and those it is only faster with.
 _NEEDS = {"lora": "peft", "fused_layers": "triton"}
 _FASTER_WITH = {"lowbit_adamw": "triton", "gradient_release": "triton", "cuda_graphs": "triton"}
+_FIRST_WITH_TRITON = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +78,33 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
     for one in beneath:
         if not one.unavailable(setup):
             one.apply(setup)
-    reason = strategy.unavailable(setup)
+    reason = translated(strategy.unavailable(setup))
     note = command = ""
     if kind.name in _NEEDS and reason:
         package = found.package(_NEEDS[kind.name])
         command = package.command if package.lacking else ""
+        if _NEEDS[kind.name] == "triton" and _is_too_old(setup):
+            reason, command = t("doctor.reason.triton.old"), ""
     elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
         package = found.package(_FASTER_WITH[kind.name])
-        if not setup.has_triton:
-            note, command = f"faster with {package.name}", package.command
+        if not setup.has_triton and not _is_too_old(setup):
+            note, command = t("doctor.faster", package=package.name), package.command
     return Readiness(kind.name, str(strategy.fidelity), reason, note, command)
+
+
+def translated(reason: str) -> str:
+    """A strategy's own sentence in the language spoken; itself where the catalogue lacks it."""
+    for name, both in MESSAGES.items():
+        if name.startswith("reason."):
+            pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(both["en"]))
+            if found := re.fullmatch(pattern, reason):
+                return t(f"doctor.{name}", **found.groupdict())
+    return reason
+
+
+def _is_too_old(setup: Setup) -> bool:
+    """Whether it is the card that keeps Triton's kernels away, so that nothing can be installed."""
+    return setup.device_type == "cuda" and setup.capability < _FIRST_WITH_TRITON
 
 
 def _setup(found: Environment, card: DeviceProfile | None) -> Setup:

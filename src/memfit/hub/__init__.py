@@ -101,7 +101,8 @@ def _found(name: str, weights: bool) -> str:
 def check_hub(to: str) -> None:
     """Only these two are known."""
     if to not in HUBS:
-        raise ConfigError(f"--to is {to!r}; it is one of {', '.join(HUBS)}.{nearest(to, HUBS)}")
+        said = {"value": repr(to), "choices": ", ".join(HUBS), "hint": nearest(to, HUBS)}
+        raise ConfigError(t("error.option.choice", flag="--to", **said))
 
 
 def check_repo(repo: str) -> None:
@@ -111,9 +112,7 @@ def check_repo(repo: str) -> None:
         raise ConfigError(t("hub.repo.form", repo=repr(repo)))
     wrong = sorted({char for char in owner + name if not (char.isalnum() or char in "-_.")})
     if wrong or not repo.isascii():
-        raise ConfigError(
-            f"the repository {repo!r} may hold letters, digits, '-', '_' and '.' only"
-        )
+        raise ConfigError(t("hub.repo.letters", repo=repr(repo)))
 
 
 def _client(to: str) -> Any:

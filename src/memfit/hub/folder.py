@@ -13,6 +13,7 @@ from pathlib import Path
 
 from memfit.config import ModelConfig
 from memfit.errors import ModelError
+from memfit.messages import t
 from memfit.models import check_model_folder
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -50,19 +51,13 @@ class Upload:
 def files_to_push(folder: Path) -> tuple[Path, ...]:
     """The model's and the tokenizer's files, or what is missing of them."""
     if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}; give the output folder of a run")
+        raise ModelError(t("hub.folder.none", folder=folder))
     if (folder / "run.toml").is_file() and not _matching(folder, (*_WEIGHTS, *_OLD_WEIGHTS)):
-        raise ModelError(
-            f"the run in {folder} has not finished; continue it with "
-            f"memfit train --resume --output-dir {folder}"
-        )
+        raise ModelError(t("input.run.unfinished", folder=folder))
     check_model_folder(ModelConfig(model=str(folder)))
     weights = _matching(folder, _WEIGHTS) or _matching(folder, _OLD_WEIGHTS)
     if not _matching(folder, _VOCABULARY):
-        raise ModelError(
-            f"the folder {folder} has no tokenizer, and a model without one is of no use to "
-            f"others; write it there with tokenizer.save_pretrained({str(folder)!r})"
-        )
+        raise ModelError(t("hub.folder.tokenizer", folder=folder, path=repr(str(folder))))
     found = {*_matching(folder, _CONFIG), *_matching(folder, _TOKENIZER), *weights}
     return tuple(sorted(found))
 

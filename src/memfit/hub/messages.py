@@ -69,7 +69,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "failed.reason": {"en": "cannot {doing}: {reason}", "zh": "无法{doing}：{reason}"},
     "refused.modelscope": {
         "en": "cannot {doing}: your token may not do that on ModelScope",
-        "zh": "无法{doing}：您的令牌在 ModelScope 上没有这个权限",
+        "zh": "无法{doing}：你的令牌在 ModelScope 上没有这个权限",
     },
     "none.modelscope": {
         "en": "cannot {doing}: ModelScope has none of that name",
@@ -93,6 +93,50 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "--licence is {name}, which the hubs do not know.{hint} Write other for one of your "
         "own",
         "zh": "--licence 是 {name}，hub 不认识。{hint}自拟的许可证请写 other",
+    },
+    "repo.letters": {
+        "en": "the repository {repo} may hold letters, digits, '-', '_' and '.' only",
+        "zh": "仓库 {repo} 只能含有字母、数字、'-'、'_' 和 '.'",
+    },
+    "folder.none": {
+        "en": "there is no folder {folder}; give the output folder of a run",
+        "zh": "没有文件夹 {folder}；请给出一次训练的输出文件夹",
+    },
+    "folder.tokenizer": {
+        "en": "the folder {folder} has no tokenizer, and a model without one is of no use to "
+        "others; write it there with tokenizer.save_pretrained({path})",
+        "zh": "文件夹 {folder} 里没有分词器，别人没法用这样的模型；"
+        "请用 tokenizer.save_pretrained({path}) 写进去",
+    },
+    "name.modelscope": {
+        "en": "modelscope:{name} is not of the form modelscope:org/name",
+        "zh": "modelscope:{name} 不是 modelscope:组织/名称 的形式",
+    },
+    "token.modelscope": {
+        "en": "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste it "
+        "into memfit login --to modelscope, or set MODELSCOPE_API_TOKEN",
+        "zh": "没有给出令牌；请在 https://modelscope.cn/my/myaccesstoken 新建一个，粘贴到 "
+        "memfit login --to modelscope，或设置 MODELSCOPE_API_TOKEN",
+    },
+    "token.refused.modelscope": {
+        "en": "cannot {doing}: ModelScope does not accept the token; log in with memfit login --to "
+        "modelscope, or set MODELSCOPE_API_TOKEN",
+        "zh": "无法{doing}：ModelScope 不接受这个令牌；请用 memfit login --to modelscope 登录，"
+        "或设置 MODELSCOPE_API_TOKEN",
+    },
+    "token.refused.modelscope.login": {
+        "en": "cannot {doing}: ModelScope does not accept the token",
+        "zh": "无法{doing}：ModelScope 不接受这个令牌",
+    },
+    "login.modelscope": {
+        "en": "cannot upload to {repo}: not logged in to ModelScope; log in with memfit login --to "
+        "modelscope, or set MODELSCOPE_API_TOKEN",
+        "zh": "无法上传到 {repo}：没有登录 ModelScope；请用 memfit login --to modelscope 登录，"
+        "或设置 MODELSCOPE_API_TOKEN",
+    },
+    "client.modelscope": {
+        "en": "ModelScope needs its client, which is not installed: {command}",
+        "zh": "ModelScope 需要它的客户端，这里没有安装：{command}",
     },
     "repo.form": {
         "en": "the repository {repo} is not of the form user/name",

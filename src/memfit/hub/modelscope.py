@@ -48,7 +48,7 @@ def download(name: str, *, weights: bool = True) -> Path:
     """The folder a model lies in, fetched as far as it is not there yet."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
-        raise ModelError(f"modelscope:{name} is not of the form modelscope:org/name")
+        raise ModelError(t("hub.name.modelscope", name=name))
     config = _config()
     silent = t("hub.off") if is_off() else _why_silent(str(config.endpoint))
     with _explained(t("hub.doing.get", name=f"modelscope:{name}"), config.token), _quiet():
@@ -100,10 +100,7 @@ def login(token: str | None, *, force: bool) -> str:
         with contextlib.suppress(MemfitError):
             return _user(config)
     if token is None:
-        raise ConfigError(
-            "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste it into "
-            "memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
-        )
+        raise ConfigError(t("hub.token.modelscope"))
     with _explained(t("hub.doing.login.modelscope"), token), _quiet():
         return str(_api(config).login(token).username)
 
@@ -118,10 +115,7 @@ def upload(what: Upload) -> str:
     _refuse_offline()
     config = _config()
     if not config.token:
-        raise ConfigError(
-            f"cannot upload to {what.repo}: not logged in to ModelScope; log in with "
-            "memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
-        )
+        raise ConfigError(t("hub.login.modelscope", repo=what.repo))
     with _explained(t("hub.doing.upload", repo=what.repo), config.token), _quiet():
         api = _api(config)
         _create(api, what)
@@ -163,15 +157,13 @@ def _is_private(api: HubApi, repo: str) -> bool:
 
 def _refuse_offline() -> None:
     if is_off():
-        raise ConfigError(
-            "the hubs are switched off (HF_HUB_OFFLINE=1); take that out of the environment first"
-        )
+        raise ConfigError(t("hub.switched.off"))
 
 
 def _config() -> HubConfig:
     """What the environment and an earlier login say now."""
     if importlib.util.find_spec("modelscope_hub") is None:
-        raise ConfigError(f"ModelScope needs its client, which is not installed: {INSTALL}")
+        raise ConfigError(t("hub.client.modelscope", command=INSTALL))
     from modelscope_hub import HubConfig
 
     return HubConfig()
@@ -216,9 +208,9 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
     from modelscope_hub import errors
 
     if isinstance(error, errors.AuthenticationError):
-        then = "; log in with memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
-        again = "" if doing.startswith("log in") else then
-        return ConfigError(f"cannot {doing}: ModelScope does not accept the token{again}")
+        login = doing == t("hub.doing.login.modelscope")
+        kind = "hub.token.refused.modelscope" if not login else "hub.token.refused.modelscope.login"
+        return ConfigError(t(kind, doing=doing))
     if isinstance(error, errors.PermissionDeniedError):
         return ConfigError(t("hub.refused.modelscope", doing=doing))
     if isinstance(error, errors.NotExistError):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -99,7 +100,7 @@ def find_card(name: str) -> DeviceProfile:
     fewest = min(len(words) for words in fits.values())
     closest = [card for card, words in fits.items() if len(words) == fewest]
     if len(closest) > 1:
-        raise ConfigError(t("input.card.several", name=repr(name), cards=" / ".join(closest)))
+        raise ConfigError(t("input.card.several", name=repr(name), cards=_either(closest)))
     return _profile(closest[0])
 
 
@@ -217,3 +218,8 @@ def _unknown(name: str) -> str:
     for key, card in plain.items():
         near = near.replace(repr(key), repr(card))
     return t("input.card.unknown", name=repr(name), hint=near, known=", ".join(_table()))
+
+
+def _either(cards: Iterable[str]) -> str:
+    *first, last = cards
+    return t("input.card.either", first=", ".join(first), last=last)

@@ -59,7 +59,7 @@ _LEAD: _Messages = {
 }
 
 _MEMORY: _Messages = {
-    "memory.title": {"en": "Memory", "zh": "内存占用"},
+    "memory.title": {"en": "Memory", "zh": "显存占用"},
     "memory.bars": {"en": "The peak by component", "zh": "峰值的组成"},
     "memory.predicted": {"en": "predicted", "zh": "预测"},
     "memory.measured": {"en": "measured", "zh": "实测"},
@@ -104,16 +104,16 @@ _MEMORY: _Messages = {
     "component.workspace": {"en": "workspace", "zh": "工作区"},
     "component.context": {"en": "context", "zh": "CUDA 上下文"},
     "component.unused": {"en": "reserved, unused", "zh": "已保留未使用"},
-    "time.title": {"en": "Memory over the run", "zh": "训练过程中的内存"},
+    "time.title": {"en": "Memory over the run", "zh": "训练过程中的显存"},
     "time.process": {
         "en": "Memory of the whole process over the run",
-        "zh": "训练过程中整个进程的内存",
+        "zh": "训练过程中整个进程的主机内存",
     },
     "time.now": {"en": "in use", "zh": "当前"},
     "time.peak": {"en": "most until then", "zh": "迄今最高"},
     "time.label": {
         "en": "Memory over {steps:,} steps: at most {bytes}",
-        "zh": "{steps:,} 步中的内存：最高 {bytes}",
+        "zh": "{steps:,} 步中的显存：最高 {bytes}",
     },
     "time.marks": {
         "en": "Dotted lines are adjustments, numbered as in the table.",

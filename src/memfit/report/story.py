@@ -13,6 +13,7 @@ from typing import Any
 from memfit.errors import OutputError
 from memfit.evaluation import Evaluation, Mistake
 from memfit.memory.components import Component
+from memfit.messages import t
 from memfit.results import RunFolder, RunSummary, read_evaluation, read_summary
 from memfit.runlog import Recorded, Sample, read_log
 
@@ -123,7 +124,7 @@ def _unfinished(folder: RunFolder, recorded: Recorded) -> RunSummary:
     try:
         tables = tomllib.loads(_text(folder.config))
     except tomllib.TOMLDecodeError as error:
-        raise OutputError(f"cannot read {folder.config}: {error}") from None
+        raise OutputError(t("input.unread", path=folder.config, reason=error)) from None
     model = _mapping(tables.get("model")).get("model", "")
     return RunSummary(model=str(model), task=str(_mapping(tables.get("data")).get("task", "")))
 

@@ -279,10 +279,10 @@ def _training_sentence(summary: RunSummary) -> str:
         words.append(t("shown.epoch" if epochs == 1 else "shown.epochs", epochs=epochs))
     if seconds is not None:
         words.append(format_seconds(seconds))
-    return _listed(words)
+    return listed(words)
 
 
-def _listed(words: Iterable[str], mark: str = ", ") -> str:
+def listed(words: Iterable[str], mark: str = ", ") -> str:
     """Chinese has a comma and a semicolon of its own, with no space behind."""
     return {", ": "，", "; ": "；"}[mark].join(words) if language() == "zh" else mark.join(words)
 
@@ -319,9 +319,9 @@ def _columns_sentence(counts: DataCounts, task: str) -> str:
         ("shown.column.pair", counts.text_pair_column),
         ("shown.column.label", counts.label_column),
     )
-    words = _listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
+    words = listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
     kind = t(f"shown.task.{task}") if has(f"shown.task.{task}") else task.replace("_", "-")
-    return _listed([part for part in (words, kind, counts.encoding) if part], "; ")
+    return listed([part for part in (words, kind, counts.encoding) if part], "; ")
 
 
 def _rows_sentence(counts: DataCounts) -> str:

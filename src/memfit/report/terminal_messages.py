@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MESSAGES: Mapping[str, Mapping[str, str]] = {
-    "memory": {"en": "Memory", "zh": "内存"},
+    "memory": {"en": "Memory", "zh": "显存"},
     "bar.within": {
         "en": "{bytes} of {budget}, {share}",
         "zh": "{bytes}，预算 {budget}，{share}",
@@ -58,7 +58,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "many.dataset": {"en": "dataset", "zh": "数据集"},
     "many.rows": {"en": "rows", "zh": "行数"},
     "many.time": {"en": "time", "zh": "时间"},
-    "many.memory": {"en": "memory", "zh": "内存"},
+    "many.memory": {"en": "memory", "zh": "显存"},
     "many.status": {"en": "status", "zh": "状态"},
     "steps": {"en": "{steps:,} steps", "zh": "{steps:,} 步"},
     "epoch": {"en": "{epochs:g} epoch", "zh": "{epochs:g} 轮"},
