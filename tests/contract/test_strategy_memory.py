@@ -13,6 +13,7 @@ from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
 from transformers import BertForSequenceClassification as Bert
 
 import memfit.strategies as strategies_module
+import small_training
 from memfit import BudgetTrainer
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
@@ -102,14 +103,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(row["input_ids"]) for row in batch]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    labels = torch.tensor([row["labels"] for row in batch])
-    types = torch.zeros_like(padded)
-    return {
-        "input_ids": padded, "attention_mask": padded.ne(0).long(), "token_type_ids": types,
-        "labels": labels,
-    }  # fmt: skip
+    padded = small_training.collate(batch)
+    return {**padded, "token_type_ids": torch.zeros_like(padded["input_ids"])}
 
 
 def really(

@@ -5,49 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.errors import OutputError
 from memfit.runtime.batching import MicroBatching
-
-# 37 rows in effective batches of 8: 5 steps an epoch, the last of 5 rows; 2 epochs are 10 steps.
-ROWS, BATCH, STEPS_AN_EPOCH, STEPS = 37, 8, 5, 10
-
-
-def model_of() -> BertForSequenceClassification:
-    """BERT of 2 layers x 16, dropout on as BERT trains."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=32, num_labels=2,
-        )
-    )  # fmt: skip
-
-
-def texts(rows: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(rows):
-        length = int(torch.randint(2, 30, (), generator=generator))
-        ids = torch.randint(5, 40, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": ids[0] % 2})
-    return made
-
-
-def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {"input_ids": padded, "attention_mask": padded.ne(0).long(), "labels": labels}
+from small_training import ROWS, STEPS_AN_EPOCH, collate, model_of, texts
 
 
 class Interruption(Exception):  # noqa: N818
@@ -79,8 +48,8 @@ def trainer_in(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Bu
         model_of(),
         TrainingArguments(str(folder), **{**defaults, **settings}),
         collate,
-        texts(ROWS),
-        texts(ROWS)[:9],
+        texts(),
+        texts()[:9],
         callbacks=list(callbacks),
         micro_batching=micro_batching,
     )

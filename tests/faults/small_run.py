@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,50 +17,20 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.manifest import problem_with
+from small_training import STEPS_AN_EPOCH, collate, model_of, texts
 
-# 37 rows in effective batches of 8: 5 steps an epoch, the last of 5 rows.
-ROWS, STEPS_AN_EPOCH, EPOCHS = 37, 5, 3
+EPOCHS = 3
 STEPS = EPOCHS * STEPS_AN_EPOCH
 _PRELOADED = [
     "memfit.cli", "memfit.workflow", "memfit.runtime.trainer", "memfit.data", "memfit.planner",
     "memfit.report.page", "datasets", "sklearn.metrics", "matplotlib.pyplot", "peft",
     "transformers.models.bert.modeling_bert",
 ]  # fmt: skip
-
-
-def model_of() -> BertForSequenceClassification:
-    """BERT of 2 layers x 16, dropout on as BERT trains."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=32, num_labels=2,
-        )
-    )  # fmt: skip
-
-
-def texts(rows: int = ROWS) -> list[dict[str, Any]]:
-    """Rows of 2 to 29 tokens."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(rows):
-        length = int(torch.randint(2, 30, (), generator=generator))
-        ids = torch.randint(5, 40, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": ids[0] % 2})
-    return made
-
-
-def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Padded, with a mask."""
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {"input_ids": padded, "attention_mask": padded.ne(0).long(), "labels": labels}
 
 
 class Logged(BudgetTrainer):

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_run import collate, texts
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
+import small_training
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.runtime.batching import MicroBatching
 from memfit.strategies import GradientRelease, LowBitAdamW, Packing
+from small_training import collate, texts
 
 STEPS = 1000
 PHASES = ("forward", "backward", "update")
@@ -132,14 +133,8 @@ class TriedTrainer(BudgetTrainer):
 
 
 def model_of(width: int = 16, layers: int = 1, dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40, hidden_size=width, num_hidden_layers=layers, num_attention_heads=2,
-            intermediate_size=width * 5 // 4, max_position_embeddings=32, num_labels=2,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )
-    )  # fmt: skip
+    sizes = {"hidden_size": width, "num_hidden_layers": layers}
+    return small_training.model_of(dropout, **sizes, intermediate_size=width * 5 // 4)
 
 
 def run(

@@ -28,6 +28,7 @@ from memfit.strategies import (
     Strategy,
 )
 from memfit.units import MIB, Budget
+from small_training import collate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
@@ -61,13 +62,6 @@ def texts(rows: int = 128, longest: int = 128) -> list[dict[str, Any]]:
         ids = torch.randint(5, 2000, (length,), generator=generator).tolist()
         made.append({"input_ids": ids, "labels": ids[0] % 2})
     return made
-
-
-def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {"input_ids": padded, "attention_mask": padded.ne(0).long(), "labels": labels}
 
 
 def trainer_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.strategies.base import Setup, Strategy
+from small_training import collate
 
 VOCABULARY = 60
 CLS, SEP = 2, 3
@@ -89,16 +90,6 @@ def rows_of(
         text = torch.randint(low, high, (length,), generator=generator).tolist()
         rows.append({"input_ids": [CLS, *text, SEP], "labels": label})
     return rows
-
-
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Padded on the right by 0."""
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    batch = {"input_ids": padded, "attention_mask": padded.ne(0).long()}
-    if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
-    return batch
 
 
 def arguments(folder: Any, **fields: Any) -> TrainingArguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 import transformers
 from rich.console import Console
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -25,36 +25,10 @@ from memfit.errors import BudgetError, ConfigError, ModelError
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.lengths import longest_row
 from memfit.runtime.progress import MemfitProgress
+from small_training import collate, model_of, texts
 
 THREE_ROWS = MicroBatching(max_rows=3)
-
-
-def bert(labels: int = 2, dropout: float = 0.0) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=32, num_labels=labels,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )
-    )  # fmt: skip
-
-
-def texts(rows: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(rows):
-        length = int(torch.randint(2, 30, (), generator=generator))
-        ids = torch.randint(5, 40, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "labels": ids[0] % 2})
-    return made
-
-
-def collate(rows: list[Mapping[str, Any]], side: str = "right") -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_side=side)
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {"input_ids": padded, "attention_mask": padded.ne(0).long(), "labels": labels}
+bert = partial(model_of, dropout=0.0)
 
 
 def trainer_of(
