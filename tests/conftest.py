@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: one thread a worker, so that two workers share two cores
 # and every run of one test adds up in the same order.
@@ -15,6 +18,55 @@ os.environ["MEMFIT_LANG"] = "en"  # whatever the locale of who runs them
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is left alone with one
+_MODULES = 100  # as many newly imported ones are worth a collection
+_seen_modules = 0
+
+# A full collection looks at half a million objects of torch and transformers for a quarter
+# second, every Trainer asks for one, and Python for many more while modules are imported.
+gc.disable()
+
+
+def _leave_imports_out_of_collections() -> None:
+    """What importing has made stays for good anyway."""
+    global _seen_modules
+    if len(sys.modules) > _seen_modules + _MODULES:
+        gc.collect()
+        gc.freeze()
+        _seen_modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    """Most modules are imported by now."""
+    _leave_imports_out_of_collections()
+    gc.set_threshold(20_000, 20, 50)
+    gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """The rest is imported where it is needed."""
+    _leave_imports_out_of_collections()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions complain at the exit about what is left."""
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By tiers, and inside them as they were found."""
+    items.sort(key=lambda item: [tier in item.path.parts for tier in TIERS], reverse=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker runs the whole of a file: what its tests share is made once."""
+    if config.getoption("dist") != "load":  # another way was asked for
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
