@@ -28,6 +28,8 @@ _SIGNS = (
     "cudnn_status_alloc_failed",
 )
 
+_frozen = False  # whether `free_memory` has left objects out of the collections
+
 
 class BudgetExceeded(torch.OutOfMemoryError):
     """A tensor was made beyond the budget, on a device that would have had room for it."""
@@ -66,17 +68,24 @@ def free_memory(device: torch.device) -> None:
     """Give back what nobody uses: cycles of Python objects, then the allocator's cache.
 
     A collection looks at half a million objects of torch and transformers. Those that have
-    survived one are left out of the next, until `end_of_training`.
+    survived one are left out of the next, until `end_of_training`; where the program around us
+    has left some out itself, that stays its own affair.
     """
+    global _frozen
     gc.collect()
-    gc.freeze()
+    if _frozen or not gc.get_freeze_count():
+        gc.freeze()
+        _frozen = True
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def end_of_training() -> None:
-    """All objects are looked at again."""
-    gc.unfreeze()
+    """All objects are looked at again, if it was here that they were left out."""
+    global _frozen
+    if _frozen:
+        gc.unfreeze()
+    _frozen = False
 
 
 class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call]
