@@ -154,6 +154,8 @@ def fastest(
         cost = sum(lengths) * (3 + share) + 3 * pieces.count * abilities.piece_tokens
         if best is None or cost < best[0]:
             best = cost, replace(way, recomputed=recomputed)
+        if way is widest and recomputed == widest.recomputed:
+            break  # all others are cut smaller or computed again
     return None if best is None else best[1]
 
 
