@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memfit.memory.counts import StepCounts
+from memfit.memory.trace import tensors_in
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -201,7 +202,7 @@ class Counting:
         if kind.free:
             self._follow(args, out)
             return
-        read = list(_tensors(args)) + list(_tensors(tuple((kwargs or {}).values())))
+        read = list(tensors_in(args)) + list(tensors_in(tuple((kwargs or {}).values())))
         if self._on_host and self._crosses(func, read, out):
             return
         nbytes = _traffic(kind, args, read, out)
@@ -252,18 +253,18 @@ class Counting:
 
     def see_on_host(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """One operator that the CPU runs, wherever its inputs are."""
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self.on_host(tensor)
         if "adam" in _kind(func).name:
-            self.host_update(sum(t.numel() for t in _tensors(args)) / _ADAM_TENSORS)
+            self.host_update(sum(t.numel() for t in tensors_in(args)) / _ADAM_TENSORS)
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
 
     def _follow(self, args: tuple[Any, ...], out: Any) -> None:
         """Memory made beside a host tensor (`empty_like`) is host memory."""
-        if self._on_host and any(map(self._is_on_host, _tensors(args))):
-            for tensor in _tensors(out):
+        if self._on_host and any(map(self._is_on_host, tensors_in(args))):
+            for tensor in tensors_in(out):
                 self.on_host(tensor)
 
     def _crosses(self, func: Any, read: list[torch.Tensor], out: Any) -> bool:
@@ -318,10 +319,10 @@ def _kind(func: Any) -> _Kind:
 
 def _traffic(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor], out: Any) -> float:
     """Bytes an operator reads and writes; each tensor once, however often it is named."""
-    written = {id(t): t for t in _tensors(out)}
+    written = {id(t): t for t in tensors_in(out)}
     for place in kind.mutated:
         if place < len(args):
-            written |= {id(t): t for t in _tensors((args[place],))}
+            written |= {id(t): t for t in tensors_in((args[place],))}
     writes = sum(map(_extent, written.values()))
     if kind.name in _GATHERS:
         return 2 * writes + sum(t.nbytes for t in read[1:])
@@ -338,16 +339,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _launches(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor]) -> int:
     if args and isinstance(args[0], (list, tuple)) and kind.name.startswith(("_foreach", "_fused")):
-        elements = sum(t.numel() for t in _tensors((args[0],)))
+        elements = sum(t.numel() for t in tensors_in((args[0],)))
         return max(math.ceil(elements / _LIST_ELEMENTS), 1)
     if kind.name == "embedding_dense_backward":
         return _SORTING_KERNELS if read[1].numel() > _SORTED_FROM else 2
     return _KERNELS.get(kind.name, 1)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -29,7 +29,7 @@ from memfit.memory.components import Component
 from memfit.memory.counting import current
 from memfit.memory.fake_ops import run_directly
 from memfit.memory.operators import CudaKernels, supplied_operator
-from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker
+from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker, tensors_in
 
 _ADD = torch.ops.aten.add.Tensor
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
@@ -167,7 +167,7 @@ def _quiet() -> Iterator[None]:
 
 def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator's values follow from the batch alone: no weight took part."""
-    tensors = list(_tensors((args, tuple(kwargs.values()))))
+    tensors = list(tensors_in((args, tuple(kwargs.values()))))
     if tensors:
         return all(not isinstance(t, FakeTensor) and t.device.type == "cpu" for t in tensors)
     dtype = kwargs.get("dtype")
@@ -187,7 +187,7 @@ def _too_large(out: Any) -> bool:
     """Floating-point values are kept only while they are few."""
     return any(
         t.is_floating_point() and t.untyped_storage().nbytes() > _LARGEST_REAL_FLOAT_BYTES
-        for t in _tensors(out)
+        for t in tensors_in(out)
     )
 
 
@@ -205,14 +205,6 @@ def _as_positions(indices: Any) -> list[Any]:
 def _is_real(args: tuple[Any, ...]) -> bool:
     first = args[0] if args else None
     return isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _covers_its_elements(tensor: torch.Tensor) -> bool:

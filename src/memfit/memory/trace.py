@@ -25,6 +25,15 @@ _BACKWARD_NODE: Callable[[], Any] = torch._C._current_autograd_node
 _SEQUENCE: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what a call is given or gives: one, or any number in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every storage's birth and death, in order."""
 
@@ -57,11 +66,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self, out: Any) -> None:
         """Write down the storages of an operator's result that are new."""
-        if isinstance(out, torch.Tensor):
-            self._born(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                self.record(item)
+        for tensor in tensors_in(out):
+            self._born(tensor)
 
     def _born(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.memory.trace import tensors_in
 from memfit.runtime.out_of_memory import BudgetExceeded
 from memfit.units import format_both
 
@@ -31,7 +32,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that are there already."""
+        """Count tensors that are there now."""
         for tensor in tensors:
             self._born(tensor)
 
@@ -40,7 +41,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is not _DEVICE:
-            self._record(out)
+            self.adopt(tensors_in(out))
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
             size_bytes = self.live_bytes
             del out
@@ -49,13 +50,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{format_both(self.limit_bytes)}"
             )
         return out
-
-    def _record(self, out: Any) -> None:
-        if isinstance(out, torch.Tensor):
-            self._born(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                self._record(item)
 
     def _born(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta":

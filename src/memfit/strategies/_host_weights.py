@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit import traced
+from memfit.memory.trace import tensors_in
 from memfit.strategies._hosted import Link
 from memfit.strategies._layers import Args, Kwargs, wrap
 
@@ -166,7 +167,7 @@ class HostWeights:
         if not is_last:
             self._layers[index + 1].fetch()
         output = call(*args, **kwargs)
-        result: Any = next((x for x in _tensors(output) if x.requires_grad), None)
+        result: Any = next((x for x in tensors_in(output) if x.requires_grad), None)
         weights.has_backward = result is not None
         if result is not None:
             result.register_hook(partial(self._before_backward, index))
@@ -183,11 +184,3 @@ class HostWeights:
         self._layers[index].arrive()
         if index > 0 and self._layers[index - 1].has_backward:
             self._layers[index - 1].fetch()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

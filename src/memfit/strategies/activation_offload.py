@@ -14,9 +14,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.memory.trace import tensors_in
 from memfit.strategies._activations import ActivationHost
 from memfit.strategies._hosted import Link, link_to
 from memfit.strategies._layers import (
@@ -91,20 +92,12 @@ def _offloading(host: ActivationHost, turns: Turns) -> Callable[..., Any]:
         # All but the hidden states (masks, positions, relative embeddings) is the same for all
         # layers, and there until the step is over.
         others = [value for name, value in kwargs.items() if name != "hidden_states"]
-        hooks = host.enter(saves=turns.take(), stays=_tensors((*args[1:], *others)))
+        hooks = host.enter(saves=turns.take(), stays=tensors_in((*args[1:], *others)))
         context: AbstractContextManager[Any] = hooks or nullcontext()
         with context:
             return call(*args, **kwargs)
 
     return around
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 @contextmanager
