@@ -5,6 +5,8 @@ middle between them, so without fp32 copies of the weights most of them never mo
 three steps of the run at most, in a few thousand weights.
 """
 
+# ruff: noqa: ARG002 - the Trainer decides what its callbacks are given.
+
 from __future__ import annotations
 
 import warnings
@@ -34,11 +36,7 @@ class StallWatch(TrainerCallback):
         self._is_done = False
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **parts: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Optimizers of our own keep what the weights have no bits for; torch's do not."""
         optimizer = parts.get("optimizer")
@@ -48,11 +46,7 @@ class StallWatch(TrainerCallback):
         self._next_step = state.global_step + self._wait(state)
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **parts: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Remember some weights that have a gradient."""
         optimizer = parts.get("optimizer")
@@ -62,11 +56,7 @@ class StallWatch(TrainerCallback):
             self._next_step = state.global_step + 1 + self._wait(state)
 
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **parts: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """See how many of them are others now."""
         if not self._before:
