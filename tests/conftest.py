@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,32 @@ import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is left alone with one
-_MODULES = 100  # as many newly imported ones are worth a collection
-_seen_modules = 0
 
 # A full collection looks at half a million objects of torch and transformers for a quarter
 # second, every Trainer asks for one, and Python for many more while modules are imported.
 gc.disable()
 
 
-def _leave_imports_out_of_collections() -> None:
-    """What importing has made stays for good anyway."""
-    global _seen_modules
-    if len(sys.modules) > _seen_modules + _MODULES:
-        gc.collect()
-        gc.freeze()
-        _seen_modules = len(sys.modules)
+def _leave_what_stays_out_of_collections() -> None:
+    """Modules and what they keep will never be garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_finish() -> None:
     """Most modules are imported by now."""
-    _leave_imports_out_of_collections()
+    _leave_what_stays_out_of_collections()
     gc.set_threshold(20_000, 20, 50)
     gc.enable()
 
 
-def pytest_runtest_logfinish() -> None:
-    """The rest is imported where it is needed."""
-    _leave_imports_out_of_collections()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    """After the last test of a file, whose fixtures are gone: some modules are imported late."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_what_stays_out_of_collections()
+    return done
 
 
 def pytest_unconfigure() -> None:
