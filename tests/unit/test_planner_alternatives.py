@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 from planner_fixtures import FormulaPricer, h200, task
 
@@ -42,7 +45,19 @@ def test_permission_is_said_with_its_fidelity_and_speed(
     said = {one.name: one.decision(chosen).sentence() for one in found.allow}
     assert said["truncate"].startswith("--allow truncate (data): ")
     assert said["lora"].startswith("--allow lora (capacity): ")
-    assert "as fast" in said["lora"]
+    assert "as fast" in said["freeze"]
+
+
+def test_permission_that_reaches_nothing_says_so(planning: Planning, found: Alternatives) -> None:
+    chosen = planning.chosen.price
+    assert chosen is not None
+    reach = next(one for one in found.allow if one.name == "freeze")
+    assert reach.fastest is not None
+    slow = dataclasses.replace(reach.fastest, step_seconds=chosen.step_seconds)
+    same = dataclasses.replace(reach, fastest=slow).decision(chosen).sentence()
+    assert same == "--allow freeze (capacity): nothing faster than this plan"
+    none = dataclasses.replace(reach, fastest=None).decision(chosen).sentence()
+    assert re.fullmatch(r"--allow freeze \(capacity\): nothing that fits, [\d.]+ GB at least", none)
 
 
 def test_permission_that_is_given_is_not_shown_again() -> None:

@@ -88,9 +88,10 @@ def test_tf32_pays_from_ampere_on() -> None:
     assert step_seconds(rounded, T4) == step_seconds(FULL, T4)
 
 
-def test_copies_beside_the_computation_cost_nothing_until_they_are_the_longest() -> None:
+def test_copies_beside_the_computation_cost_little_until_they_are_the_longest() -> None:
     hidden = dataclasses.replace(STEP, to_host_bytes=1e8, to_device_bytes=1e8)
-    assert step_seconds(hidden, H200) == step_seconds(STEP, H200)
+    own, bus = step_seconds(STEP, H200), explain(hidden, H200)["bus"]
+    assert 0 < step_seconds(hidden, H200) - own < 0.2 * bus
     shown = dataclasses.replace(STEP, to_host_bytes=1e10, to_device_bytes=1e10)
     assert step_seconds(shown, H200) > explain(shown, H200)["bus"] > step_seconds(STEP, H200)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _FASTER = 0.9
 """A plan is worth more memory when its step takes at most this much of the time."""
+_NOTICED = 1.05
+"""What is not faster by this is not faster."""
 _FAMILY = ((12, 768, 12), (6, 768, 12), (3, 768, 12))
 """Layers, width and heads of the smaller models people have: base, and what is cut from it."""
 _USES = {
@@ -54,7 +56,9 @@ class Reach:
             "step": step_time(best.step_seconds),
             "times": f"{times:.2g}x",
         }
-        return Decision("allow", fields)
+        if self.fastest is None:
+            return Decision("allow.too_large", fields)
+        return Decision("allow" if times >= _NOTICED else "allow.no_gain", fields)
 
 
 @dataclass(frozen=True)

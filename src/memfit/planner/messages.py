@@ -247,6 +247,14 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
         "en": "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
         "zh": "--allow {permission}（{fidelity}）：{bytes}，每步 {step}，速度为 {times}",
     },
+    "allow.no_gain": {
+        "en": "--allow {permission} ({fidelity}): nothing faster than this plan",
+        "zh": "--allow {permission}（{fidelity}）：不会比本方案更快",
+    },
+    "allow.too_large": {
+        "en": "--allow {permission} ({fidelity}): nothing that fits, {bytes} at least",
+        "zh": "--allow {permission}（{fidelity}）：没有放得下的方案，至少 {bytes}",
+    },
     "more": {
         "en": "{budget} would make a step {times} as fast: {step}",
         "zh": "{budget} 可使每步达到 {times} 的速度：{step}",

@@ -2,14 +2,16 @@
 
     device = products + attention + other kernels' traffic + a fixed time for every kernel
     launch = what the host needs to start them from Python; graphs need none of it
-    step   = the longest of device, launch and bus, plus the host's own update and loop
+    step   = the longest of device, launch and bus, plus the host's own update and loop,
+             plus a share of the bus
 
 The device computes while the host is ahead of it, and copies run beside both, so the longest
-decides. Rates are those calibration measures; the constants below say what a step makes of them.
-They were fitted to steps of BERT-Large on one H200, with their profiled kernels
-(benchmarks/results/step_time_h200.json, bert_large_h200.json): within 5 % where the card decides.
-Where Python does, hosts of that one card differ by 1.6 times, and that is all that can be said of
-one that is not measured. Of cards that were never measured the data sheet's speeds are taken times
+decides; copies that are hidden still take bandwidth and queues from what hides them. Rates are
+those calibration measures; the constants below say what a step makes of them. They were fitted to
+steps of BERT-Large on one H200, with their profiled kernels (benchmarks/results:
+step_time_h200.json, bert_large_h200.json): within 5 % where the card decides. Where Python does,
+hosts of that one card differ by 1.6 times, and that is all that can be said of one that is not
+measured. Of cards that were never measured the data sheet's speeds are taken times
 what the H200 reached: these seconds rank plans.
 """
 
@@ -38,6 +40,9 @@ STEP_FACTOR = 360.0
 """The Trainer's loop, in operators: the batch, the schedule, callbacks."""
 UPDATE_SHARE = 0.19
 """What an offloaded update reaches of calibration's AdamW, whose states the CPU's cache holds."""
+COPIES_COST = 0.15
+"""What copies take from what they run beside, of their own time. A guess on the safe side: the one
+plan measured with both kinds of copies took 17 % longer than if they had been free."""
 CAPTURE_FACTOR = 3.0
 """Capturing a graph against launching the same kernels once."""
 
@@ -102,10 +107,11 @@ def step_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
     device, host = parts["compute"] + parts["memory"], parts["host"]
     if is_cpu(card):
         return device + parts["launch"] + host
+    copies = COPIES_COST * parts["bus"]
     if counts.replayed > counts.launches:
         # A replayed step is queued and the loop goes on: what the host does is hidden too.
-        return max(device, parts["bus"], parts["launch"] + host)
-    return max(device, parts["launch"], parts["bus"]) + host
+        return max(device, parts["bus"], parts["launch"] + host) + copies
+    return max(device, parts["launch"], parts["bus"]) + host + copies
 
 
 def capture_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from memfit.messages import language, t
 from memfit.report.terminal import memory_bar, peak_components
+from memfit.report.ways import difference_in_words, settings_in_words
 from memfit.units import format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:
 
 
 def _others(planning: Planning) -> RenderableType:
-    chosen = _settings(planning.chosen)
+    chosen = settings_in_words(planning.chosen)
     shown = Table(box=None, pad_edge=False)
     heads = ("step", "memory", "fidelity", "differs")
     for name in heads:
@@ -131,30 +132,9 @@ def _others(planning: Planning) -> RenderableType:
             _step_time(plan.price.step_seconds),
             format_bytes(plan.price.device_bytes),
             str(plan.fidelity),
-            Text(_difference(_settings(plan), chosen)),
+            Text(difference_in_words(settings_in_words(plan), chosen)),
         )
     return Padding(shown, (0, 0))
-
-
-def _settings(plan: Plan) -> dict[str, str]:
-    """Every strategy with its settings, and the limit of the micro-batches."""
-    found: Mapping[str, Any] = plan.as_json()["strategies"]
-    named = {
-        name: " ".join(str(value) for value in settings.values())
-        for name, settings in found.items()
-    }
-    tokens = plan.micro_batching.max_tokens
-    return named if tokens is None else {**named, "micro-batches": f"of {tokens:,} tokens"}
-
-
-def _difference(these: Mapping[str, str], those: Mapping[str, str]) -> str:
-    more = [
-        f"+{name} {settings}".rstrip()
-        for name, settings in these.items()
-        if those.get(name) != settings
-    ]
-    less = [f"-{name}" for name in those if name not in these]
-    return ", ".join([*more, *less])
 
 
 def _step_time(seconds: float) -> str:

@@ -1,0 +1,70 @@
+"""A strategy with its settings in a few words, for tables in which plans stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from memfit.messages import t
+
+if TYPE_CHECKING:
+    from memfit.planner.plan import Plan
+    from memfit.strategies import Strategy
+
+
+def settings_in_words(plan: Plan) -> dict[str, str]:
+    """Every strategy of a plan by its name, and how its batches are cut."""
+    said = {one.name: strategy_in_words(one) for one in plan.strategies}
+    tokens = plan.micro_batching.max_tokens
+    if tokens is not None:
+        said["micro_batching"] = t("planned.way.micro_batching", tokens=f"{tokens:,}")
+    return said
+
+
+def strategy_in_words(strategy: Strategy) -> str:
+    """What it does with these settings; its name where nobody has found words for it."""
+    say = _SAID.get(strategy.name)
+    return strategy.name if say is None else say(strategy)
+
+
+def difference_in_words(these: Mapping[str, str], those: Mapping[str, str]) -> str:
+    """What one plan does that another does not, then what it leaves."""
+    more = [words for name, words in these.items() if those.get(name) != words]
+    less = [t("planned.way.without", what=those[name]) for name in those if name not in these]
+    return t("planned.way.comma").join([*more, *less])
+
+
+def _plain(key: str, *fields: str) -> Callable[[Any], str]:
+    return lambda one: t(f"planned.way.{key}", **{name: getattr(one, name) for name in fields})
+
+
+def _layers(key: str) -> Callable[[Any], str]:
+    """With the number of layers, or for all of them."""
+
+    def say(one: Any) -> str:
+        what = f"planned.way.{key}.{one.part}" if key == "checkpointing" else f"planned.way.{key}"
+        return t(f"{what}.all") if one.layers is None else t(what, layers=one.layers)
+
+    return say
+
+
+_SAID: Mapping[str, Callable[[Any], str]] = {
+    "packing": _plain("packing"),
+    "fused_layers": _plain("fused_layers"),
+    "fused_attention": _plain("fused_attention"),
+    "small_workspace": _plain("small_workspace"),
+    "cuda_graphs": _plain("cuda_graphs"),
+    "checkpointing": _layers("checkpointing"),
+    "activation_offload": _layers("activation_offload"),
+    "lowbit_adamw": _plain("lowbit_adamw", "master_bits"),
+    "gradient_release": lambda one: t(f"planned.way.gradient_release.{one.mode}"),
+    "optimizer_offload": lambda one: t(
+        "planned.way.optimizer_offload.weights" if one.weights else "planned.way.optimizer_offload"
+    ),
+    "half_precision": _plain("half_precision", "dtype"),
+    "small_state_optimizer": _plain("small_state_optimizer", "rule"),
+    "lora": _plain("lora", "rank"),
+    "freezing": _plain("freezing", "what"),
+    "frozen_features": _plain("frozen_features"),
+    "truncation": _plain("truncation", "max_length"),
+}
