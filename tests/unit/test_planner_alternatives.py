@@ -45,7 +45,10 @@ def test_permission_is_said_with_its_fidelity_and_speed(
     said = {one.name: one.decision(chosen).sentence() for one in found.allow}
     assert said["truncate"].startswith("--allow truncate (data): ")
     assert said["lora"].startswith("--allow lora (capacity): ")
-    assert "as fast" in said["freeze"]
+    reach = found.allow[0]
+    assert reach.fastest is not None
+    quick = dataclasses.replace(reach.fastest, step_seconds=chosen.step_seconds / 2)
+    assert "2x as fast" in dataclasses.replace(reach, fastest=quick).decision(chosen).sentence()
 
 
 def test_permission_that_reaches_nothing_says_so(planning: Planning, found: Alternatives) -> None:
