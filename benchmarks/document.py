@@ -78,15 +78,15 @@ BERT_LARGE: dict[str, dict[str, str]] = {
     },
     "24-bit, release, graphs, under 4 GB": {
         "en": "capped at 4 GB, context included; 16 of 24 layers recomputed",
-        "zh": "限制在 4 GB 内（含 CUDA 上下文），24 层中 16 层重算",
+        "zh": "限制在 4 GB 内（含 CUDA 上下文），24 层中 16 层重计算",
     },
     "24-bit, kept and clipped, graphs": {
         "en": "with clipping by the global norm, nothing recomputed",
-        "zh": "按全局范数裁剪梯度，不重算",
+        "zh": "按全局范数裁剪梯度，不重计算",
     },
     "16-bit, release, recompute, graphs": {
         "en": "under 2 GB above the context; every layer recomputed",
-        "zh": "上下文之外不到 2 GB，每层重算",
+        "zh": "上下文之外不到 2 GB，每层重计算",
     },
     "everything offloaded": {
         "en": "weights, optimizer, gradients and activations in host memory",
@@ -94,15 +94,15 @@ BERT_LARGE: dict[str, dict[str, str]] = {
     },
     "24-bit, 8-bit gradients clipped, recompute, graphs, not fused": {
         "en": "with clipping by the global norm; every layer recomputed",
-        "zh": "按全局范数裁剪梯度，每层重算",
+        "zh": "按全局范数裁剪梯度，每层重计算",
     },
     "16-bit, release, recompute": {
         "en": "without CUDA graphs; every layer recomputed",
-        "zh": "不用 CUDA graph，每层重算",
+        "zh": "不用 CUDA graph，每层重计算",
     },
     "XLM-R-large, 16-bit, release, recompute, under 4 GB": {
         "en": "XLM-R-large (560 M), capped at 4 GB, every layer recomputed",
-        "zh": "XLM-R-large（5.6 亿参数），限制在 4 GB 内，每层重算",
+        "zh": "XLM-R-large（5.6 亿参数），限制在 4 GB 内，每层重计算",
     },
     "stock bf16 + checkpointing + Adafactor": {
         "en": "for comparison, the stock Trainer: bf16, checkpointing, Adafactor",

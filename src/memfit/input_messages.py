@@ -72,6 +72,18 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
         "en": "--report-to {name} does not work here: {reason}",
         "zh": "--report-to {name} 在这里用不了：{reason}",
     },
+    "field": {
+        "en": "{value} is not one of its {kind}.{hint}",
+        "zh": "{value} 不是 {kind} 的取值。{hint}",
+    },
+    "field.choices": {"en": " It is one of {choices}.", "zh": "可选的有 {choices}。"},
+    "kind.bool": {"en": "true or false", "zh": "true 或 false"},
+    "kind.int": {"en": "a whole number", "zh": "整数"},
+    "kind.float": {"en": "a number", "zh": "数"},
+    "kind.str": {"en": "a word", "zh": "一个词"},
+    "kind.list": {"en": "a list", "zh": "列表"},
+    "kind.dict": {"en": "a table of names and values", "zh": "名称和值的表"},
+    "kind.or": {"en": "{first} or {last}", "zh": "{first}或{last}"},
     "rung": {
         "en": "there is no rung {name}; they are {known}.{hint}",
         "zh": "没有梯级 {name}；有 {known}。{hint}",
@@ -122,6 +134,12 @@ _MODELS: Mapping[str, Mapping[str, str]] = {
         "en": "cannot load the tokenizer of {model}: {reason}; download it again",
         "zh": "无法加载 {model} 的分词器：{reason}；请重新下载",
     },
+    "json.invalid": {
+        "en": "{file} is not a valid JSON file",
+        "zh": "{file} 不是有效的 JSON 文件",
+    },
+    "json.object": {"en": "{file} holds no JSON object", "zh": "{file} 里不是 JSON 对象"},
+    "json.weights": {"en": "{file} lists no weights", "zh": "{file} 没有列出权重"},
     "model.confused": {
         "en": "its files hold values that cannot be ({reason})",
         "zh": "文件里有不可能的值（{reason}）",

@@ -265,11 +265,11 @@ def _broken_json(folder: Path) -> str:
         try:
             values = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            return f"{path.name} is not a valid JSON file"
+            return t("input.json.invalid", file=path.name)
         if not isinstance(values, dict):
-            return f"{path.name} holds no JSON object"
+            return t("input.json.object", file=path.name)
         if "weight_map" in values and not isinstance(values["weight_map"], dict):
-            return f"{path.name} lists no weights"
+            return t("input.json.weights", file=path.name)
     return ""
 
 

@@ -68,15 +68,15 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "way.fused_attention": {"en": "fused attention", "zh": "融合注意力"},
     "way.small_workspace": {"en": "small workspaces", "zh": "小工作区"},
     "way.cuda_graphs": {"en": "CUDA graphs", "zh": "CUDA 图"},
-    "way.checkpointing.layer": {"en": "{layers} layers recomputed", "zh": "{layers} 层重算"},
-    "way.checkpointing.layer.all": {"en": "every layer recomputed", "zh": "全部层重算"},
+    "way.checkpointing.layer": {"en": "{layers} layers recomputed", "zh": "{layers} 层重计算"},
+    "way.checkpointing.layer.all": {"en": "every layer recomputed", "zh": "全部层重计算"},
     "way.checkpointing.mlp": {
         "en": "the MLP half of {layers} layers recomputed",
-        "zh": "{layers} 层的 MLP 部分重算",
+        "zh": "{layers} 层的 MLP 部分重计算",
     },
     "way.checkpointing.mlp.all": {
         "en": "the MLP half of every layer recomputed",
-        "zh": "全部层的 MLP 部分重算",
+        "zh": "全部层的 MLP 部分重计算",
     },
     "way.activation_offload": {
         "en": "activations of {layers} layers in host memory",

@@ -140,8 +140,10 @@ def _refusal(text: str) -> str:
         return text.splitlines()[0]
     value, kind, listed = found.groups()
     choices = re.findall(r"'([^']+)'", listed)
-    hint = nearest(value, choices) or (f" It is one of {', '.join(choices)}." * (len(choices) < 9))
-    return f"{value!r} is not one of its {kind}.{hint}"
+    hint = nearest(value, choices)
+    if not hint and len(choices) < 9:
+        hint = t("input.field.choices", choices=", ".join(choices))
+    return t("input.field", value=repr(value), kind=kind, hint=hint)
 
 
 def with_defaults(training: Mapping[str, Any], best_metric: str) -> dict[str, Any]:

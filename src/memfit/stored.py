@@ -29,9 +29,8 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
     tidy(folder.checkpoints_dir)
     found = newest_good(folder.checkpoints_dir)
     if found.good is None and found.passed_over:
-        raise OutputError(
-            f"{nothing_good(folder.checkpoints_dir, found)}; start anew in another --output-dir"
-        )
+        why = nothing_good(folder.checkpoints_dir, found)
+        raise OutputError(t("live.resume.anew", why=why))
     for note in found.notes():
         say(line("note", note))
     return found

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memfit.messages import t
+
 SHORT_NAMES: Mapping[str, str] = {
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
@@ -70,14 +72,9 @@ def takes_several(name: str) -> bool:
     return "list[" in training_fields().get(name, "")
 
 
-_KINDS: Mapping[str, tuple[type, str]] = {
-    "bool": (bool, "true or false"),
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "str": (str, "a word"),
-    "dict": (dict, "a table of names and values"),
-    "list": (list, "a list"),
-}
+_KINDS: Mapping[str, type] = {
+    "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list": list,
+}  # fmt: skip
 
 
 def wanted_type(name: str, value: Any) -> str:
@@ -89,9 +86,12 @@ def wanted_type(name: str, value: Any) -> str:
     kinds = {kind.strip().split("[")[0] for kind in annotation.split("|")} - {"None", ""}
     if value is None or not kinds or not kinds <= _KINDS.keys():
         return ""
-    fits = any(isinstance(value, _KINDS[kind][0]) for kind in kinds)
+    fits = any(isinstance(value, _KINDS[kind]) for kind in kinds)
     if isinstance(value, bool) and "bool" not in kinds:
         fits = False  # to Python it is a number
     if "float" in kinds and isinstance(value, int | float) and not isinstance(value, bool):
         fits = math.isfinite(value)
-    return "" if fits else " or ".join(_KINDS[kind][1] for kind in _KINDS if kind in kinds)
+    if fits:
+        return ""
+    words = (t(f"input.kind.{kind}") for kind in _KINDS if kind in kinds)
+    return functools.reduce(lambda first, last: t("input.kind.or", first=first, last=last), words)

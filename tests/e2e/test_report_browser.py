@@ -93,7 +93,7 @@ def trained(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         'fidelity = "exact"\n[micro_batching]\nmax_tokens = 2048\n[strategies]\npacking = {}\n'
         'checkpointing = {layers = 1, part = "layer"}\n[predicted]\nstep_seconds = 0.02\n'
         '[reasons]\npacking = "文本紧密拼接，不做填充；否则每个批次有 41 % 是填充"\n'
-        'checkpointing = "重算 2 层中的 1 层：省 0.2 MiB，使每步慢 12 %"\n'
+        'checkpointing = "重计算 2 层中的 1 层：省 0.2 MiB，使每步慢 12 %"\n'
         'memory = "峰值 12.0 MiB，预算 1.00 GB，出现在训练时"\n'
     )
     (run / "plan.toml").write_text(plan, encoding="utf-8")

@@ -82,6 +82,22 @@ def test_a_wrong_input_is_refused_in_one_sentence(
     assert sorted(os.listdir(place.folder)) == before
 
 
+@pytest.mark.parametrize("name", list(CASES)[::4])
+def test_what_is_wrong_is_said_in_chinese_too(
+    name: str,
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = CASES[name](place)
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setenv("MEMFIT_LANG", "zh")
+    assert run(words) == 2
+    # What was given is quoted as it is, and a library's reason may follow.
+    said = re.sub(r"'[^']*'|\"[^\"]*\"|/\S+", "", capsys.readouterr().err)
+    assert re.search(r"[\u4e00-\u9fff]{2}", said), said
+
+
 bytes_of_a_file = st.one_of(
     st.binary(max_size=300),
     st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")),

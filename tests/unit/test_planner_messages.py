@@ -59,7 +59,7 @@ def test_reasons_are_also_said_in_chinese() -> None:
     english, chinese = chosen.sentences("en"), chosen.sentences("zh")
     assert len(english) == len(chinese)
     assert all(CHINESE.search(sentence) for sentence in chinese)
-    assert re.search(r"重算 24 层中", "\n".join(chinese))
+    assert re.search(r"重计算 24 层中", "\n".join(chinese))
 
 
 def test_clipping_is_named_as_the_reason_for_kept_gradients() -> None:

@@ -88,7 +88,7 @@ def priced() -> Price:
 def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:
     with speaking("zh"):
         found = Page(notebook_html(a_plan(priced())))
-    assert "重算 24 层中的 9 层：省 <1.1> GiB，使每步慢 12 %" in found.words
+    assert "重计算 24 层中的 9 层：省 <1.1> GiB，使每步慢 12 %" in found.words
     assert "未使用：half precision" in found.words
     assert "每步用时（预测） 63 ms" in found.words
     assert "exact：数值相同" in found.words

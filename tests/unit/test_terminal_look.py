@@ -140,7 +140,7 @@ def test_progress_in_chinese() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "训练：1000 步"
     assert "第 1.00 轮：f1 0.9312" in lines
-    said = "第 500 步：[b]CUDA：一次 4,096 个词元 -> 一次 2,048 个词元，12 层重算"
+    said = "第 500 步：[b]CUDA：一次 4,096 个词元 -> 一次 2,048 个词元，12 层重计算"
     assert said in lines
     last = next(line for line in lines if line.startswith("第 950/1000 步"))
     assert "显存 3.10 GiB（峰值 3.70 GiB，预算 4.00 GiB）" in last

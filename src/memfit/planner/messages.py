@@ -36,12 +36,12 @@ _USED: dict[str, dict[Language, str]] = {
     },
     "checkpointing.layer": {
         "en": "recomputes {count} of {depth} layers: saves {saved}, costs {cost} of the step",
-        "zh": "重算 {depth} 层中的 {count} 层：省 {saved}，使每步慢 {cost}",
+        "zh": "重计算 {depth} 层中的 {count} 层：省 {saved}，使每步慢 {cost}",
     },
     "checkpointing.mlp": {
         "en": "recomputes the MLP half of {count} of {depth} layers: saves {saved}, costs {cost} "
         "of the step",
-        "zh": "重算 {depth} 层中 {count} 层的 MLP 部分：省 {saved}，使每步慢 {cost}",
+        "zh": "重计算 {depth} 层中 {count} 层的 MLP 部分：省 {saved}，使每步慢 {cost}",
     },
     "activation_offload": {
         "en": "activations of {count} of {depth} layers wait in host memory: saves {saved}, costs "
@@ -147,7 +147,7 @@ _USED: dict[str, dict[Language, str]] = {
 _KEPT: dict[str, dict[Language, str]] = {
     "yours.checkpointing": {
         "en": "gradient_checkpointing is yours and stays: every layer is recomputed",
-        "zh": "保留你设置的 gradient_checkpointing：每层都重算",
+        "zh": "保留你设置的 gradient_checkpointing：每层都重计算",
     },
     "yours.precision": {
         "en": "{name} is yours and stays",
@@ -273,7 +273,7 @@ NAMES: dict[str, dict[Language, str]] = {
     "fused_layers": {"en": "fused layers", "zh": "融合层"},
     "small_workspace": {"en": "small workspaces", "zh": "小工作区"},
     "cuda_graphs": {"en": "CUDA graphs", "zh": "CUDA graph"},
-    "checkpointing": {"en": "recomputing layers", "zh": "层重算"},
+    "checkpointing": {"en": "recomputing layers", "zh": "层重计算"},
     "activation_offload": {"en": "activation offload", "zh": "激活卸载"},
     "half_precision": {"en": "half precision", "zh": "半精度"},
     "lowbit_adamw": {"en": "the low-bit optimizer", "zh": "低比特优化器"},

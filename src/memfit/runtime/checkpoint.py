@@ -21,6 +21,7 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from memfit.errors import OutputError
+from memfit.messages import t
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.manifest import MANIFEST, problem_with
 
@@ -40,7 +41,7 @@ class Search:
 
     def notes(self) -> list[str]:
         """One sentence for each that was passed over."""
-        return [f"{path} is passed over: {why}" for path, why in self.passed_over]
+        return [t("live.checkpoint.passed", path=path, why=why) for path, why in self.passed_over]
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -105,9 +106,9 @@ def state_problem(checkpoint: Path) -> str:
         if not isinstance(state.global_step, int) or not isinstance(state.log_history, list):
             raise TypeError("it counts no steps")
     except FileNotFoundError:
-        return f"{_WRITTEN_LAST}, which is written last, is missing"
+        return t("live.checkpoint.last", file=_WRITTEN_LAST)
     except Exception as error:  # whatever half a file makes of JSON and of the state's fields
-        return f"{_WRITTEN_LAST} cannot be read: {error}"
+        return t("live.checkpoint.unread", file=_WRITTEN_LAST, reason=error)
     return ""
 
 
@@ -116,7 +117,7 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
     if not isinstance(wanted, Search):
         found = Path(wanted)
         if problem := damage(found.resolve()):
-            raise OutputError(f"{wanted} is not a complete checkpoint: {problem}")
+            raise OutputError(t("live.checkpoint.incomplete", path=wanted, problem=problem))
     elif wanted.good is None:
         raise OutputError(nothing_good(output_dir, wanted))
     else:
@@ -134,9 +135,9 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
 def nothing_good(output_dir: str | Path, search: Search) -> str:
     """Why a run cannot be resumed."""
     if not search.passed_over:
-        return f"nothing to resume: no complete checkpoint in {output_dir}"
+        return t("live.resume.nothing", folder=output_dir)
     damaged = "; ".join(search.notes())
-    return f"nothing to resume: no checkpoint in {output_dir} is whole. {damaged}"
+    return t("live.resume.damaged", folder=output_dir, damaged=damaged)
 
 
 def _warn(message: str) -> None:

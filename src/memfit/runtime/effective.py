@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from memfit.arguments import TrainingArguments as OurTrainingArguments
 from memfit.arguments import smaller_is_better
 from memfit.errors import ConfigError
+from memfit.messages import t
 
 # These step inside backward: a second micro-batch would meet weights that have already moved.
 _STEPS_IN_BACKWARD = ("lomo", "adalomo")
@@ -58,16 +59,10 @@ def effective_arguments(args: TrainingArguments) -> TrainingArguments:
 def _refuse(args: TrainingArguments) -> None:
     sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
     if sharded:
-        raise ConfigError(
-            f"BudgetTrainer does not run with {sharded[0]}: it decides itself what is on the "
-            "device; use one process a GPU (torchrun), or transformers.Trainer"
-        )
+        raise ConfigError(t("live.sharded", name=sharded[0]))
     if args.optim in _STEPS_IN_BACKWARD:
         name = getattr(args.optim, "value", args.optim)
-        raise ConfigError(
-            f"optim={name!r} updates weights inside backward and cannot take an "
-            "effective batch in parts; choose another optimizer"
-        )
+        raise ConfigError(t("live.optim.backward", name=repr(name)))
 
 
 def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:

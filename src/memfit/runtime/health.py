@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from memfit.errors import ConfigError, LossError
+from memfit.messages import t
 
 ON_NAN = ("stop", "skip")
 SKIPS_IN_A_ROW = 20
@@ -61,7 +62,8 @@ class LossWatch:
         record: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         if on_nan not in ON_NAN:
-            raise ConfigError(f"on_nan is {on_nan!r}; it is one of {', '.join(ON_NAN)}")
+            said = {"flag": "on_nan", "value": repr(on_nan), "choices": ", ".join(ON_NAN)}
+            raise ConfigError(t("error.option.choice", hint="", **said))
         self.skips = on_nan == "skip"
         self.rows_of = rows_of
         self.record = record
@@ -118,23 +120,17 @@ class LossWatch:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         rows = self.rows_of(step)
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient is {norm}"
-        where = f"step {step}{_named(rows)}"
+        finite = math.isfinite(loss)
+        what = t("live.loss.gradient", value=norm) if finite else t("live.loss.what", value=loss)
+        where = _place(step, rows)
         if not self.skips:
-            raise LossError(f"{what} in {where}")
+            raise LossError(t("live.loss.stopped", what=what, where=where))
         self.skipped_steps.append(step)
         if _in_a_row(self.skipped_steps) >= SKIPS_IN_A_ROW:
-            raise LossError(
-                f"{what} in {where}, the {SKIPS_IN_A_ROW}th step in a row: the weights no longer "
-                "work; try a smaller learning rate"
-            )
+            said = {"what": what, "where": where, "count": SKIPS_IN_A_ROW}
+            raise LossError(t("live.loss.hopeless", **said))
         self.record({"step": step, "skipped": what, "rows": list(rows or ())})
-        warnings.warn(
-            f"{where} is skipped, {what}: weights and optimizer stay as they were, the schedule "
-            "and the order of the rows go on",
-            UserWarning,
-            stacklevel=2,
-        )
+        warnings.warn(t("live.loss.skipped", where=where, what=what), UserWarning, stacklevel=2)
 
 
 def gate_sink(sink: GatedSink, device: torch.device) -> None:
@@ -161,7 +157,7 @@ def check_weights(model: torch.nn.Module, step: int) -> None:
     for alike in by_place.values():
         sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
         if not bool(torch.isfinite(sums).all()):
-            raise LossError(f"after step {step} weights of the model are not finite numbers")
+            raise LossError(t("live.loss.weights", step=step))
 
 
 def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
@@ -203,12 +199,13 @@ def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
     return torch.stack([loss.detach().float().reshape(()), other.reshape(())])
 
 
-def _named(rows: Sequence[int] | None) -> str:
+def _place(step: int, rows: Sequence[int] | None) -> str:
     if not rows:
-        return ""
-    more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
+        return t("live.loss.where", step=step)
+    more = len(rows) - _SHOWN_ROWS
     shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
-    return f" (rows {shown}{more} of the training dataset)"
+    kind = "live.loss.where.more" if more > 0 else "live.loss.where.rows"
+    return t(kind, step=step, rows=shown, more=more)
 
 
 def _in_a_row(steps: Sequence[int]) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from memfit.messages import t
+
 MANIFEST = "manifest.json"
 _VERSION = 1
 _CHUNK_BYTES = 1 << 22
@@ -45,18 +47,18 @@ def write_manifest(folder: Path) -> Path:
 def problem_with(folder: Path) -> str:
     """Why the folder is not what its manifest says, in words; empty where it is."""
     if folder.is_symlink():
-        return "it is a link to somewhere else"
+        return t("live.checkpoint.folder")
     try:
         files = _read(folder / MANIFEST)
     except FileNotFoundError:
-        return f"{MANIFEST}, which is written last, is missing"
+        return t("live.checkpoint.last", file=MANIFEST)
     except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
+        return t("live.checkpoint.unread", file=MANIFEST, reason=error)
     for name, entry in files.items():
         try:
             problem = _problem(folder, name, entry)
         except OSError as error:
-            problem = f"{name} cannot be read: {error.strerror or error}"
+            problem = t("live.checkpoint.unread", file=name, reason=error.strerror or error)
         if problem:
             return problem
     return ""
@@ -65,15 +67,16 @@ def problem_with(folder: Path) -> str:
 def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
     path = folder / name
     if not path.is_file():
-        return f"{name} is missing"
+        return t("live.checkpoint.missing", file=name)
     if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
-        return f"{name} is a link to somewhere else"
+        return t("live.checkpoint.link", file=name)
     size_bytes = path.stat().st_size
     if size_bytes != entry["bytes"]:
-        return f"{name} has {size_bytes:,} of its {entry['bytes']:,} bytes"
+        sizes = {"bytes": f"{size_bytes:,}", "whole": f"{entry['bytes']:,}"}
+        return t("live.checkpoint.size", file=name, **sizes)
     with path.open("rb") as file:
         if _digest(file) != entry["sha256"]:
-            return f"{name} does not match its checksum"
+            return t("live.checkpoint.sum", file=name)
     return ""
 
 

@@ -1,10 +1,11 @@
-"""What training says while it runs, in English and in Chinese: the bar, and adjustments."""
+"""What training says while it runs, in English and in Chinese: the bar, adjustments,
+checkpoints, and a loss that is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-MESSAGES: Mapping[str, Mapping[str, str]] = {
+_WHILE: Mapping[str, Mapping[str, str]] = {
     "bar": {"en": "training", "zh": "训练中"},
     "begin": {"en": "training: {steps} steps", "zh": "训练：{steps} 步"},
     "begin.about": {
@@ -62,7 +63,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     },
     "way.recomputed": {
         "en": "{way}, {layers} layers recomputed",
-        "zh": "{way}，{layers} 层重算",
+        "zh": "{way}，{layers} 层重计算",
     },
     "way.offloaded": {"en": "{way}, activations offloaded", "zh": "{way}，激活移到主机内存"},
     "stop.memory": {
@@ -78,3 +79,95 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "或选更短的 --max-length 或更小的模型",
     },
 }
+
+_CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
+    "checkpoint.passed": {"en": "{path} is passed over: {why}", "zh": "跳过 {path}：{why}"},
+    "checkpoint.last": {
+        "en": "{file}, which is written last, is missing",
+        "zh": "缺少最后才写的 {file}",
+    },
+    "checkpoint.unread": {
+        "en": "{file} cannot be read: {reason}",
+        "zh": "{file} 无法读取：{reason}",
+    },
+    "checkpoint.missing": {"en": "{file} is missing", "zh": "缺少 {file}"},
+    "checkpoint.folder": {"en": "it is a link to somewhere else", "zh": "它是指向别处的链接"},
+    "checkpoint.link": {
+        "en": "{file} is a link to somewhere else",
+        "zh": "{file} 是指向别处的链接",
+    },
+    "checkpoint.size": {
+        "en": "{file} has {bytes} of its {whole} bytes",
+        "zh": "{file} 应有 {whole} 字节，只有 {bytes}",
+    },
+    "checkpoint.sum": {
+        "en": "{file} does not match its checksum",
+        "zh": "{file} 与校验和不符",
+    },
+    "checkpoint.incomplete": {
+        "en": "{path} is not a complete checkpoint: {problem}",
+        "zh": "{path} 不是完整的检查点：{problem}",
+    },
+    "checkpoint.unusable": {
+        "en": "cannot go on from {path}: {reason}",
+        "zh": "无法从 {path} 继续：{reason}",
+    },
+    "resume.nothing": {
+        "en": "nothing to resume: no complete checkpoint in {folder}",
+        "zh": "没有可以继续的：{folder} 里没有完整的检查点",
+    },
+    "resume.damaged": {
+        "en": "nothing to resume: no checkpoint in {folder} is whole. {damaged}",
+        "zh": "没有可以继续的：{folder} 里没有完好的检查点。{damaged}",
+    },
+    "resume.anew": {
+        "en": "{why}; start anew in another --output-dir",
+        "zh": "{why}；请换一个 --output-dir 重新开始",
+    },
+    "gpu.lost": {
+        "en": "the GPU no longer answers, after step {step}: {reason}",
+        "zh": "第 {step} 步之后显卡没有响应：{reason}",
+    },
+}
+
+_LOSS: Mapping[str, Mapping[str, str]] = {
+    "loss.what": {"en": "the loss is {value}", "zh": "损失是 {value}"},
+    "loss.gradient": {"en": "the gradient is {value}", "zh": "梯度是 {value}"},
+    "loss.where": {"en": "step {step}", "zh": "第 {step} 步"},
+    "loss.where.rows": {
+        "en": "step {step} (rows {rows} of the training dataset)",
+        "zh": "第 {step} 步（训练集第 {rows} 行）",
+    },
+    "loss.where.more": {
+        "en": "step {step} (rows {rows} and {more} more of the training dataset)",
+        "zh": "第 {step} 步（训练集第 {rows} 行，另有 {more} 行）",
+    },
+    "loss.stopped": {"en": "{what} in {where}", "zh": "{where}{what}"},
+    "loss.hopeless": {
+        "en": "{what} in {where}, the {count}th step in a row: the weights no longer work; try a "
+        "smaller learning rate",
+        "zh": "{where}{what}，已连续 {count} 步：权重已不可用；请试试更小的学习率",
+    },
+    "loss.skipped": {
+        "en": "{where} is skipped, {what}: weights and optimizer stay as they were, the schedule "
+        "and the order of the rows go on",
+        "zh": "跳过{where}，{what}：权重和优化器保持不变，学习率调度和数据顺序照常",
+    },
+    "loss.weights": {
+        "en": "after step {step} weights of the model are not finite numbers",
+        "zh": "第 {step} 步之后模型的权重不是有限数",
+    },
+    "optim.backward": {
+        "en": "optim={name} updates weights inside backward and cannot take an effective batch in "
+        "parts; choose another optimizer",
+        "zh": "optim={name} 在反向过程中就更新权重，有效批无法分成几份；请换一个优化器",
+    },
+    "sharded": {
+        "en": "BudgetTrainer does not run with {name}: it decides itself what is on the device; "
+        "use one process a GPU (torchrun), or transformers.Trainer",
+        "zh": "BudgetTrainer 不能与 {name} 一起用：设备上放什么由它自己决定；"
+        "请每张显卡一个进程（torchrun），或用 transformers.Trainer",
+    },
+}
+
+MESSAGES: Mapping[str, Mapping[str, str]] = {**_WHILE, **_CHECKPOINTS, **_LOSS}

@@ -28,6 +28,7 @@ from memfit.errors import (
     SaveError,
 )
 from memfit.files import why_not_written
+from memfit.messages import t
 from memfit.runtime.checkpoint import (
     Search,
     checkpoint_to_resume,
@@ -204,7 +205,7 @@ class SafeSaving(EffectiveLoading):
                 raise
             reason = str(error).strip().splitlines()[0]
             raise DeviceLostError(
-                f"the GPU no longer answers, after step {self.state.global_step}: {reason}",
+                t("live.gpu.lost", step=self.state.global_step, reason=reason),
                 self.last_good_checkpoint,
             ) from error
 
@@ -234,4 +235,5 @@ def _reading(checkpoint: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
-        raise OutputError(f"cannot go on from {checkpoint}: {lines[0].rstrip(' .:')}") from error
+        said = {"path": checkpoint, "reason": lines[0].rstrip(" .:")}
+        raise OutputError(t("live.checkpoint.unusable", **said)) from error
