@@ -44,10 +44,11 @@ class SmallWorkspace(Strategy):
             return  # this process has nothing to do with that card
         import torch
 
+        if _VARIABLE not in os.environ:  # whoever set it, to the same, keeps it
+            setup.undo.append(_unset)
         os.environ[_VARIABLE] = _SMALL  # read whenever a workspace is made
         torch._C._cuda_clearCublasWorkspaces()
-        setup.undo.append(_as_before)
 
 
-def _as_before() -> None:
+def _unset() -> None:
     os.environ.pop(_VARIABLE, None)
