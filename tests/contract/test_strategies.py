@@ -29,6 +29,7 @@ from memfit.strategies import (
     LowBitAdamW,
     Packing,
     Strategy,
+    by_name,
     ordered,
 )
 
@@ -48,6 +49,21 @@ RUNS: dict[str, tuple[list[Strategy], float]] = {
     "host": ([LOW, GradientRelease("host")], CLIP),
     "two_pass": ([LOW, GradientRelease("two_pass")], CLIP),
     "release": ([LOW, GradientRelease()], 0.0),
+}
+# Strategies that are compared where a card is, or by what they are meant to change.
+ELSEWHERE = {
+    "freezing": "unit/test_strategy_freezing.py",
+    "lora": "unit/test_strategy_lora.py",
+    "truncation": "unit/test_strategy_truncation.py",
+    "half_precision": "unit/test_strategy_half_precision.py",
+    "frozen_features": "unit/test_strategy_features.py",
+    "fused_attention": "unit/test_strategy_attention.py",
+    "fused_layers": "unit/test_fused_layers.py",
+    "activation_offload": "unit/test_strategy_offload.py",
+    "small_state_optimizer": "unit/test_strategy_adafactor.py",
+    "optimizer_offload": "unit/test_strategy_optimizer_offload.py",
+    "small_workspace": "unit/test_strategy_workspace.py",
+    "cuda_graphs": "gpu/test_graphs_gpu.py",
 }
 # Largest difference of a logged loss to plain training in fp32, by fidelity.
 LOSS_TOLERANCE = {Fidelity.EXACT: 1e-5, Fidelity.ROUNDING: 3e-3}
@@ -91,6 +107,14 @@ def train(
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_every_strategy_is_compared_here_or_in_a_file_of_its_own() -> None:
+    here = {one.name for strategies, _ in RUNS.values() for one in strategies}
+    assert sorted([*here, *ELSEWHERE]) == sorted(kind.name for kind in ORDER)
+    for name, file in ELSEWHERE.items():
+        text = (Path(__file__).resolve().parents[1] / file).read_text(encoding="utf-8")
+        assert by_name(name).__name__ in text, name
 
 
 @pytest.fixture(scope="module")
