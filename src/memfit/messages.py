@@ -39,6 +39,7 @@ LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
 
 CATALOGUES: dict[str, str] = {
+    "card": "memfit.hub.card_messages",
     "cli": "memfit.cli.messages",
     "data": "memfit.data.messages",
     "doctor": "memfit.doctor.messages",

@@ -192,7 +192,7 @@ def test_pages_are_written_only_where_they_changed(maker: ModuleType, tmp_path: 
 # ---- Chinese pages ----
 
 
-@pytest.mark.parametrize("name", ["memory", "from-the-tutorials", "training-arguments"])
+@pytest.mark.parametrize("name", ["memory", "from-the-tutorials", "training-arguments", "ladder", "surviving"])
 def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(name: str) -> None:
     english, chinese = (
         (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "zh")
@@ -207,6 +207,23 @@ def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(nam
     assert [f"{one}-zh" for one in blocks[0]] == blocks[1]
     tables = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
     assert tables[0] == tables[1]
+
+
+def test_chinese_readers_are_sent_to_chinese_pages() -> None:
+    translated = {path.name for path in (DOCS / "zh").glob("*.md")} - {"index.md"}
+    assert len(translated) == 5
+    readme = (DOCS.parent / "README.zh.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(docs/(zh/)?([\w-]+\.md)", readme))
+    assert {name for folder, name in linked if folder} == translated | {"index.md"}
+    assert not {name for folder, name in linked if not folder} & translated
+    for page in (DOCS / "zh").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        away = re.findall(r"\]\(\.\./([\w-]+\.md)", text.replace("[English](../", ""))
+        assert not set(away) & translated, page
+        if page.name in translated:
+            assert f"[English](../{page.name}) | 简体中文" in text
+            english = (DOCS / page.name).read_text(encoding="utf-8")
+            assert f"[简体中文](zh/{page.name})" in english
 
 
 # ---- the reference ----

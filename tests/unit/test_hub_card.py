@@ -13,6 +13,7 @@ from memfit.errors import ConfigError
 from memfit.evaluation import ClassRow, Evaluation, Mistake
 from memfit.hub.card import card_for, has_licence, model_card
 from memfit.memory.components import Component, MemoryPeak
+from memfit.messages import speaking
 from memfit.results import MemorySummary, RunSummary, write_evaluation, write_summary
 
 SECRET_TEXT = "房間很髒，電話是0912345678"
@@ -166,3 +167,39 @@ def test_a_card_a_program_wrote_is_made_anew(run: Path) -> None:
     assert not has_licence(run)
     write_summary(run, summary(metrics={"accuracy": 0.5}))
     assert "| accuracy | 0.5000 |" in card_for(run, "anna/reviews", "mit", "hub")
+
+
+def test_the_card_speaks_chinese_and_its_metadata_do_not(run: Path) -> None:
+    (run / "plan.toml").write_text(PLAN, encoding="utf-8")
+    with speaking("zh"):
+        card = model_card(run, "anna/reviews", "apache-2.0")
+    english = model_card(run, "anna/reviews", "apache-2.0")
+    for line in (
+        "给文本打上以下标签之一：負評, 正評。",
+        "在 10 行验证数据上；精确率、召回率和 F1 是 正評 这一类的。",
+        "| 准确率 | 0.9123 |",
+        "| 类别 | 精确率 | 召回率 | F1 | 行数 |",
+        "| 训练的行数 | 90 |",
+        "| 每条文本的词元数：中位数 / 90 % / 最长 | 21 / 80 / 301 |",
+        "| 文本截断于 | 128 个词元 |",
+        "| 基础模型 | `hfl/chinese-macbert-large` |",
+        "| 学习率 | 2e-05 |",
+        "预算是 4.00 GB (3.73 GiB)。",
+        "| 峰值时 | 预测 | 实测 |",
+        "| 激活 | 2.00 GiB | 512.0 MiB |",
+        "| 训练 | 1 分 15 秒 |",
+        "对结果的影响：rounding。",
+    ):
+        assert line in card.splitlines(), line
+    headings = [line[3:] for line in card.splitlines() if line.startswith("## ")]
+    assert headings == ["使用", "结果", "数据", "训练", "显存", "时间", "方案"]
+    assert ModelCard(card).data.to_dict() == ModelCard(english).data.to_dict()
+    rows = [text.count("\n|") for text in (card, english)]
+    assert rows[0] == rows[1] > 30
+
+
+def test_a_card_made_in_chinese_is_made_anew_too(run: Path) -> None:
+    with speaking("zh"):
+        (run / "README.md").write_text(model_card(run, "anna/reviews", "mit"), encoding="utf-8")
+    assert not has_licence(run)
+    assert card_for(run, "anna/reviews", "mit", "hub") == model_card(run, "anna/reviews", "mit")

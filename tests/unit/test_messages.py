@@ -66,7 +66,7 @@ def test_every_id_the_report_asks_for_is_there_and_every_sentence_is_asked_for()
     assert idle == []
 
 
-SPOKEN = ("cli", "data", "doctor", "error", "hub", "input", "live", "run", "shown")
+SPOKEN = ("card", "cli", "data", "doctor", "error", "hub", "input", "live", "run", "shown")
 
 
 def test_every_id_that_is_asked_for_is_there_and_every_sentence_is_asked_for() -> None:
@@ -90,7 +90,7 @@ def test_every_id_that_is_asked_for_is_there_and_every_sentence_is_asked_for() -
     # Whose last word is found out when it is asked for.
     groups = set(re.findall(rf"""f["']((?:{prefixes})(?:\.[a-z]+)+)\.\{{""", text))
     groups.add("doctor.reason")
-    ends = (".login", ".header")
+    ends = (".login", ".header", ".positive", ".averaged")
     idle = [
         one
         for one in sorted(known - asked)
@@ -104,7 +104,7 @@ def test_what_is_said_in_chinese_is_chinese() -> None:
         found = importlib.import_module(CATALOGUES[catalogue]).MESSAGES
         plain = [name for name, both in found.items() if not CHINESE.search(both["zh"])]
         figures = {"metric", "budget.asked", "plan", "failed.reason", "bar.of", "model"}
-        figures |= {"ladder.files", "versions.cuda", "loss.stopped"}
+        figures |= {"ladder.files", "versions.cuda", "loss.stopped", "base.modelscope"}
         assert set(plain) <= figures, catalogue
 
 

@@ -1,5 +1,7 @@
 """The model card: what the model does, what it learned from, how good it is, what it cost.
 
+It speaks the language of who uploads; metadata, and the line that tells it was made, stay.
+
 It is made of counts and figures. Texts of the data, local paths and file names are not in it.
 """
 
@@ -14,12 +16,17 @@ from memfit.evaluation import ClassRow
 from memfit.files import read_json
 from memfit.hub.licences import checked_licence
 from memfit.memory.components import MemoryPeak
+from memfit.messages import has, language, t
 from memfit.results import MemorySummary, RunFolder, RunSummary, read_evaluation, read_summary
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
 _MADE_BY_TRAINER = "generated automatically according to the information the Trainer had access to"
 _MADE_BY_MEMFIT = "Trained and uploaded with memfit"
+_FACTS = (
+    "parameters", "learning_parameters", "epochs", "steps", "effective_batch", "learning_rate",
+    "optim", "seed",
+)  # fmt: skip
 
 
 def card_for(folder: Path, repo: str, licence: str | None, to: str) -> str:
@@ -105,19 +112,18 @@ def _hub_id(name: str) -> str | None:
 
 def _base_model(name: str) -> str:
     if name.startswith("modelscope:"):
-        return f"`{name.removeprefix('modelscope:')}` (ModelScope)"
+        return t("card.base.modelscope", name=name.removeprefix("modelscope:"))
     known = _hub_id(name)
-    return f"`{known}`" if known is not None else "a model from a local folder"
+    return f"`{known}`" if known is not None else t("card.base.folder")
 
 
 def _opening(folder: Path, summary: RunSummary | None) -> str:
     labels = list(summary.labels) if summary is not None else _labels(folder)
     names = ", ".join(_cell(label) for label in labels)
     if summary is not None and summary.task == "regression":
-        return f"Gives a text a number ({names})."
+        return t("card.opening.number", names=names)
     several = summary is not None and summary.task == "multi_label"
-    given = "any of these labels" if several else "one of these labels"
-    return f"Gives a text {given}: {names}."
+    return t("card.opening.several" if several else "card.opening.one", names=names)
 
 
 def _labels(folder: Path) -> list[str]:
@@ -133,48 +139,53 @@ def _usage(repo: str, to: str) -> str:
         source = f'str(HubApi().download_repo("{repo}", "model"))'
     lines.append(f'classify = pipeline("text-classification", model={source})')
     lines.append('print(classify("..."))')
-    return "## Use\n\n```python\n" + "\n".join(lines) + "\n```"
+    return f"## {t('card.use')}\n\n```python\n" + "\n".join(lines) + "\n```"
 
 
 def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:
     rows = summary.data.get("validation_rows")
-    how = f"On {rows:,} validation rows" if isinstance(rows, int) else "On the validation rows"
+    kind = "card.on.rows" if isinstance(rows, int) else "card.on.some"
     if summary.positive:
-        how += f"; precision, recall and F1 are those of {_cell(summary.positive)}"
+        kind += ".positive"
     elif summary.averaging:
-        how += f"; averaged over the classes ({summary.averaging})"
+        kind += ".averaged"
+    said = {"name": _cell(summary.positive), "how": summary.averaging, "rows": _count(rows)}
     metrics = _table(
-        ("metric", "value"), [(name, _share(value)) for name, value in summary.metrics.items()]
+        _heads("metric", "value"),
+        [(_worded("metric", name), _share(value)) for name, value in summary.metrics.items()],
     )
+    first, *others = _heads("class", "precision", "recall", "rows")
     per_class = _table(
-        ("class", "precision", "recall", "F1", "rows"),
+        (first, *others[:2], "F1", others[2]),
         [
             (row.name, *map(_share, (row.precision, row.recall, row.f1)), f"{row.rows:,}")
             for row in classes
         ],
     )
-    return "\n\n".join(part for part in (f"## Results\n\n{how}.", metrics, per_class) if part)
+    opening = f"## {t('card.results')}\n\n{t(kind, **said)}"
+    return "\n\n".join(part for part in (opening, metrics, per_class) if part)
 
 
 def _data(summary: RunSummary) -> str:
     data, lengths = summary.data, summary.lengths
     dropped = int(data.get("dropped_no_text", 0)) + int(data.get("dropped_no_label", 0))
+    cut = t("card.rows.cut.tokens", tokens=lengths.get("max_length"))
     rows = [
-        ("rows to train on", _count(data.get("train_rows"))),
-        ("rows to validate on", _count(data.get("validation_rows"))),
-        ("rows left out, without text or label", f"{dropped:,}"),
-        ("validation texts also in training", _count(data.get("duplicates_across_split"))),
-        ("tokens of a text: median / 90 % / longest", _lengths(lengths)),
-        ("texts are cut at", f"{lengths['max_length']} tokens" if "max_length" in lengths else ""),
-        ("texts that lost their end", _count(lengths.get("cut_rows"))),
-    ]  # fmt: skip
+        (t("card.rows.train"), _count(data.get("train_rows"))),
+        (t("card.rows.validation"), _count(data.get("validation_rows"))),
+        (t("card.rows.dropped"), f"{dropped:,}"),
+        (t("card.rows.duplicates"), _count(data.get("duplicates_across_split"))),
+        (t("card.rows.lengths"), _lengths(lengths)),
+        (t("card.rows.cut"), cut if "max_length" in lengths else ""),
+        (t("card.rows.lost"), _count(lengths.get("cut_rows"))),
+    ]
     train, check = data.get("train_class_counts") or {}, data.get("validation_class_counts") or {}
     classes = _table(
-        ("class", "training rows", "validation rows"),
+        _heads("class", "train", "validation"),
         [(name, f"{count:,}", f"{check.get(name, 0):,}") for name, count in train.items()],
     )
-    table = _table(("", "count"), [row for row in rows if row[1]])
-    return "\n\n".join(part for part in ("## Data", table, classes) if part)
+    table = _table(("", *_heads("count")), [row for row in rows if row[1]])
+    return "\n\n".join(part for part in (f"## {t('card.data')}", table, classes) if part)
 
 
 def _lengths(lengths: Mapping[str, Any]) -> str:
@@ -185,22 +196,13 @@ def _lengths(lengths: Mapping[str, Any]) -> str:
 
 def _training(summary: RunSummary) -> str:
     training = summary.training
-    rows = [("base model", _base_model(summary.model))]
+    rows = [(t("card.fact.base"), _base_model(summary.model))]
     rows += [
-        (title, _number(training[key]))
-        for key, title in (
-            ("parameters", "parameters"),
-            ("learning_parameters", "of them learned"),
-            ("epochs", "epochs"),
-            ("steps", "optimizer steps"),
-            ("effective_batch", "rows a step"),
-            ("learning_rate", "learning rate"),
-            ("optim", "optimizer"),
-            ("seed", "seed"),
-        )
+        (t(f"card.fact.{key}"), _number(training[key]))
+        for key in _FACTS
         if training.get(key) is not None
     ]
-    return "## Training\n\n" + _table(("", "value"), rows)
+    return f"## {t('card.training')}\n\n" + _table(("", *_heads("value")), rows)
 
 
 def _memory(memory: MemorySummary) -> str:
@@ -210,14 +212,18 @@ def _memory(memory: MemorySummary) -> str:
         return ""
     components = dict.fromkeys(str(one) for peak in known.values() for one in peak.components)
     rows = [
-        (name, *(format_bytes(_component(peak, name)) for peak in known.values()))
+        (
+            _worded("component", name),
+            *(format_bytes(_component(peak, name)) for peak in known.values()),
+        )
         for name in components
     ]
-    rows.append(("**on the device**", *(format_bytes(one.device_bytes) for one in known.values())))
-    table = _table(("at the peak", *known), rows)
+    sizes = (format_bytes(one.device_bytes) for one in known.values())
+    rows.append((t("card.memory.device"), *sizes))
+    table = _table(_heads("peak", *known), rows)
     budget = memory.budget_bytes
-    within = f"The budget was {format_both(budget)}.\n\n" if budget is not None else ""
-    return f"## Memory\n\n{within}{table}"
+    within = "" if budget is None else t("card.memory.budget", budget=format_both(budget)) + "\n\n"
+    return f"## {t('card.memory')}\n\n{within}{table}"
 
 
 def _component(peak: MemoryPeak, name: str) -> int:
@@ -225,9 +231,12 @@ def _component(peak: MemoryPeak, name: str) -> int:
 
 
 def _time(summary: RunSummary) -> str:
-    rows = [(name, format_seconds(value, "en")) for name, value in summary.seconds.items()]
-    on = f"On {_cell(summary.device)}.\n\n" if summary.device else ""
-    return f"## Time\n\n{on}" + _table(("part", "time"), rows) if rows else ""
+    rows = [
+        (t(f"card.time.{name}") if has(f"card.time.{name}") else name, format_seconds(value))
+        for name, value in summary.seconds.items()
+    ]
+    on = t("card.time.on", device=_cell(summary.device)) + "\n\n" if summary.device else ""
+    return f"## {t('card.time')}\n\n{on}" + _table(_heads("part", "time"), rows) if rows else ""
 
 
 def _plan(folder: Path) -> str:
@@ -246,8 +255,8 @@ def _plan(folder: Path) -> str:
         for name, settings in strategies.items()
     ]
     fidelity = tables.get("fidelity")
-    does = f"What it does to the result: {_cell(fidelity)}.\n\n" if fidelity else ""
-    return f"## Plan\n\n{does}" + _table(("strategy", "settings", "why"), rows)
+    does = t("card.plan.fidelity", fidelity=_cell(fidelity)) + "\n\n" if fidelity else ""
+    return f"## {t('card.plan')}\n\n{does}" + _table(_heads("strategy", "settings", "why"), rows)
 
 
 def _settings(settings: Any) -> str:
@@ -259,7 +268,17 @@ def _made_with(summary: RunSummary | None) -> str:
     versions = summary.versions if summary is not None else {}
     names = ("memfit", "torch", "transformers")
     kept = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    return f"{_MADE_BY_MEMFIT} ({kept})." if kept else f"{_MADE_BY_MEMFIT}."
+    return t("card.made.versions", versions=kept) if kept else t("card.made")
+
+
+def _heads(*names: str) -> tuple[str, ...]:
+    return tuple(t(f"card.head.{name}") for name in names)
+
+
+def _worded(group: str, name: str) -> str:
+    """A component or a metric in Chinese; in English under the name programs know it by."""
+    message = f"report.{group}.{name}"
+    return t(message) if language() != "en" and has(message) else name
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
