@@ -91,6 +91,14 @@ def test_precision_the_user_refused_is_not_used() -> None:
     assert not names(found) & {"lowbit_adamw", "half_precision"}
 
 
+def test_nothing_is_updated_on_the_host_where_bad_steps_are_skipped() -> None:
+    assert "optimizer_offload" in names(every(task()))
+    assert "optimizer_offload" in names(every(task(), exact=True))
+    skipping = dataclasses.replace(task(), skips_bad_steps=True)
+    assert "optimizer_offload" not in names(every(skipping))
+    assert "optimizer_offload" not in names(every(skipping, exact=True))
+
+
 def test_what_the_judge_refuses_is_left_out_with_its_reason() -> None:
     workload = task(SMALL)
     refused = lambda ones: "no Triton" if FusedLayers() in ones else ""  # noqa: E731

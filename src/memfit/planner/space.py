@@ -205,11 +205,13 @@ def _updating(asked: Asked) -> list[Option]:
     options: list[Option] = low_bit or [(), *halved]
     if asked.card is None:
         return options
-    if not low_bit:
+    # On the host weights move while the gradient is still coming: nothing can be left out then.
+    hosts = not asked.workload.skips_bad_steps
+    if not low_bit and hosts:
         hosted = [(OptimizerOffload(weights=weights),) for weights in (False, True)]
         for one in asked.usable(hosted):
             options += [one, *((*half, *one) for half in halved)]
-    if asked.half == "bfloat16" and not _refused(asked, "bf16"):
+    if hosts and asked.half == "bfloat16" and not _refused(asked, "bf16"):
         bf16 = [(OptimizerOffload(weights=which, dtype="bfloat16"),) for which in (False, True)]
         options += asked.usable(bf16)
     if "optimizer" in asked.allow:

@@ -41,6 +41,8 @@ class Workload:
     stock_loss: bool = True
     eval_rows: int = 0
     """Rows of one evaluation."""
+    skips_bad_steps: bool = False
+    """Whether a step whose gradient is not finite must leave the weights as they are."""
 
     @cached_property
     def effective_rows(self) -> int:

@@ -46,6 +46,7 @@ def workload_of_run(
         dtype=model.dtype or "float32",
         stock_loss=args.label_smoothing_factor == 0,
         eval_rows=eval_rows,
+        skips_bad_steps=config.on_nan == "skip",
     )
 
 
@@ -58,6 +59,7 @@ def workload_of_model(
     own_optimizer: str = "",
     stock_loss: bool = True,
     eval_rows: int = 0,
+    skips_bad_steps: bool = False,
 ) -> Workload:
     """A Trainer's model and arguments, before anything was done to them.
 
@@ -85,6 +87,7 @@ def workload_of_model(
         dtype=_HALF.get(inner.dtype, "float32"),
         stock_loss=stock_loss,
         eval_rows=eval_rows,
+        skips_bad_steps=skips_bad_steps,
     )
 
 

@@ -29,6 +29,7 @@ class Asked:
     given: Sequence[Strategy] | None
     limits: MicroBatching | None
     own_optimizer: str = ""
+    on_nan: str = "stop"
 
     def strategies(self, plan: Plan | None) -> Sequence[Strategy]:
         """Those to use."""
@@ -79,6 +80,7 @@ def plan_for(trainer: BudgetTrainer, asked: Asked, eval_dataset: Any) -> Plan | 
         own_optimizer=asked.own_optimizer,
         stock_loss=trainer.setup.stock_loss,
         eval_rows=len(eval_dataset) if hasattr(eval_dataset, "__len__") else 0,
+        skips_bad_steps=asked.on_nan == "skip",
     )
     plan: Plan
     try:

@@ -97,7 +97,7 @@ class BudgetTrainer(GuardedTraining):
         )
         self.budget = parse_budget(budget) if isinstance(budget, str) else budget
         given = strategies if model is not None or strategies else ()
-        asked = Asked(given, micro_batching, own_optimizer(self, named))
+        asked = Asked(given, micro_batching, own_optimizer(self, named), on_nan)
         self.plan = plan or plan_for(self, asked, named.get("eval_dataset"))
         used = asked.strategies(self.plan)
         if used and model is None:
