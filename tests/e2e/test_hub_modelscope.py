@@ -151,7 +151,7 @@ def test_the_readmes_block_logs_in_pushes_and_trains_by_name(
             # As a repository may be: weights of other frameworks are beside ours.
             other = {"pytorch_model.bin": b"old", "tf_model.h5": b"tf", "onnx/model.onnx": b"o"}
             desk.hub.repos["anna/reviews"].files |= other
-            words += ["--max-steps", "1", "--max-length", "32", "--use-cpu"]
+            words += ["--max-steps", "1", "--max-length", "32", "--exact", "--use-cpu"]
         desk(*words, token=None, given=f"{TOKEN}\n" if words[0] == "login" else "")
     assert json.loads((desk.home / "more" / "summary.json").read_text())["model"] == MODEL
     fetched = {path.name for path in (desk.home / "ms").rglob("snapshots/master/*")}

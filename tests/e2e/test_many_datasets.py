@@ -35,7 +35,7 @@ def test_a_failed_dataset_is_named_and_stops_none_of_the_others(
     output = tmp_path / "runs"
     code = run(
         ["train", str(first), str(broken), str(last), "--model", str(tiny_model_dir),
-         "--max-length", "16", "--max-steps", "1", "--output-dir", str(output)]
+         "--max-length", "16", "--max-steps", "1", "--exact", "--output-dir", str(output)]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 1

@@ -145,16 +145,9 @@ def test_it_trains_and_predicts(installed: Path, tiny_model_dir: Path, tmp_path:
     (tmp_path / "reviews.csv").write_text("label,review\n" + "\n".join(rows), encoding="utf-8")
     memfit = installed / "memfit"
     quick = (
-        "--max-length",
-        "64",
-        "--max-steps",
-        "2",
-        "--batch-size",
-        "8",
-        "--budget",
-        "1GB",
+        "--max-length", "64", "--max-steps", "2", "--batch-size", "8", "--budget", "1GB", "--exact",
         "--quiet",
-    )
+    )  # fmt: skip
     call(memfit, "train", "reviews.csv", "--model", tiny_model_dir, "--output-dir", "run", *quick,
          cwd=tmp_path)  # fmt: skip
     assert (tmp_path / "run" / "report.html").is_file()

@@ -123,7 +123,7 @@ def test_a_run_in_chinese_at_80_columns(
     lines = at_80_columns(
         "train", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
         "32", "--epochs", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "run"),
-        "--lang", "zh",
+        "--exact", "--lang", "zh",
     )  # fmt: skip
     photographed(lines, seen, tmp_path / "train.png")
     text = plain(lines)
