@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import tomllib
+import venv
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +46,7 @@ def test_there_is_one_in_english_and_one_in_chinese_with_the_same_ten_steps() ->
         if cell["cell_type"] == "markdown":
             assert re.search(r"[\u4e00-\u9fff]", said[1])
             assert not re.search(r"[\u4e00-\u9fff]", said[0])
-        elif name not in ("import-code", "load-code", "model-code", "infer-code"):
+        elif name not in ("install-code", "import-code", "load-code", "model-code", "infer-code"):
             assert said[0] == said[1]
 
 
@@ -90,3 +95,58 @@ def test_a_notebook_runs_from_top_to_bottom(
     measured = "".join(str(one.get("data", "")) for one in outputs["train-code"])
     assert "eval_f1" in measured
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter as a notebook's machine has it: pip, and no memfit."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def installed_by(path: Path, python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The notebook's first cell, as it stands, where no package index can be reached."""
+    source = text_of(cells_of(path)["install-code"]) + "\nimport memfit; print(memfit.__file__)"
+    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONUTF8": "1"}
+    env.pop("PYTHONPATH", None)
+    return subprocess.run(
+        [python, "-c", source], capture_output=True, encoding="utf-8", cwd=folder, env=env
+    )
+
+
+def wheel_in(folder: Path) -> None:
+    """A wheel of that name which needs nothing else: what is tested is the way to it."""
+    about = "Metadata-Version: 2.1\nName: memfit\nVersion: 0.1.0\nProvides-Extra: report\n"
+    files = {
+        "memfit/__init__.py": "",
+        "memfit-0.1.0.dist-info/METADATA": about,
+        "memfit-0.1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+    }
+    listed = "".join(f"{name},,\n" for name in [*files, "memfit-0.1.0.dist-info/RECORD"])
+    with zipfile.ZipFile(folder / "memfit-0.1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in {**files, "memfit-0.1.0.dist-info/RECORD": listed}.items():
+            wheel.writestr(name, text)
+
+
+def test_where_memfit_cannot_be_had_the_first_cell_says_what_to_do(
+    bare_python: Path, tmp_path: Path
+) -> None:
+    for path, said in zip(NOTEBOOKS, ("upload its wheel", "上传到笔记本旁边"), strict=True):
+        done = installed_by(path, bare_python, tmp_path)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    wheel_in(tmp_path)
+    done = installed_by(NOTEBOOKS[0], bare_python, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "site-packages" in done.stdout
+
+
+def test_the_repository_of_the_notebooks_is_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository", "")
+    for path in NOTEBOOKS:
+        assert f'REPOSITORY = "{address}"' in text_of(cells_of(path)["install-code"])
