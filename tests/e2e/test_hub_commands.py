@@ -186,6 +186,23 @@ def test_at_a_terminal_the_licence_is_asked_for(desk: Desk, run_folder: Path) ->
     assert b"Mine." in desk.hub.repos["anna/reviews"].files["README.md"]
 
 
+def test_the_licence_is_asked_for_and_the_card_written_in_chinese(
+    desk: Desk, run_folder: Path
+) -> None:
+    command = [sys.executable, "-m", "memfit", "--lang", "zh", "push", str(run_folder)]
+    answers = [("许可证: ", "apache2"), ("许可证: ", "apache-2.0")]
+    code, screen = at_a_terminal(
+        [*command, "anna/reviews"], answers, desk.environment(TOKEN, PYTHONUTF8="1")
+    )
+    assert code == 0, screen
+    assert "别人可以按哪种许可证使用这个模型？" in screen
+    assert "你是不是要写 'apache-2.0'？" in screen
+    assert "已上传 " in screen
+    card = desk.hub.repos["anna/reviews"].files["README.md"].decode()
+    assert "license: apache-2.0\n" in card
+    assert "\n## 结果\n" in card
+
+
 def test_what_the_hub_refuses_says_what_to_do(desk: Desk, run_folder: Path) -> None:
     words = ("push", str(run_folder), "bob/reviews", "--licence", "mit")
     assert "the hub knows no token; log in with memfit login" in desk(*words, token=None, code=2)
