@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from memfit.fused import Drop, Seeds, dropout_add_norm, joined_view, kernels_torch
+from memfit.fused import Drop, Seeds, dense_dropout_add_norm, joined_view, kernels_torch
 from memfit.fused.masks import keep_mask
 from memfit.packing import packed
 from memfit.strategies.base import Setup
@@ -133,7 +133,8 @@ def test_the_gradient_passes_where_the_forward_pass_kept() -> None:
     x.requires_grad_()
     weight, bias = torch.ones(768, device="cuda"), torch.zeros(768, device="cuda")
     drop = drop_of(0.3)
-    output = dropout_add_norm(x, residual, weight, bias, 0.3, True, drop.seed, drop.site)
+    same = torch.eye(768, device="cuda")  # a dense layer that changes nothing
+    output = dense_dropout_add_norm(x, same, bias, residual, weight, bias, 1e-12, drop)
     (gradient,) = torch.autograd.grad(output, x, direction)
     assert torch.equal(gradient != 0, keep_mask(x.shape, drop))
 

@@ -2,7 +2,7 @@
 
 from memfit.fused.masks import Drop, Seeds
 from memfit.fused.mlp import mlp_half
-from memfit.fused.norm import dense_dropout_add_norm, dropout_add_norm
+from memfit.fused.norm import dense_dropout_add_norm
 from memfit.fused.qkv import (
     join_parameters,
     joined_view,
@@ -15,7 +15,6 @@ __all__ = [
     "Drop",
     "Seeds",
     "dense_dropout_add_norm",
-    "dropout_add_norm",
     "join_parameters",
     "joined_view",
     "mlp_half",

@@ -20,23 +20,6 @@ from memfit.fused.masks import Drop
 _Function: Any = torch.autograd.Function
 
 
-def dropout_add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    p: float,
-    training: bool,
-    seed: Tensor | None,
-    site: int,
-    eps: float = 1e-12,
-) -> Tensor:
-    """LayerNorm(dropout(x) + residual); the mask is drawn from the seed and the site."""
-    drop = Drop(p, seed, site) if training and p > 0 and seed is not None else None
-    output: Tensor = _DropoutAddNorm.apply(x, residual, weight, bias, eps, drop)
-    return output
-
-
 def dense_dropout_add_norm(
     x: Tensor,
     weight: Tensor,
@@ -57,34 +40,6 @@ def dense_dropout_add_norm(
 def rows_of(x: Tensor) -> Tensor:
     """A matrix of the last dimension's vectors, contiguous."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-class _DropoutAddNorm(_Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        drop: Drop | None,
-    ) -> Tensor:
-        normed = pick_kernels(x).add_norm(rows_of(x), rows_of(residual), weight, bias, eps, drop)
-        ctx.save_for_backward(weight, normed.total, normed.mean, normed.rstd)
-        ctx.drop = drop
-        return normed.output.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, total, mean, rstd = ctx.saved_tensors
-        shape = d_output.shape
-        normed = Normed(total, total, mean, rstd)
-        kernels = pick_kernels(total)
-        found = kernels.add_norm_backward(rows_of(d_output), normed, weight, ctx.drop)
-        gradients = (found.x.view(shape), found.residual.view(shape), found.weight, found.bias)
-        return *wanted(ctx, gradients), None, None
 
 
 class _DenseDropoutAddNorm(_Function):  # type: ignore[misc]
