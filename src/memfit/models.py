@@ -67,14 +67,6 @@ def _similar_folder(folder: Path) -> Path | None:
     return folder.with_name(close[0]) if close else None
 
 
-def load_for_training(
-    config: ModelConfig, labels: LabelSpace, max_length: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model with a head for these labels and its tokenizer, frozen or adapted as asked."""
-    settings, tokenizer = load_settings(config, labels)
-    return load_weights(config, settings, tokenizer, max_length), tokenizer
-
-
 def load_settings(
     config: ModelConfig, labels: LabelSpace
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -40,7 +40,6 @@ class Recorded:
 
     begun: Mapping[str, Any] | None = None
     max_steps: int | None = None
-    begun_at: str = ""
     samples: list[Sample] = field(default_factory=list)
     logged: list[dict[str, Any]] = field(default_factory=list)
     ended: str = ""
@@ -129,7 +128,6 @@ def _begin(found: Recorded, values: dict[str, Any]) -> None:
     step = int(values.get("step") or 0)
     found.begun = dict(values["begun"])
     found.max_steps = values.get("max_steps")
-    found.begun_at = str(values.get("at") or "")
     found.ended = found.why = found.ended_at = ""
     found.samples = [sample for sample in found.samples if sample.step <= step]
     found.logged = [entry for entry in found.logged if entry.get("step", 0) <= step]

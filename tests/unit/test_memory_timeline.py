@@ -11,7 +11,7 @@ import pytest
 
 from memfit.memory.components import Component
 from memfit.memory.events import Event
-from memfit.memory.timeline import holders, moments, peak_moment, write_timeline
+from memfit.memory.timeline import Moment, holders, moments, write_timeline
 from memfit.units import GIB, KIB, MIB
 
 WEIGHTS, ACTIVATIONS = Component.WEIGHTS, Component.ACTIVATIONS
@@ -28,6 +28,10 @@ def layered_step(layers: int = 3, mib: int = 4) -> list[Event]:
     events.append(Event(2 * layers, 7 * MIB, False, ACTIVATIONS, "classifier"))
     events += [Event(n, mib * MIB, False, ACTIVATIONS, "") for n in reversed(kept)]
     return events
+
+
+def peak_moment(events: list[Event]) -> Moment:
+    return max(moments(events), key=lambda moment: moment.total_bytes)
 
 
 def test_the_peak_is_found_with_its_components_and_its_module() -> None:

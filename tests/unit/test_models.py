@@ -19,7 +19,7 @@ from transformers import (
 from memfit.config import ModelConfig
 from memfit.data.values import LabelSpace
 from memfit.errors import ConfigError, ModelError
-from memfit.models import check_model_folder, load_for_training
+from memfit.models import check_model_folder, load_settings, load_weights
 from memfit.parts import add_lora, freeze, layers_of, lora_targets, position_limit
 
 REVIEWS = LabelSpace("single_label", ("壞", "普通", "好"))
@@ -42,6 +42,12 @@ SPECIAL = {
 
 # DeBERTa scripts a function when it is imported, which newer torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+
+
+def load_for_training(config: ModelConfig, labels: LabelSpace, max_length: int) -> tuple[Any, Any]:
+    """As a run loads them, without what it does in between."""
+    settings, tokenizer = load_settings(config, labels)
+    return load_weights(config, settings, tokenizer, max_length), tokenizer
 
 
 def tiny(model_type: str, **settings: Any) -> Any:

@@ -70,7 +70,7 @@ def test_a_driver_that_keeps_no_books_of_processes_is_described_too(
     with nvml.open_device(0) as device:
         assert device is not None
         use = device.use()
-    assert use == nvml.DeviceUse(16_000_000_000, 8_000_000_000, 1000, None)
+    assert use == nvml.DeviceUse(16_000_000_000, 8_000_000_000, None)
 
 
 def test_without_a_library_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.bert.modeling_bert import BertLayer
 
 from memfit import BudgetTrainer
-from memfit.runtime.boundaries import TRIES, HalfDoneError, LayerBoundaries, boundary_bytes
+from memfit.runtime.boundaries import TRIES, HalfDoneError, LayerBoundaries
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
 
 CPU = torch.device("cpu")
@@ -129,12 +129,6 @@ def test_weights_that_have_moved_cannot_be_abandoned(tmp_path):
     step.executor.run(step.model, BATCH)
     with pytest.raises(RuntimeError, match="it can only be finished"):
         step.sink.abandon()
-
-
-def test_what_it_costs_is_a_layers_gradients_and_a_hidden_state():
-    model = build("bert", num_hidden_layers=4, hidden_size=128, intermediate_size=160)
-    layer = sum(p.nbytes for p in model.bert.encoder.layer[0].parameters())
-    assert boundary_bytes(model, 500) == layer + 500 * 128 * 4
 
 
 def test_removing_gives_the_model_back(tmp_path):

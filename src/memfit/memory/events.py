@@ -23,16 +23,3 @@ class Event:
     birth: bool
     component: Component
     module: str = ""
-
-
-def peak_allocated_bytes(events: list[Event], *, rounding: int = 512) -> int:
-    """The largest sum of live blocks, each rounded up as the CUDA allocator does."""
-    now = peak = 0
-    for event in events:
-        size = -(-event.nbytes // rounding) * rounding
-        if event.birth:
-            now += size
-            peak = max(peak, now)
-        else:
-            now -= size
-    return peak

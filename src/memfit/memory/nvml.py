@@ -47,7 +47,6 @@ class DeviceUse:
 
     total_bytes: int
     used_bytes: int
-    driver_bytes: int
     own_bytes: int | None
     """What the driver books to this process; None where it cannot tell (containers, Windows)."""
 
@@ -120,7 +119,7 @@ class Nvml:
         """What the device holds now."""
         memory = _Memory(version=ctypes.sizeof(_Memory) | (2 << 24))
         _check(self._library.nvmlDeviceGetMemoryInfo_v2(self._handle, ctypes.byref(memory)))
-        return DeviceUse(memory.total, memory.used, memory.reserved, self._own_bytes())
+        return DeviceUse(memory.total, memory.used, self._own_bytes())
 
     def _own_bytes(self) -> int | None:
         count = ctypes.c_uint(_MAX_PROCESSES)

@@ -67,11 +67,6 @@ def moments(events: Sequence[Event], *, limit: int = MOST_POINTS) -> list[Moment
     return kept
 
 
-def peak_moment(events: Sequence[Event]) -> Moment:
-    """The moment of the highest use, to the event."""
-    return max(moments(events), key=lambda moment: moment.total_bytes)
-
-
 def holders(events: Sequence[Event], at: int) -> list[Holder]:
     """What is alive right after event `at`, grouped by purpose and module, largest first."""
     living: dict[int, Event] = {}

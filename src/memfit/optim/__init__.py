@@ -18,7 +18,7 @@ from memfit.optim.adamw import LowBitAdamW
 from memfit.optim.convert import Remainders, to_lowbit
 from memfit.optim.host import HostGradients
 from memfit.optim.kept import KeptGradients, KeptInt8
-from memfit.optim.layout import BLOCK, SMALL_NUMEL, blocks_of
+from memfit.optim.layout import BLOCK, SMALL_NUMEL
 from memfit.optim.release import GradientRelease, TwoPassRelease
 from memfit.optim.scaling import LossScale
 from memfit.optim.sinks import GradientSink
@@ -43,7 +43,6 @@ __all__ = [
     "Remainders",
     "TwoPassRelease",
     "make_sink",
-    "state_bytes_for",
     "to_lowbit",
 ]
 
@@ -53,12 +52,3 @@ def make_sink(name: str, optimizer: LowBitAdamW, **settings: Any) -> GradientSin
     if name not in SINKS:
         raise ValueError(f"no gradient sink {name!r}; {', '.join(SINKS)}.{nearest(name, SINKS)}")
     return SINKS[name](optimizer, **settings)
-
-
-def state_bytes_for(
-    numel: int, *, master_bits: int = 24, block: int = BLOCK, small_numel: int = SMALL_NUMEL
-) -> int:
-    """Bytes of optimizer state for one parameter of this size, its weight not counted."""
-    if numel <= small_numel:
-        return 5 * 4 * numel
-    return (3 if master_bits == 24 else 2) * numel + 2 * 4 * blocks_of(numel, block)

@@ -24,7 +24,6 @@ class KeptGradients(GradientSink):
     """
 
     name = "kept"
-    device_bytes_per_parameter = 2.0
     hooked = False
 
     @property
@@ -68,7 +67,6 @@ class KeptInt8(GradientSink):
     """
 
     name = "kept8"
-    device_bytes_per_parameter = 1.02
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -50,7 +50,6 @@ class GradientSink(ABC):
 
     name: ClassVar[str]
     phases: ClassVar[tuple[str, ...]] = ("apply",)
-    device_bytes_per_parameter: ClassVar[float] = 0.0
     micro_batches: ClassVar[bool] = True
     hooked: ClassVar[bool] = True
     capturable: ClassVar[bool] = True

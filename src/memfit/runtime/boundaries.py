@@ -8,7 +8,7 @@ can be finished, for what is left of it needs only the layers that have not move
     updates wait until backward has passed the layer they belong to
     failed: forward again through the layers below i, with the same dropout, and backward from i
 
-That costs one layer's gradients and one hidden state (`boundary_bytes`), and no time.
+That costs one layer's gradients and one hidden state, and no time.
 """
 
 from __future__ import annotations
@@ -45,18 +45,6 @@ class _Reached(Exception):  # noqa: N818 - not an error: how a forward pass ends
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def boundary_bytes(model: nn.Module, tokens: int) -> int:
-    """What it costs to be able to go on: a layer's gradients and the gradient of its input."""
-    stack = stack_of(model)
-    gradients = max(
-        sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in stack.layers
-    )
-    first = next(model.parameters())
-    config: Any = model.config
-    width = int(getattr(config.get_text_config(), "hidden_size", 0))
-    return gradients + tokens * width * first.element_size()
 
 
 class LayerBoundaries:
