@@ -32,6 +32,7 @@ from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.out_of_memory import retrying
+from memfit.runtime.padding import quick
 from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.saving import without_secrets
@@ -127,6 +128,7 @@ class BudgetTrainer(GuardedTraining):
             self.compute_loss = tolerant  # type: ignore[method-assign]
         if class_weights is not None:
             self._use_class_weights(class_weights)
+        self.data_collator = quick(self.data_collator)
 
     # ---- what memfit adds ----
 
