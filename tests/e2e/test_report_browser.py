@@ -211,12 +211,21 @@ def test_a_screen_reader_finds_landmarks_headings_tables_and_named_pictures(
 
 
 def test_it_prints_on_a_few_pages(chromium: Browser, url: str, tmp_path: Path) -> None:
-    chromium.look_like(1280, 900, dark=True)
+    chromium.look_like(1280, 900, dark=True, on_paper=True)
     chromium.open(url)
     printed = chromium.call("Page.printToPDF", printBackground=False, paperWidth=8.27)
     pdf = base64.b64decode(printed["data"])
     (tmp_path / "report.pdf").write_bytes(pdf)
-    assert 2 <= pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") <= 8
+    assert 2 <= pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") <= 6
+    # A4 less its margins: plots stand side by side and nothing is cut off.
+    chromium.look_like(688, 1000, dark=True, on_paper=True)
+    tops = chromium.run(
+        "[...document.querySelectorAll('.plots')].map((one) => [...one.querySelectorAll('figure')]"
+        ".map((figure) => Math.round(figure.getBoundingClientRect().top)))"
+    )
+    assert [row[0] == row[1] for row in tops if len(row) > 1] == [True] * 2
+    assert chromium.run("document.documentElement.scrollWidth") <= 688
+    assert min(one["contrast"] for one in chromium.run(TEXTS)) > 4.5
 
 
 def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
