@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-SECONDS = 60
+SECONDS = 120
 
 
 def at_a_terminal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -66,16 +67,48 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def at_80_columns(*words: str) -> list[str]:
+# One command after the other in one process: torch is imported once.
+_COMMANDS = """
+import json, sys
+from memfit.cli import run
+for words in json.loads(sys.argv[1]):
+    assert run(words) == 0
+    print(sys.argv[2], flush=True)
+"""
+_MARK = "---- done ----"
+
+
+def at_80_columns(*commands: list[str]) -> list[list[str]]:
+    """The screen each command leaves."""
     environment = {
         **os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1",
         "LINES": "40",
     }  # fmt: skip
     for name in ("NO_COLOR", "FORCE_COLOR"):
         environment.pop(name, None)
-    code, printed = at_a_terminal([sys.executable, "-m", "memfit", *words], [], environment)
+    command = [sys.executable, "-c", _COMMANDS, json.dumps(commands), _MARK]
+    code, printed = at_a_terminal(command, [], environment)
     assert code == 0, printed
-    return last_screen(printed)
+    *screens, rest = printed.split(f"{_MARK}\r\n")
+    assert rest == ""
+    return [last_screen(screen) for screen in screens]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
+@pytest.fixture(scope="module")
+def screens(reviews: Path, tiny_model_dir: Path, run_folder: Path) -> dict[str, list[str]]:
+    """What `memfit train` and `memfit plan` leave on the screen, in Chinese."""
+    common = [
+        str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length", "32",
+        "--lang", "zh",
+    ]  # fmt: skip
+    training = ["--epochs", "2", "--batch-size", "8", "--output-dir", str(run_folder), "--exact"]
+    train, plan = at_80_columns(["train", *common, *training], ["plan", *common])
+    return {"train": train, "plan": plan}
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +151,9 @@ def photographed(lines: list[str], seen: Browser | None, path: Path) -> None:
 
 
 def test_a_run_in_chinese_at_80_columns(
-    reviews: Path, tiny_model_dir: Path, tmp_path: Path, seen: Browser | None
+    screens: dict[str, list[str]], run_folder: Path, tmp_path: Path, seen: Browser | None
 ) -> None:
-    lines = at_80_columns(
-        "train", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
-        "32", "--epochs", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "run"),
-        "--exact", "--lang", "zh",
-    )  # fmt: skip
+    lines = screens["train"]
     photographed(lines, seen, tmp_path / "train.png")
     text = plain(lines)
     for begin in (
@@ -146,18 +175,16 @@ def test_a_run_in_chinese_at_80_columns(
     assert re.fullmatch(r"损失 \d\.\d{4}  f1 \d\.\d{4}  进程 [\d.]+ MiB", status)
     assert any(line.startswith("第 2.00 轮：f1 ") for line in text)
     assert any("已完成，14 步，2 轮" in line for line in text)
-    paths = [line for line in text if str(tmp_path) in line]
+    paths = [line for line in text if str(run_folder) in line]
     assert len(paths) >= 2
-    assert max(cell_len(line) for line in text if str(tmp_path.parent) not in line) <= COLUMNS
+    elsewhere = str(run_folder.parent.parent)
+    assert max(cell_len(line) for line in text if elsewhere not in line) <= COLUMNS
 
 
 def test_a_plan_in_chinese_at_80_columns(
-    reviews: Path, tiny_model_dir: Path, tmp_path: Path, seen: Browser | None
+    screens: dict[str, list[str]], tiny_model_dir: Path, tmp_path: Path, seen: Browser | None
 ) -> None:
-    lines = at_80_columns(
-        "plan", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB", "--max-length",
-        "32", "--lang", "zh",
-    )  # fmt: skip
+    lines = screens["plan"]
     photographed(lines, seen, tmp_path / "plan.png")
     text = plain(lines)
     assert any(line.startswith("整个运行的最高点  ") for line in text)
