@@ -128,3 +128,13 @@ def test_a_summary_alone_and_things_that_are_none_of_these() -> None:
     assert "MSE" in Page(notebook_html(summary)).words
     with pytest.raises(TypeError, match="a int"):
         notebook_html(3)
+
+
+def test_a_trainer_that_has_not_started_counts_no_steps() -> None:
+    state = SimpleNamespace(global_step=0, max_steps=0, log_history=[])
+    limits = SimpleNamespace(max_rows=None, max_tokens=None)
+    trainer = SimpleNamespace(state=state, micro_batching=limits, model=None, effective_rows=8)
+    assert "not started yet" in notebook_html(trainer)
+    with speaking("zh"):
+        assert "还没有开始" in notebook_html(trainer)
+    assert "0 / 0" not in notebook_html(trainer)

@@ -320,6 +320,7 @@ _USE: _Messages = {
     "notebook.batch": {"en": "effective batch", "zh": "有效批次"},
     "notebook.at.once": {"en": "on the device at once", "zh": "设备上同时"},
     "notebook.whole": {"en": "the whole batch", "zh": "整个批次"},
+    "notebook.before": {"en": "not started yet", "zh": "还没有开始"},
     "notebook.trainer": {"en": "BudgetTrainer", "zh": "BudgetTrainer"},
     "notebook.plan": {"en": "Plan", "zh": "训练方案"},
 }

@@ -86,7 +86,13 @@ def _trainer(trainer: Any) -> str:
         if count is not None
     ]
     rows = [
-        (t("report.notebook.steps"), f"{state.global_step:,} / {state.max_steps:,}"),
+        (
+            t("report.notebook.steps"),
+            # Before it starts a Trainer counts none.
+            f"{state.global_step:,} / {state.max_steps:,}"
+            if state.max_steps
+            else t("report.notebook.before"),
+        ),
         (t("report.notebook.batch"), number(getattr(trainer, "effective_rows", None))),
         (t("report.notebook.at.once"), ", ".join(words) or t("report.notebook.whole")),
     ]
