@@ -194,8 +194,7 @@ def test_fp32_equals_the_stock_model_padded_and_packed(name: str) -> None:
         assert error(found, expected) <= 1e-5
     for found in (our_gradient, their_gradient):
         assert error(found, gradient) <= 1e-5
-    while setup.undo:
-        setup.undo.pop()()
+    setup.restore()
     assert error(step(model, batch)[1], gradient) <= 1e-5
 
 

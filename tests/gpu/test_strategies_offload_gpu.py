@@ -71,11 +71,6 @@ def setup_for(model: nn.Module, **training: Any) -> Setup:
     return Setup(model=model, args=args, device=torch.device("cuda", 0))
 
 
-def undo(setup: Setup) -> None:
-    while setup.undo:
-        setup.undo.pop()()
-
-
 def offload(model: nn.Module, **settings: Any) -> tuple[Setup, ActivationHost, CudaLink]:
     setup = setup_for(model)
     link = CudaLink(setup.device)
@@ -205,7 +200,7 @@ def test_an_offloaded_step_never_waits_for_the_device() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert host.copied_bytes > 0
-        undo(setup)
+        setup.restore()
 
 
 def test_copies_beside_the_computation_beat_torchs_own_offload() -> None:
@@ -281,7 +276,7 @@ def test_the_update_is_adamws_on_the_gradients_that_came(weights: bool, dtype: A
         optimizer.step()
         reference.step()
     state = model.state_dict()
-    undo(setup)
+    setup.restore()
     for name, p in model.named_parameters():
         assert torch.equal(state[name].cpu(), masters[p].to(p.dtype))
         assert torch.equal(p.detach().cpu(), masters[p].to(p.dtype))
@@ -326,7 +321,7 @@ def test_layers_fetched_in_time_give_the_same_gradients(name: str, beside: str) 
     OptimizerOffload(weights=True).apply(setup)
     for _ in range(3):
         assert_same(gradient_of(model, inputs), plain, again)
-    undo(setup)
+    setup.restore()
     assert_same(gradient_of(model, inputs), plain, again)
 
 
@@ -351,7 +346,7 @@ def test_about_two_layers_of_weights_are_on_the_device() -> None:
     peak = peak_bytes(step)
     # Two layers' weights, 64 MiB of gradients on their way, a small batch.
     assert peak < 2 * a_layer + 100 * MIB
-    undo(setup)
+    setup.restore()
 
 
 # ---- all of it ----
@@ -394,7 +389,7 @@ def test_bert_large_trains_all_its_parameters_in_a_gibibyte(
             step()
         peak_gib = torch.cuda.max_memory_allocated() / 2**30
         seconds = seconds_of(step, 3)
-        undo(setup)
+        setup.restore()
     print(f"\nweights away: {weights}, peak {peak_gib:.2f} GiB, {seconds:.3f} s a step")
     assert peak_gib <= limit_gib
 

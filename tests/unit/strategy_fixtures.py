@@ -106,12 +106,6 @@ def setup_of(model: Any, folder: Any = "unused", **fields: Any) -> Setup:
     return Setup(model, arguments(folder, **fields), torch.device("cpu"))
 
 
-def undo(setup: Setup) -> None:
-    """Last change first."""
-    while setup.undo:
-        setup.undo.pop()()
-
-
 def state_of(model: Any) -> dict[str, tuple[Tensor, bool]]:
     """All weights, and which of them learn."""
     return {name: (one.clone(), one.requires_grad) for name, one in model.named_parameters()}

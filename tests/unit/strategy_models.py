@@ -120,12 +120,6 @@ def setup_for(model: nn.Module, **training: Any) -> Setup:
     return Setup(model=model, args=args, device=torch.device("cpu"))
 
 
-def undo(setup: Setup) -> None:
-    """Last change first, as the Trainer does."""
-    while setup.undo:
-        setup.undo.pop()()
-
-
 def step(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Logits and all gradients as one vector, with the same random numbers every time."""
     model.zero_grad()

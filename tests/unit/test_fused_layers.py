@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from strategy_models import LateLink, batch_for, build, setup_for, step, undo
+from strategy_models import LateLink, batch_for, build, setup_for, step
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
@@ -155,7 +155,7 @@ def test_recomputation_draws_the_masks_of_the_forward_pass(part: Any, layers: in
     found = step(model, batch)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
-    undo(setup)
+    setup.restore()
 
 
 def test_every_pass_draws_other_masks_and_the_seed_repeats_them() -> None:
@@ -193,7 +193,7 @@ def test_two_passes_before_a_backward_keep_their_masks_apart(part: Any) -> None:
     setup = setup_for(model)
     Checkpointing(part=part).apply(setup)
     assert torch.equal(twice(), expected)
-    undo(setup)
+    setup.restore()
 
 
 def test_dropout_in_the_model_has_the_stock_models_strength() -> None:
@@ -295,7 +295,7 @@ def test_activations_on_the_host_come_back_the_same() -> None:
         found = step(model, batch)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
-    undo(setup)
+    setup.restore()
 
 
 def test_weights_on_the_host_are_left_where_they_are() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from strategy_fixtures import build, learning, losses, rows_of, setup_of, trained, undo
+from strategy_fixtures import build, learning, losses, rows_of, setup_of, trained
 from transformers.optimization import Adafactor
 
 from memfit.errors import ConfigError
@@ -69,7 +69,7 @@ def test_undo_gives_the_optimizer_back():
     before = setup.args.optim
     SmallStateOptimizer().apply(setup)
     assert setup.args.optim == "adafactor"
-    undo(setup)
+    setup.restore()
     assert setup.args.optim == before
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_fixtures import build, collate, kept_bytes, rows_of, setup_of, undo
+from strategy_fixtures import build, collate, kept_bytes, rows_of, setup_of
 from torch import nn
 
 from memfit.errors import ConfigError
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_eager_attention(family):
     largest = max(float(one.abs().max()) for one in before.values())
     difference = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < difference < 1e-5 * largest
-    undo(setup)
+    setup.restore()
     assert model.config._attn_implementation == "eager"
     assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
     assert FusedAttention().fidelity is Fidelity.EXACT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_models import DEPTH, MODELS, batch_for, build, peak_bytes, setup_for, step, undo
+from strategy_models import DEPTH, MODELS, batch_for, build, peak_bytes, setup_for, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,7 +87,7 @@ def test_each_layer_recomputed_takes_less_memory(name: str) -> None:
     for layers in range(1, DEPTH + 1):
         setup = recompute(model, layers=layers)
         peaks.append(peak_bytes(model))
-        undo(setup)
+        setup.restore()
     assert all(more > less for more, less in itertools.pairwise(peaks[:DEPTH]))
     # With all but one recomputed, the working layer of backward is as large as the one kept.
     assert peaks[DEPTH] <= peaks[DEPTH - 1]
@@ -102,7 +102,7 @@ def test_the_mlp_half_lies_between_nothing_and_the_whole_layer(name: str) -> Non
     plain = peak_bytes(model)
     setup = recompute(model, part="mlp")
     half = peak_bytes(model)
-    undo(setup)
+    setup.restore()
     recompute(model)
     assert peak_bytes(model) < 0.9 * half < 0.9 * 0.95 * plain
 
@@ -112,7 +112,7 @@ def test_the_first_layers_are_a_better_choice_than_the_last() -> None:
     model = build("bert")
     setup = recompute(model, layers=2)
     first = peak_bytes(model)
-    undo(setup)
+    setup.restore()
     # Stock checkpointing, switched on for two layers by hand, is the other choice.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.bert.encoder.layer[:2]:
@@ -124,7 +124,7 @@ def test_it_costs_what_stock_checkpointing_costs_and_no_more() -> None:
     model = build("bert")
     setup = recompute(model)
     ours = peak_bytes(model)
-    undo(setup)
+    setup.restore()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert ours == pytest.approx(peak_bytes(model), rel=0.01)
 
@@ -137,7 +137,7 @@ def test_undo_gives_the_model_back_as_it_was() -> None:
     Checkpointing().apply(setup)
     assert [type(module) for module in model.modules()] != kinds
     assert [type(module).__name__ for module in model.modules()] == [k.__name__ for k in kinds]
-    undo(setup)
+    setup.restore()
     assert [type(module) for module in model.modules()] == kinds
     assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
 
@@ -169,7 +169,7 @@ def test_packed_batches_recompute_with_their_boundaries(name: str) -> None:
             ours, our_gradient = step(model, inputs)
             assert torch.equal(ours, logits)
             assert torch.equal(our_gradient, gradient)
-            undo(setup)
+            setup.restore()
 
 
 def test_two_packed_forward_passes_before_their_backward_do_not_mix() -> None:

@@ -23,7 +23,6 @@ from strategy_fixtures import (
     setup_of,
     state_of,
     trained,
-    undo,
 )
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -152,7 +151,7 @@ def test_grouping_by_length_has_nothing_to_group(tmp_path):
     setup = setup_of(build(), tmp_path, max_steps=2, train_sampling_strategy="group_by_length")
     trainer = trained(setup, [Freezing("encoder"), FrozenFeatures()], rows_of(16))
     assert trainer.state.global_step == 2
-    undo(setup)
+    setup.restore()
     assert setup.args.train_sampling_strategy == "group_by_length"
     assert setup.args.remove_unused_columns is True
 
@@ -237,7 +236,7 @@ def test_undo_gives_model_and_arguments_back():
     setup = setup_of(model)
     for strategy in (Freezing("encoder"), FrozenFeatures()):
         strategy.apply(setup)
-    undo(setup)
+    setup.restore()
     assert type(model.bert) is kind
     assert same_state(before, state_of(model))
     assert setup.data_for(rows, collate) == (rows, collate)

@@ -20,7 +20,6 @@ from strategy_fixtures import (
     setup_of,
     state_of,
     trained,
-    undo,
 )
 
 from conftest import SENTENCES
@@ -114,7 +113,7 @@ def test_undo_lets_everything_learn_again():
     setup = setup_of(model)
     Freezing("encoder").apply(setup)
     assert setup.args.learning_rate == HEAD_LEARNING_RATE
-    undo(setup)
+    setup.restore()
     assert same_state(before, state_of(model))
     assert setup.args.learning_rate == 5e-5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategy_fixtures import build, kept_bytes, losses, rows_of, setup_of, trained, undo
+from strategy_fixtures import build, kept_bytes, losses, rows_of, setup_of, trained
 
 from memfit.errors import ConfigError
 from memfit.strategies.base import Fidelity
@@ -49,7 +49,7 @@ def test_undo_gives_the_arguments_back():
     setup = setup_of(build())
     HalfPrecision().apply(setup)
     assert (setup.args.bf16, setup.args.mixed_precision) == (True, "bf16")
-    undo(setup)
+    setup.restore()
     assert (setup.args.bf16, setup.args.mixed_precision) == (False, "no")
 
 

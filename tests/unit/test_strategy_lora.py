@@ -17,7 +17,6 @@ from strategy_fixtures import (
     setup_of,
     state_of,
     trained,
-    undo,
 )
 
 from memfit.errors import ConfigError
@@ -103,7 +102,7 @@ def test_undo_gives_the_model_back_after_training_too(tmp_path):
     logits = model.eval()(**batch).logits
     setup = setup_of(model, tmp_path, max_steps=3, learning_rate=5e-3)
     trained(setup, [Lora(rank=4)], rows_of(16))
-    undo(setup)
+    setup.restore()
     assert setup.model is model
     assert same_state(before, state_of(model))
     assert torch.equal(model.eval()(**batch).logits, logits)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from strategy_models import DEPTH, LateLink, batch_for, build, peak_bytes, setup_for, step, undo
+from strategy_models import DEPTH, LateLink, batch_for, build, peak_bytes, setup_for, step
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
@@ -156,7 +156,7 @@ def _offloaded_peak(model: Any, rows: int = 8, tokens: int = 32, **settings: Any
     link = PlainLink(lambda tensor: tracker.forget(iter([tensor])))
     setup, _ = offload(model, link, **settings)
     peak = peak_bytes(model, tracker, rows, tokens)
-    undo(setup)
+    setup.restore()
     return peak
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from strategy_fixtures import CLS, SEP, build, collate, losses, rows_of, setup_of, trained, undo
+from strategy_fixtures import CLS, SEP, build, collate, losses, rows_of, setup_of, trained
 from torch.utils.data import IterableDataset
 
 from conftest import SENTENCES
@@ -144,7 +144,7 @@ def test_undo_takes_it_out_again():
     setup.train_dataset = rows_of(8)
     Truncation(8).apply(setup)
     assert len(setup.replace_data) == 1
-    undo(setup)
+    setup.restore()
     assert setup.data_for(setup.train_dataset, collate) == (setup.train_dataset, collate)
 
 

@@ -17,7 +17,6 @@ from strategy_models import (
     setup_for,
     step,
     train,
-    undo,
     weights_of,
 )
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ def test_a_training_run_is_the_same_with_clipping_and_logs_the_norm(tmp_path: Pa
     for offload in (OptimizerOffload(), OptimizerOffload(weights=True)):
         ours = budget_trainer(tmp_path, offload)
         ours.train()
-        undo(ours.setup)
+        ours.setup.restore()
         keys = ("loss", "grad_norm", "learning_rate")
         expected, found = (
             [[entry[key] for key in keys] for entry in run.state.log_history if "loss" in entry]
@@ -84,10 +83,10 @@ def test_a_run_resumes_from_a_checkpoint_written_while_weights_are_away(
     offload = OptimizerOffload(weights=True, dtype=dtype)
     straight = budget_trainer(tmp_path, offload, save_strategy="steps", save_steps=2)
     straight.train()
-    undo(straight.setup)
+    straight.setup.restore()
     resumed = budget_trainer(tmp_path, offload)
     resumed.train(str(tmp_path / "checkpoint-2"))
-    undo(resumed.setup)
+    resumed.setup.restore()
     assert torch.equal(weights_of(resumed.model), weights_of(straight.model))
     last = type(resumed.model).from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(weights_of(last), weights_of(straight.model))
@@ -133,7 +132,7 @@ def test_weights_away_stand_beside_what_saves_activations(others: str) -> None:
         assert torch.equal(step(model, inputs)[1], gradient)
     kinds = [type(module) for module in build("bert").modules()]
     assert [type(module) for module in model.modules()] != kinds
-    undo(setup)
+    setup.restore()
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(step(model, inputs)[1], gradient)
 
@@ -163,7 +162,7 @@ def test_two_layers_are_on_the_device_and_no_more() -> None:
     host.release()
     assert host.resident_bytes == 0
     assert all(p.untyped_storage().nbytes() == 0 for layer in layers for p in layer.parameters())
-    undo(setup)
+    setup.restore()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in layers[0].parameters())
 
 
@@ -179,7 +178,7 @@ def test_training_with_weights_away_is_the_same_bit_by_bit(dtype: Any) -> None:
         optimizer = setup.make_optimizer(groups_of(model), setup.args)
         train(model, optimizer, range(4))
         found.append((weights_of_state(model), optimizer.fp32_state_dict(model)))
-        undo(setup)
+        setup.restore()
         assert torch.equal(weights_of(model), found[-1][0])
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from strategy_fixtures import build, setup_of, undo
+from strategy_fixtures import build, setup_of
 
 from memfit.memory.cards import find_card
 from memfit.strategies import SmallWorkspace
@@ -36,7 +36,7 @@ def test_workspaces_are_made_anew_small_and_the_environment_is_given_back(
     SmallWorkspace().apply(setup)
     assert os.environ[VARIABLE] == ":4096:2:16:8"
     assert len(cleared) == 1
-    undo(setup)
+    setup.restore()
     assert os.environ.get(VARIABLE) == before
 
 
