@@ -71,18 +71,26 @@ def toml(content: str) -> Case:
     return write
 
 
-def model_file(name: str, content: bytes | str | Callable[[bytes], bytes] | None) -> Case:
+Content = bytes | str | Callable[[bytes], bytes] | None
+"""What a file becomes: something else, what is made of what it was, or nothing at all."""
+
+
+def spoil(path: Path, content: Content) -> None:
+    """Write a file anew, change it, or take it away."""
+    if content is None:
+        path.unlink()
+    elif callable(content):
+        path.write_bytes(content(path.read_bytes()))
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def model_file(name: str, content: Content) -> Case:
     """The model with one of its files written anew, changed or taken away."""
 
     def write(place: Place) -> list[str]:
         model = place.spoilt_model()
-        path = model / name
-        if content is None:
-            path.unlink()
-        elif callable(content):
-            path.write_bytes(content(path.read_bytes()))
-        else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        spoil(model / name, content)
         return place.train(place.good(), model=model)
 
     return write
@@ -99,34 +107,24 @@ def model_config(**changed: Any) -> Case:
     return model_file("config.json", change)
 
 
-def run_file(name: str, content: bytes | str | None, *command: str) -> Case:
+def run_file(name: str, content: Content, *command: str) -> Case:
     """A finished run with one file spoilt, and a command that reads it."""
 
     def write(place: Place) -> list[str]:
         run = place.spoilt_run()
-        if content is None:
-            (run / name).unlink()
-        else:
-            (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        spoil(run / name, content)
         return [word.replace("RUN", str(run)) for word in command]
 
     return write
 
 
-def checkpoint_file(name: str, content: bytes | str | Callable[[bytes], bytes] | None) -> Case:
+def checkpoint_file(name: str, content: Content) -> Case:
     """A run that has not finished, whose only checkpoint has one file spoilt."""
 
     def write(place: Place) -> list[str]:
         run = place.spoilt_run()
         (run / "summary.json").unlink()
-        checkpoint = only_checkpoint(run)
-        path = checkpoint / name
-        if content is None:
-            path.unlink()
-        elif callable(content):
-            path.write_bytes(content(path.read_bytes()))
-        else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        spoil(only_checkpoint(run) / name, content)
         return ["train", "--resume", "--output-dir", str(run)]
 
     return write
