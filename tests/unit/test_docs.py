@@ -192,7 +192,9 @@ def test_pages_are_written_only_where_they_changed(maker: ModuleType, tmp_path: 
 # ---- Chinese pages ----
 
 
-@pytest.mark.parametrize("name", ["memory", "from-the-tutorials", "training-arguments", "ladder", "surviving"])
+@pytest.mark.parametrize(
+    "name", ["memory", "from-the-tutorials", "training-arguments", "ladder", "surviving"]
+)
 def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(name: str) -> None:
     english, chinese = (
         (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "zh")
