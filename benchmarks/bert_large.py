@@ -9,7 +9,8 @@ are not run again. A run of fewer steps than an epoch is marked as extrapolated.
     python benchmarks/bert_large.py --table … --vocab … --out F.json --counts
 
 adds to each run what an average step does, from its trace, without a GPU: arithmetic, bytes read
-and written, kernels, bytes across the bus. Other cards have other ratios of these.
+and written, kernels, bytes across the bus (other cards have other ratios of these), and the memory
+that is predicted for it.
 """
 
 from __future__ import annotations
@@ -297,12 +298,13 @@ def summary(
     }  # fmt: skip
 
 
-def counts_of(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a step of average size does."""
+def traced(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a step of average size does, and what the largest one is predicted to hold."""
     from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
 
     from memfit.memory.cards import find_card
-    from memfit.planner.trace import trace_step
+    from memfit.memory.phases import TRAINING
+    from memfit.planner.trace import price_memory, trace_step
     from memfit.planner.values import Candidate, Workload
     from memfit.runtime.batching import MicroBatching
 
@@ -315,15 +317,23 @@ def counts_of(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, floa
     candidate = Candidate(tuple(made(text) for text in run.get("strategies", [])), MicroBatching())
     # Stock batches are padded to their longest row, which is cut in nearly all of them.
     tokens = round(workload.mean_tokens) if "strategies" in run else BATCH * LENGTH
-    found = trace_step(workload, candidate, find_card("H200"), tokens=tokens)
-    counts = found.counts
-    return {
+    card = find_card("H200")
+    counts = trace_step(workload, candidate, card, tokens=tokens).counts
+    peak = price_memory(workload, candidate, card)[1][TRAINING]
+    per_step = {
         "flops": counts.half_flops + counts.full_flops + counts.tf32_flops
         + counts.half_attention_flops + counts.full_attention_flops,
         "bytes": counts.bytes_moved + counts.product_bytes,
         "kernels": counts.launches + counts.replayed,
         "bus_bytes": counts.to_host_bytes + counts.to_device_bytes,
     }  # fmt: skip
+    predicted = {
+        "components": {str(name): size for name, size in peak.components.items()},
+        "allocated_bytes": peak.allocated_bytes,
+        "reserved_bytes": peak.reserved_bytes,
+        "device_bytes": peak.device_bytes,
+    }
+    return {"per_step": per_step, "predicted": predicted}
 
 
 def main() -> None:
@@ -340,8 +350,11 @@ def main() -> None:
         result = json.loads(options.out.read_text())
         rows = rows_of(options.table, options.vocab)
         for run in result["runs"]:
-            run["per_step"] = counts_of(run["run"], rows)
-            print(run["name"], {key: f"{value:.3g}" for key, value in run["per_step"].items()})
+            run |= traced(run["run"], rows)
+            device_bytes = run["max_memory_reserved"] + run["context_bytes"]
+            off = run["predicted"]["device_bytes"] / device_bytes - 1
+            print(run["name"], {key: f"{value:.3g}" for key, value in run["per_step"].items()},
+                  f"predicted {off:+.1%}")  # fmt: skip
         options.out.write_text(json.dumps(result, indent=1))
         return
     if options.one:

@@ -42,6 +42,13 @@ RECIPE = (
     "1x32/len128/mixed/adafactor/gradient_checkpointing/freeze-encoder",
     "1x32/len32/mixed/adafactor/gradient_checkpointing/freeze-encoder",
 )
+OURS = (
+    "24-bit, release, graphs",
+    "24-bit, release, graphs, under 4 GB",
+    "16-bit, release, recompute, graphs",
+)
+STEPS = 219
+"""Of an epoch: 6,988 reviews, 32 at a time."""
 EXPERT = (
     "32x1/len128/mixed/adamw_torch_fused/bf16",
     "32x1/len128/mixed/adamw_torch_fused/bf16/gradient_checkpointing",
@@ -155,6 +162,24 @@ def recipe_rungs() -> list[chart.Rung]:
     return rungs
 
 
+def our_rungs() -> list[chart.Rung]:
+    """memfit's own runs, for the same picture."""
+    found = {run["name"]: run for run in read(accuracy.RESULTS / "bert_large_h200.json")["runs"]}
+    rungs = []
+    for name in OURS:
+        run = found[name]
+        sizes = run["predicted"]
+        unused = sizes["reserved_bytes"] - sizes["allocated_bytes"]
+        rungs.append(
+            chart.Rung(
+                parts={**sizes["components"], "unused": unused},
+                measured_bytes=run["max_memory_reserved"] + run["context_bytes"],
+                step_seconds=run["epoch_seconds"] / STEPS,
+            )
+        )
+    return rungs
+
+
 def accuracy_table(language: str) -> str:
     """How far off the predictions are: of the runs they were written on, and of others."""
     known, held_out = predicted(), predicted(accuracy.HELD_OUT)
@@ -194,6 +219,25 @@ def quality_table(language: str) -> str:
     order = [names[language] for names in words.QUALITY.values()]
     rows.sort(key=lambda row: order.index(row[0]))
     return table(words.QUALITY_HEADS[language], rows)
+
+
+def rounding_table(language: str) -> str:
+    """What strategies of fidelity `rounding` do to F1: the mean, and how far it may be off."""
+    summary = read(accuracy.RESULTS / "quality_h200.json")["summary"]
+    found = {(row["model"], row["variant"]): row["points_from_baseline"] for row in summary}
+
+    def told(model: str, variant: str) -> str:
+        points = found.get((model, variant))
+        if points is None:
+            return ""
+        half_width = (points["high"] - points["low"]) / 2
+        return f"{points['mean']:+.2f} ± {half_width:.2f}"
+
+    rows = [
+        (names[language], *(told(model, variant) for model in words.ROUNDING_MODELS))
+        for variant, names in words.ROUNDING.items()
+    ]
+    return table(words.ROUNDING_HEADS[language], rows)
 
 
 def train_f1_table(language: str) -> str:
@@ -294,6 +338,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "ladder": ladder_table,
     "quality": quality_table,
     "recipe": recipe_table,
+    "rounding": rounding_table,
     "train-f1": train_f1_table,
 }
 # A block's name is its table's, with -zh for the Chinese one.
@@ -309,7 +354,8 @@ def documents() -> dict[Path, str]:
     pages = {ROOT / name: filled((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
     pictures = {"recipe.svg": chart.ENGLISH, "recipe.zh.svg": chart.CHINESE}
     images = ROOT / "docs" / "images"
-    drawn = {images / name: chart.draw(said, recipe_rungs()) for name, said in pictures.items()}
+    rungs = [*recipe_rungs(), *our_rungs()]
+    drawn = {images / name: chart.draw(said, rungs) for name, said in pictures.items()}
     return {**pages, **drawn}
 
 
