@@ -155,6 +155,8 @@ def test_a_process_of_its_own_serves_until_the_run_ends(tmp_path: Path) -> None:
         seen: list[str] = []
         browser = threading.Thread(target=_poll, args=(url, seen))
         browser.start()
+        while not seen and browser.is_alive():  # on a busy machine the run would end first
+            time.sleep(0.01)
     browser.join()
     assert "已完成" in seen[-1]
     with pytest.raises(OSError, match="refused"):
