@@ -20,7 +20,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from memfit.errors import OutputError
+from memfit.errors import InputError, OutputError
 from memfit.messages import t
 from memfit.safe_text import without_tokens
 from memfit.units import format_bytes
@@ -100,6 +100,8 @@ def is_disk_problem(error: BaseException) -> bool:
     """Whether what is wrong is the disk; libraries not written in Python only say it in words."""
     if isinstance(error, OSError):
         return error.errno in _DISK_ERRORS
+    if isinstance(error, InputError):  # its sentence quotes what was given, whatever that says
+        return error.__context__ is not None and is_disk_problem(error.__context__)
     text = str(error)
     return "os error" in text or "No space left" in text or "PytorchStreamWriter" in text
 

@@ -115,6 +115,7 @@ bytes_of_a_file = st.one_of(
 )
 @given(content=bytes_of_a_file, ending=st.sampled_from(["csv", "tsv", "jsonl", "json", "parquet"]))
 @example(content=b"label,review\n\x00,\x00\n", ending="csv")
+@example(content=b"os error", ending="csv")
 def test_a_file_of_anything_is_refused(
     content: bytes,
     ending: str,
