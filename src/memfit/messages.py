@@ -52,6 +52,7 @@ CATALOGUES: dict[str, str] = {
     "ladder": "memfit.climbing.messages",
     "plan": "memfit.planner.messages",
     "planned": "memfit.plan_messages",
+    "reason": "memfit.reasons",
     "report": "memfit.report.messages",
 }
 """The first word of an id -> the module whose MESSAGES it is looked up in."""

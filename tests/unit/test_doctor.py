@@ -30,12 +30,14 @@ from memfit.doctor.environment import (
     look_around,
 )
 from memfit.doctor.reach import model_config, reaches, well_known
-from memfit.doctor.readiness import Readiness, readiness, translated
+from memfit.doctor.readiness import Readiness, readiness
 from memfit.errors import TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.messages import speaking
+from memfit.packing.families import REFUSED
 from memfit.planner.values import Workload
+from memfit.reasons import translated
 from memfit.strategies import ORDER, Setup
 
 GIB = 2**30
@@ -460,6 +462,16 @@ def test_a_sentence_nobody_translated_stays_as_it_is() -> None:
             "它需要 3 GiB 主机内存，而空闲的只有 1 GiB"
         )
         assert translated("the model has adapters already") == "the model has adapters already"
+        assert translated("packing cannot be used here: gpt2 is a decoder; only encoders are "
+                          "packed so far") == (
+            "packing 在这里不能用：gpt2 是解码器；目前只打包编码器"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED.values())
+def test_what_families_are_refused_for_is_translated(name: str) -> None:
+    with speaking("zh"):
+        assert CHINESE.search(translated(name))
 
 
 def test_triton_is_not_advised_for_a_card_it_cannot_run_on(here: Environment) -> None:

@@ -1,8 +1,4 @@
-"""What `memfit doctor` says, in English and in Chinese.
-
-Strategies refuse in English sentences of their own, which their pages quote; `reason` has those
-a device or an installation can cause, word for word, for readiness.py to find.
-"""
+"""What `memfit doctor` says, in English and in Chinese."""
 
 from __future__ import annotations
 
@@ -161,48 +157,9 @@ _PURPOSES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-_REASONS: Mapping[str, Mapping[str, str]] = {
-    "kernels": {
-        "en": "its kernels are for CUDA; on a {device} they would save nothing",
-        "zh": "它的内核用于 CUDA；在 {device} 上省不了什么",
-    },
-    "triton": {
-        "en": "its kernels need Triton, which is not installed",
-        "zh": "它的内核需要 Triton，这里没有安装",
-    },
-    "triton.old": {
-        "en": "its kernels need Triton, which needs compute capability 7.0",
-        "zh": "它的内核需要 Triton，而 Triton 要求计算能力 7.0",
-    },
-    "activations": {
-        "en": "on a {device} device activations are in host memory already",
-        "zh": "在 {device} 上激活本来就在主机内存里",
-    },
-    "optimizer": {
-        "en": "on a {device} device the optimizer is in host memory already",
-        "zh": "在 {device} 上优化器本来就在主机内存里",
-    },
-    "cublas": {"en": "a {device} has no cuBLAS", "zh": "{device} 没有 cuBLAS"},
-    "workspace": {
-        "en": "this card's workspace is small already",
-        "zh": "这张卡的工作区本来就小",
-    },
-    "graphs": {"en": "a {device} has no CUDA graphs", "zh": "{device} 没有 CUDA graph"},
-    "peft": {
-        "en": "peft is not installed; install it with: pip install memfit[lora]",
-        "zh": "没有安装 peft；请安装：pip install memfit[lora]",
-    },
-    "chosen": {"en": "you set {variable} yourself", "zh": "你自己设置了 {variable}"},
-    "host": {
-        "en": "it needs {needed} of the computer's memory, of which {free} are free",
-        "zh": "它需要 {needed} 主机内存，而空闲的只有 {free}",
-    },
-}
-
 MESSAGES: Mapping[str, Mapping[str, str]] = {
     **_HERE,
     **_FINDINGS,
     **_TABLES,
     **{f"purpose.{name}": both for name, both in _PURPOSES.items()},
-    **{f"reason.{name}": both for name, both in _REASONS.items()},
 }

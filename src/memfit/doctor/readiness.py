@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
-from memfit.doctor.messages import MESSAGES
 from memfit.messages import t
+from memfit.reasons import translated
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -84,22 +83,12 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
         package = found.package(_NEEDS[kind.name])
         command = package.command if package.lacking else ""
         if _NEEDS[kind.name] == "triton" and _is_too_old(setup):
-            reason, command = t("doctor.reason.triton.old"), ""
+            reason, command = t("reason.triton.old"), ""
     elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
         package = found.package(_FASTER_WITH[kind.name])
         if not setup.has_triton and not _is_too_old(setup):
             note, command = t("doctor.faster", package=package.name), package.command
     return Readiness(kind.name, str(strategy.fidelity), reason, note, command)
-
-
-def translated(reason: str) -> str:
-    """A strategy's own sentence in the language spoken; itself where the catalogue lacks it."""
-    for name, both in MESSAGES.items():
-        if name.startswith("reason."):
-            pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(both["en"]))
-            if found := re.fullmatch(pattern, reason):
-                return t(f"doctor.{name}", **found.groupdict())
-    return reason
 
 
 def _is_too_old(setup: Setup) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from memfit.reasons import translated
+
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
 
@@ -301,4 +303,6 @@ def say(message: str, fields: Mapping[str, str], language: Language = "en") -> s
         key: known[key][value][language] if key in known and value in known[key] else value
         for key, value in fields.items()
     }
+    if "reason" in said:
+        said["reason"] = translated(said["reason"], language)
     return MESSAGES[message][language].format_map(said)
