@@ -59,10 +59,6 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def be_silent(_: str) -> None:
-    """What --quiet puts in the place of `say`."""
-
-
 def show(text: str) -> None:
     """The result, for a person."""
     print(printable(text), flush=True)

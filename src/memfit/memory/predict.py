@@ -14,7 +14,7 @@ from memfit.errors import MemfitError, TraceError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.depth import Depths, deepen, plan_depths, with_layers
-from memfit.memory.fake import fake_trace
+from memfit.memory.fake import FakeTracker, fake_trace
 from memfit.memory.flash import flash_attention, is_flash
 from memfit.memory.models import (
     build_on_meta,
@@ -109,21 +109,27 @@ def trace_segments(
     kernels = None
     if device is not None:
         kernels = CudaKernels(device.capability, device.multiprocessors, autocast=spec.autocast)
-    with no_collection(), fake_trace(kernels) as tracker:
-        try:
-            return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
-        except MemfitError:
-            raise
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            where = f" in {tracker.module}" if tracker.module else ""
-            raise TraceError(f"{type(model).__name__} cannot be traced{where}: {error}") from error
+    with no_collection(), fake_trace(kernels) as tracker, failing_as_a_trace(tracker, model):
+        return _trace(spec, config, model, tracker, empty_like, cuda=device is not None)
+
+
+@contextmanager
+def failing_as_a_trace(tracker: FakeTracker, model: Any) -> Iterator[None]:
+    """Whatever a model's own code raises on fake tensors is said with the module it was in."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        where = f" in {tracker.module}" if tracker.module else ""
+        raise TraceError(f"{type(model).__name__} cannot be traced{where}: {error}") from error
 
 
 def run_segments(spec: StepSpec) -> Segments:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.planner.messages import MESSAGES
 from memfit.planner.plan import Decision
 from memfit.planner.space import Asked, batches_of
 from memfit.planner.values import Candidate, Price, Pricer
@@ -129,7 +130,9 @@ class _Explaining:
             for name in ("dtype", "rule", "rank", "what")
             if hasattr(strategy, name)
         }
-        return Decision(strategy.name, fields, strategy.name)
+        if strategy.name in MESSAGES:
+            return Decision(strategy.name, fields, strategy.name)
+        return Decision("used", {"name": strategy.name}, strategy.name)
 
     def _recomputed(self, strategy: Checkpointing) -> tuple[str, dict[str, str]]:
         return f"checkpointing.{strategy.part}", self._layers(strategy)

@@ -245,6 +245,7 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
         "{free}；"
         "请调低 --save-total-limit 或换一个文件夹",
     },
+    "used": {"en": "used: {name}", "zh": "使用：{name}"},
     "allow": {
         "en": "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
         "zh": "--allow {permission}（{fidelity}）：{bytes}，每步 {step}，速度为 {times}",

@@ -43,8 +43,6 @@ UPDATE_SHARE = 0.19
 COPIES_COST = 0.15
 """What copies take from what they run beside, of their own time. A guess on the safe side: the one
 plan measured with both kinds of copies took 17 % longer than if they had been free."""
-CAPTURE_FACTOR = 3.0
-"""Capturing a graph against launching the same kernels once."""
 
 
 def speeds_of(card: DeviceProfile | None) -> Speeds:
@@ -112,12 +110,6 @@ def step_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
         # A replayed step is queued and the loop goes on: what the host does is hidden too.
         return max(device, parts["bus"], parts["launch"] + host) + copies
     return max(device, parts["launch"], parts["bus"]) + host + copies
-
-
-def capture_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
-    """What capturing one graph of such a step takes, once a run for every token bucket."""
-    launched = (counts.launches + counts.replayed) * PYTHON_FACTOR
-    return CAPTURE_FACTOR * launched * speeds_of(card).launch_seconds
 
 
 def is_cpu(card: DeviceProfile | None) -> bool:

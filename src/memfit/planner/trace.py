@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import ConfigError, MemfitError, TraceError
+from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import MemoryPeak
 from memfit.memory.counting import Counting
@@ -28,7 +28,7 @@ from memfit.memory.depth import deepen, with_layers
 from memfit.memory.fake import fake_trace
 from memfit.memory.models import has_bias
 from memfit.memory.operators import CudaKernels
-from memfit.memory.predict import no_collection
+from memfit.memory.predict import failing_as_a_trace, no_collection
 from memfit.memory.segments import Segments, cut
 from memfit.optim import SMALL_NUMEL
 from memfit.parts import layers_of
@@ -302,22 +302,13 @@ def _trace(
     kernels = None
     if card is not None:
         kernels = CudaKernels(card.capability, card.multiprocessors, autocast=half is not None)
-    with no_collection(), fake_trace(kernels) as tracker, Counting(tf32=tf32) as counter:
-        try:
-            events = run.run(tracker, counter)
-        except MemfitError:
-            raise
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            where = f" in {tracker.module}" if tracker.module else ""
-            name = type(run.setup.model).__name__
-            raise TraceError(f"{name} cannot be traced{where}: {error}") from error
+    with (
+        no_collection(),
+        fake_trace(kernels) as tracker,
+        Counting(tf32=tf32) as counter,
+        failing_as_a_trace(tracker, run.setup.model),
+    ):
+        events = run.run(tracker, counter)
     gc.collect(0)
     trained = run.setup.model
     return _Traced(
