@@ -6,6 +6,8 @@ packing, with and without clipping and micro-batches.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -122,10 +124,21 @@ def plain(tmp_path_factory) -> dict[float, tuple[BudgetTrainer, list[float]]]:
     return {clip: train(tmp_path_factory.mktemp("plain"), [], clip) for clip in (0.0, CLIP)}
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[str], tuple[BudgetTrainer, list[float]]]:
+    """Each of the runs, made once."""
+
+    @functools.cache
+    def run(name: str) -> tuple[BudgetTrainer, list[float]]:
+        return train(tmp_path_factory.mktemp("run"), *RUNS[name])
+
+    return run
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_the_losses_are_those_of_plain_training(plain, tmp_path, name):
+def test_the_losses_are_those_of_plain_training(plain, trained, name):
     strategies, clip = RUNS[name]
-    trainer, losses = train(tmp_path, strategies, clip)
+    trainer, losses = trained(name)
     expected = plain[clip][1]
     fidelity = max(strategy.fidelity for strategy in strategies)
     assert trainer.state.global_step == STEPS
@@ -162,9 +175,8 @@ def test_beside_packing(plain, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_trained_model_saves_and_loads(tmp_path, name):
-    strategies, clip = RUNS[name]
-    trainer, _ = train(tmp_path, strategies, clip)
+def test_the_trained_model_saves_and_loads(trained, tmp_path, name):
+    trainer, _ = trained(name)
     trainer.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "saved", dtype=torch.float32
