@@ -60,24 +60,46 @@ def test_a_committed_notebook_holds_nothing_of_the_machine_it_was_written_on(pat
         assert cell.get("outputs", []) == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom(
-    path: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def executed(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Path]]:
+    """Each notebook with its outputs, and the folder it ran in.
+
+    One kernel runs them all, since torch takes seconds to import; before each it forgets every
+    name.
+    """
     import nbformat
     from nbclient import NotebookClient
 
-    for name, value in {
+    folder = tmp_path_factory.mktemp("notebooks")
+    ran, together = {}, nbformat.v4.new_notebook()
+    for path in NOTEBOOKS:
+        notebook, own = nbformat.read(path, as_version=4), folder / path.stem
+        own.mkdir()
+        begin = f"%reset -f\nimport os\nos.chdir({str(own)!r})\ndel os"
+        together.metadata = notebook.metadata
+        together.cells += [nbformat.v4.new_code_cell(begin), *notebook.cells]
+        ran[path.stem] = (notebook, own)
+    environment = {
         "MEMFIT_TUTORIAL_MODEL": str(tiny_model_dir),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_PLATFORM_DIRS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        NotebookClient(together, timeout=300).execute()
+    return ran
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(
+    executed: dict[str, tuple[Any, Path]], path: Path
+) -> None:
+    notebook, folder = executed[path.stem]
     outputs = {cell["id"]: cell.get("outputs", []) for cell in notebook.cells}
     html = {
         name: "".join(
@@ -94,7 +116,7 @@ def test_a_notebook_runs_from_top_to_bottom(
     assert answers.count("label") >= 2
     measured = "".join(str(one.get("data", "")) for one in outputs["train-code"])
     assert "eval_f1" in measured
-    assert (tmp_path / "run" / "report.html").is_file()
+    assert (folder / "run" / "report.html").is_file()
 
 
 @pytest.fixture(scope="module")
