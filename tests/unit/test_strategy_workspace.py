@@ -33,7 +33,7 @@ def test_workspaces_are_made_anew_small_and_the_environment_is_given_back(
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
     setup = setup_of(build(), tmp_path)
-    SmallWorkspace().apply(setup)
+    SmallWorkspace().change(setup)
     assert os.environ[VARIABLE] == ":4096:2:16:8"
     assert len(cleared) == 1
     setup.restore()
@@ -47,7 +47,7 @@ def test_a_plan_for_another_card_leaves_this_process_alone(
     setup = setup_of(build(), tmp_path)
     setup.card = find_card("H200")
     assert SmallWorkspace().unavailable(setup) == ""
-    SmallWorkspace().apply(setup)
+    SmallWorkspace().change(setup)
     assert VARIABLE not in os.environ
     assert cleared == []
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.models import build_on_meta, model_config
 from memfit.memory.spec import OPTIMIZERS, StepSpec
@@ -96,8 +95,6 @@ def apply_on_meta(candidate: Candidate, setup: Setup) -> list[Strategy]:
 
 def apply_one(strategy: Strategy, setup: Setup) -> None:
     """Apply one strategy, or say in a sentence why it has no use."""
-    if reason := strategy.unavailable(setup):
-        raise ConfigError(f"{strategy.name} cannot be used here: {reason}")
     with warnings.catch_warnings():
         # What it tells the user it tells when the training begins.
         warnings.simplefilter("ignore")

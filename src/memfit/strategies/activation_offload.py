@@ -61,9 +61,7 @@ class ActivationOffload(Strategy):
             return f"on a {setup.device_type} device activations are in host memory already"
         return stack_problem(setup.model, self.layers)
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         self.attach(setup, link_to(setup.device))
 
     def attach(self, setup: Setup, link: Link) -> ActivationHost:

@@ -52,7 +52,5 @@ class SmallStateOptimizer(Strategy):
             return "another strategy brings its own optimizer"
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         change_arguments(setup, optim=self.rule)

@@ -59,9 +59,7 @@ class FusedAttention(Strategy):
             )
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         model: Any = unwrap(setup.model)
         before = model.config._attn_implementation
         model.set_attn_implementation(self.implementation)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from memfit.errors import ConfigError
 from memfit.traced import triton_expected
 
 if TYPE_CHECKING:
@@ -158,6 +159,12 @@ class Strategy(ABC):
         """Why it has no use here, in a sentence; empty where it has."""
         return ""
 
-    @abstractmethod
     def apply(self, setup: Setup) -> None:
+        """Change the setup, or say why that has no use here."""
+        if reason := self.unavailable(setup):
+            raise ConfigError(f"{self.name} cannot be used here: {reason}")
+        self.change(setup)
+
+    @abstractmethod
+    def change(self, setup: Setup) -> None:
         """Change the setup; a strategy that changed nothing raises."""

@@ -71,9 +71,7 @@ class Checkpointing(Strategy):
             return f"the layers of {name} have no MLP half that is called as one; take part='layer'"
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         stack = stack_of(setup.model)
         turns = Turns(stack.depth if self.layers is None else self.layers)
         setup.undo.append(stack.base.register_forward_pre_hook(turns.restart).remove)

@@ -70,9 +70,7 @@ class FrozenFeatures(Strategy):
             return "the metrics ask for the texts' tokens, which are not kept"
         return head_problem(model)
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         model = unwrap(setup.model)
         assert isinstance(model, PreTrainedModel)
         columns = _columns_of(model) if setup.args.remove_unused_columns else None

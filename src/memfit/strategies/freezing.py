@@ -63,9 +63,7 @@ class Freezing(Strategy):
             return f"{type(setup.model).__name__} is no transformers model: its parts are unknown"
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         assert isinstance(setup.model, PreTrainedModel)
         learning = [one for one in setup.model.parameters() if one.requires_grad]
         freeze(setup.model, str(self.what))

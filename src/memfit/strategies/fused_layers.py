@@ -77,9 +77,7 @@ class FusedLayers(Strategy):
             return "torch_compile is on and fuses in its own way"
         return fusing_problem(setup.model)
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         # A loss of one's own may run several forward passes before a backward.
         joined = projecting_layers(setup.model)
         seeds = Seeds(per_call=not setup.stock_loss)

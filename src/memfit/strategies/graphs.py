@@ -40,7 +40,7 @@ class CudaGraphs(Strategy):
             return "torch_compile is on"
         return ""
 
-    def apply(self, setup: Setup) -> None:
+    def change(self, setup: Setup) -> None:
         # Reading the loss on the host after every step would make the GPU wait for Python.
         change_arguments(setup, logging_nan_inf_filter=False)
         if setup.card is None:

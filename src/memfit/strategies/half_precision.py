@@ -63,9 +63,7 @@ class HalfPrecision(Strategy):
             return f"{setup.lacks_bf16}; take float16"
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         short = _SHORT[self.dtype]
         # The Trainer makes its Accelerator from `mixed_precision`, which the arguments derived
         # from bf16 and fp16 when they were made.

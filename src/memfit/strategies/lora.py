@@ -64,9 +64,7 @@ class Lora(Strategy):
             return str(error)
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         assert isinstance(setup.model, PreTrainedModel)
         plain, put_back = setup.model, _restorer(setup.model)
 

@@ -61,7 +61,7 @@ class LowBitAdamW(Strategy):
             return f"{setup.lacks_bf16}; take dtype='float16'"
         return ""
 
-    def apply(self, setup: Setup) -> None:
+    def change(self, setup: Setup) -> None:
         from memfit.optim import LossScale, to_lowbit
 
         remainders = to_lowbit(

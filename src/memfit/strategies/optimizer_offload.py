@@ -105,9 +105,7 @@ class OptimizerOffload(Strategy):
         needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
         return f"it needs {needed} of the computer's memory, of which {free} are free"
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         # Gradients and weights may cross on the bus, so each has a stream of its own.
         self.attach(setup, link_to(setup.device), link_to(setup.device))
 

@@ -28,6 +28,6 @@ class Packing(Strategy):
         support = can_pack(setup.model)
         return "" if support.ok else support.reason
 
-    def apply(self, setup: Setup) -> None:
+    def change(self, setup: Setup) -> None:
         setup.packing = packed(setup.model)
         setup.undo.append(setup.packing.remove)

@@ -70,6 +70,4 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
 def apply_all(strategies: Sequence[Strategy], setup: Setup) -> None:
     """Change the setup by each strategy in turn; one that cannot work here says why."""
     for strategy in ordered(strategies):
-        if reason := strategy.unavailable(setup):
-            raise ConfigError(f"{strategy.name} cannot be used here: {reason}")
         strategy.apply(setup)

@@ -57,7 +57,7 @@ class GradientRelease(Strategy):
             )
         return ""
 
-    def apply(self, setup: Setup) -> None:
+    def change(self, setup: Setup) -> None:
         from memfit import optim
 
         kinds: dict[str, Callable[..., optim.GradientSink]] = {

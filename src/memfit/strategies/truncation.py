@@ -107,9 +107,7 @@ class Truncation(Strategy):
                 return f"no text has more than {longest} tokens"
         return ""
 
-    def apply(self, setup: Setup) -> None:
-        if problem := self.unavailable(setup):
-            raise ConfigError(problem)
+    def change(self, setup: Setup) -> None:
         closed = ends_alike(token_rows(setup.train_dataset))
 
         def replace(dataset: Any, collator: Collator) -> tuple[Any, Collator]:

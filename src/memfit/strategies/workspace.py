@@ -39,7 +39,7 @@ class SmallWorkspace(Strategy):
             return "this card's workspace is small already"
         return ""
 
-    def apply(self, setup: Setup) -> None:
+    def change(self, setup: Setup) -> None:
         if setup.card is not None:
             return  # this process has nothing to do with that card
         import torch
