@@ -68,20 +68,18 @@ def free_memory(device: torch.device) -> None:
     """Give back what nobody uses: cycles of Python objects, then the allocator's cache.
 
     A collection looks at half a million objects of torch and transformers. Those that have
-    survived one are left out of the next, until `end_of_training`; where the program around us
-    has left some out itself, that stays its own affair.
+    survived one are left out of the next, until `end_of_training`.
     """
     global _frozen
     gc.collect()
-    if _frozen or not gc.get_freeze_count():
-        gc.freeze()
-        _frozen = True
+    gc.freeze()
+    _frozen = True
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def end_of_training() -> None:
-    """All objects are looked at again, if it was here that they were left out."""
+    """All objects are looked at again; what others left out stays so if nothing was here."""
     global _frozen
     if _frozen:
         gc.unfreeze()
