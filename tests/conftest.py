@@ -39,9 +39,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """After the last test of a file, whose fixtures are gone: some modules are imported late."""
+    """Some modules are imported late, and a training that ran out of memory looks at all again."""
     done = yield
-    if nextitem is not None and nextitem.path != item.path:
+    last_of_file = nextitem is not None and nextitem.path != item.path  # its fixtures are gone
+    if last_of_file or not gc.get_freeze_count():
         _leave_what_stays_out_of_collections()
     return done
 
