@@ -127,7 +127,16 @@ def test_the_chinese_readme_has_the_sections_commands_and_code_of_the_english_on
         [link for link in _LINK.findall(prose(page)) if link.startswith(("docs/", "http"))]
         for page in (ENGLISH, CHINESE)
     ]
-    assert [link.replace(".zh.svg", ".svg") for link in links[1]] == links[0]
+
+    def in_chinese(link: str) -> str:
+        path = link.partition("#")[0]
+        own = path.replace("docs/", "docs/zh/", 1)
+        return own if (ROOT / own).is_file() else path.replace(".svg", ".zh.svg")
+
+    *found, index = links[1]
+    assert [link.partition("#")[0] for link in found] == [in_chinese(link) for link in links[0]]
+    assert ["#" in link for link in found] == ["#" in link for link in links[0]]
+    assert index == "docs/zh/index.md"
 
 
 # ---- figures ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from memfit.runtime.adjustments import Adjustment
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.cap import CpuCap
 from memfit.runtime.checkpoint import damage
+from memfit.runtime.out_of_memory import end_of_training, free_memory
 from memfit.runtime.watch import Reading, Watch
 from memfit.strategies import Packing
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, Budget
@@ -100,6 +102,15 @@ def test_the_same_split_has_the_same_dropout_bit_for_bit(tmp_path):
         assert torch.equal(after, state)
     assert trainer.guard.live.recomputed == 2
     assert str(trainer.guard.adjustments.made[0]).endswith("2 layers recomputed")
+
+
+def test_objects_a_program_left_out_of_collections_stay_so_while_there_is_room(tmp_path):
+    gc.freeze()
+    trainer_of(tmp_path).train()
+    assert gc.get_freeze_count() > 0
+    free_memory(torch.device("cpu"))
+    end_of_training()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_failure_of_the_retry_is_another_failure(tmp_path):
