@@ -39,10 +39,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """Some modules are imported late, and a training that ran out of memory looks at all again."""
+    """After the last test of a file, whose fixtures are gone: some modules are imported late."""
     done = yield
-    last_of_file = nextitem is not None and nextitem.path != item.path  # its fixtures are gone
-    if last_of_file or not gc.get_freeze_count():
+    if nextitem is not None and nextitem.path != item.path:
         _leave_what_stays_out_of_collections()
     return done
 
