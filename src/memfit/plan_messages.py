@@ -68,19 +68,21 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
     "way.fused_attention": {"en": "fused attention", "zh": "融合注意力"},
     "way.small_workspace": {"en": "small workspaces", "zh": "小工作区"},
     "way.cuda_graphs": {"en": "CUDA graphs", "zh": "CUDA 图"},
-    "way.checkpointing.layer": {"en": "{layers} layers recomputed", "zh": "{layers} 层重计算"},
+    "way.layers": {"en": "{count} layers", "zh": "{count} 层"},
+    "way.layers.one": {"en": "one layer", "zh": "1 层"},
+    "way.checkpointing.layer": {"en": "{layers} recomputed", "zh": "{layers}重计算"},
     "way.checkpointing.layer.all": {"en": "every layer recomputed", "zh": "全部层重计算"},
     "way.checkpointing.mlp": {
-        "en": "the MLP half of {layers} layers recomputed",
-        "zh": "{layers} 层的 MLP 部分重计算",
+        "en": "the MLP half of {layers} recomputed",
+        "zh": "{layers}的 MLP 部分重计算",
     },
     "way.checkpointing.mlp.all": {
         "en": "the MLP half of every layer recomputed",
         "zh": "全部层的 MLP 部分重计算",
     },
     "way.activation_offload": {
-        "en": "activations of {layers} layers in host memory",
-        "zh": "{layers} 层的激活放主存",
+        "en": "activations of {layers} in host memory",
+        "zh": "{layers}的激活放主存",
     },
     "way.activation_offload.all": {
         "en": "activations in host memory",

@@ -94,6 +94,7 @@ def test_a_difference_names_what_is_more_and_then_what_is_left_out() -> None:
     with speaking("zh"):
         chinese = strategy_in_words(ActivationOffload(6))
     assert chinese == "6 层的激活放主存"
+    assert strategy_in_words(Checkpointing(1)) == "one layer recomputed"
 
 
 def test_every_strategy_is_told_in_words() -> None:

@@ -43,7 +43,10 @@ def _layers(key: str) -> Callable[[Any], str]:
 
     def say(one: Any) -> str:
         what = f"planned.way.{key}.{one.part}" if key == "checkpointing" else f"planned.way.{key}"
-        return t(f"{what}.all") if one.layers is None else t(what, layers=one.layers)
+        if one.layers is None:
+            return t(f"{what}.all")
+        several = t("planned.way.layers", count=one.layers)
+        return t(what, layers=t("planned.way.layers.one") if one.layers == 1 else several)
 
     return say
 
