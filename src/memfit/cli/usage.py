@@ -37,7 +37,7 @@ def sentence(error: Any) -> str:
 def _wrong_value(flag: str, reason: str) -> str:
     if "valid integer" in reason:
         return t("cli.option.whole", flag=flag)
-    if "valid number" in reason:
+    if "valid number" in reason or "valid float" in reason:
         return t("cli.option.number", flag=flag)
     return t("cli.option.wrong", flag=flag, reason=reason)
 
@@ -45,4 +45,4 @@ def _wrong_value(flag: str, reason: str) -> str:
 def _name(param: Any) -> str:
     """As a person writes it: `--seed`, `DIR`."""
     flags = [flag for flag in param.opts if flag.startswith("-")]
-    return str(max(flags, key=len) if flags else param.get_error_hint()).strip("'")
+    return str(max(flags, key=len) if flags else param.metavar or param.name.upper())

@@ -241,21 +241,21 @@ def _confusion_table(evaluation: Evaluation) -> Table:
 
 def training_result(summary: RunSummary, folder: Path | None = None) -> RenderableType:
     """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
-    facts = _facts(_name_cells())
+    facts = _facts()
     if summary.metrics:
         facts.add_row(
-            t("shown.fact.result"),
+            _padded("result"),
             metrics_line(summary.metrics, summary.averaging, summary.positive),
         )
-    facts.add_row(t("shown.fact.training"), Text(_training_sentence(summary)))
+    facts.add_row(_padded("training"), Text(_training_sentence(summary)))
     memory = summary.memory
     for name, peak in (("predicted", memory.predicted), ("measured", memory.measured)):
         if peak is not None:
             step = memory.measured_step if name == "measured" else None
-            facts.add_row(t(f"shown.fact.{name}"), _peak_text(peak, step, memory.budget_bytes))
+            facts.add_row(_padded(name), _peak_text(peak, step, memory.budget_bytes))
     if folder is not None:
-        facts.add_row(t("shown.fact.model"), Text(str(folder)))
-        facts.add_row(t("shown.fact.report"), Text(str(folder / "report.html")))
+        facts.add_row(_padded("model"), Text(str(folder)))
+        facts.add_row(_padded("report"), Text(str(folder / "report.html")))
     return facts
 
 
@@ -351,20 +351,21 @@ def _lengths_sentence(lengths: LengthSummary) -> str:
     )
 
 
-def _facts(name_cells: int = 0) -> Table:
+def _facts() -> Table:
     """Lines of a name and what is to be said about it."""
     facts = Table.grid(padding=(0, _GAP))
-    facts.add_column(style="dim", min_width=name_cells)
+    facts.add_column(style="dim")
     facts.add_column(overflow="fold")
     return facts
 
 
 def fact(name: str, value: object) -> str:
     """A line of `training_result` as plain text: a path in it is whole, however long."""
+    return _padded(name) + " " * _GAP + str(value)
+
+
+def _padded(name: str) -> str:
+    """A name of `training_result` with blanks to the width of the widest."""
     title = t(f"shown.fact.{name}")
-    return title + " " * (_name_cells() + _GAP - cell_len(title)) + str(value)
-
-
-def _name_cells() -> int:
-    """As wide as the widest name of `training_result`."""
-    return max(cell_len(t(f"shown.fact.{name}")) for name in _NAMES)
+    widest = max(cell_len(t(f"shown.fact.{name}")) for name in _NAMES)
+    return title + " " * (widest - cell_len(title))
