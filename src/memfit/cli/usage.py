@@ -45,4 +45,4 @@ def _wrong_value(flag: str, reason: str) -> str:
 def _name(param: Any) -> str:
     """As a person writes it: `--seed`, `DIR`."""
     flags = [flag for flag in param.opts if flag.startswith("-")]
-    return str(max(flags, key=len) if flags else param.metavar or param.name.upper())
+    return str(max(flags, key=len) if flags else param.metavar or param.name)
