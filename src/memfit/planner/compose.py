@@ -7,7 +7,6 @@ micro-batch; time is that of the average step. shallow.py has what both are made
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -20,12 +19,13 @@ from memfit.memory.phases import TRAINING
 from memfit.memory.segments import Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
 from memfit.planner.batches import Cutting
+from memfit.planner.bounds import least_seconds
 from memfit.planner.chunks import gap_bytes, peak_of, walk
 from memfit.planner.counted import Counted, Counts, accumulated, counts_of, replayed, zero
 from memfit.planner.shallow import Family, Policy, Static, Strategies, Tracing, Updating
 from memfit.planner.space import batches_of
 from memfit.planner.split import Split, split_up
-from memfit.planner.timing import UPDATE_SHARE, speeds_of, step_seconds
+from memfit.planner.timing import step_seconds
 from memfit.planner.trace import price_memory, unavailable_reason
 from memfit.planner.trace_batch import graph_count
 from memfit.planner.trace_price import Priced, context_bytes
@@ -39,12 +39,6 @@ _CHOOSING = ("lora", "freezing")
 _TENSORS_A_LAYER = 16
 _LAUNCHED_REST_BYTES = 40_000_000
 """What the launched step before the first graph leaves in segments that are partly in use."""
-_TWICE = 1.6
-"""All but the update comes twice."""
-_BUT_FOR_UPDATE = 0.8
-"""Of a step that updates on the card, what is left at least where the host does it."""
-_WEIGHTS_COST = 1.02
-"""Layers' weights cross the bus twice in every micro-batch."""
 _GAP_PARTS = (1, 2, 4)
 """Into how many parts the whole batch is cut where the allocator is tried."""
 
@@ -101,38 +95,7 @@ class TracedPricer:
         """What a step of a slow kind takes at least, known from the prices of the others."""
         if not prices:
             return 0.0
-        learning = self.learning_parameters(prices[0].candidate)
-        speeds = speeds_of(self.card)
-
-        def fastest(*names: str) -> float:
-            """Of those with all these strategies, and without graphs where any is named."""
-            found = (
-                one.step_seconds
-                for one in prices
-                if all(map(one.candidate.get, names))
-                and not (names and one.candidate.get("cuda_graphs"))
-            )
-            return min(found, default=math.inf)  # of a kind that was slow enough to be left out
-
-        host = learning / (speeds.host_parameters_per_second * UPDATE_SHARE)
-        bus = 4 * learning / speeds.bus_bytes_per_second
-        least = {
-            "checkpointing": lambda: fastest(),
-            "two_pass": lambda: _TWICE * fastest(),
-            # Gradients of two bytes go out and come back. None of these is captured.
-            "host": lambda: max(bus, self._launched(prices)),
-            "activation_offload": lambda: self._launched(prices),
-            "recomputed_and_offloaded": lambda: fastest("checkpointing"),
-            # The host begins when the last gradient has come.
-            "optimizer_offload": lambda: host + _BUT_FOR_UPDATE * self._launched(prices),
-            "hosted_weights": lambda: _WEIGHTS_COST * fastest("optimizer_offload"),
-        }
-        return least[kind]()
-
-    @staticmethod
-    def _launched(prices: Sequence[Price]) -> float:
-        seconds = [one.step_seconds for one in prices if not one.candidate.get("cuda_graphs")]
-        return min(seconds, default=0.0)
+        return least_seconds(kind, prices, self.learning_parameters(prices[0].candidate), self.card)
 
     def full(self, candidate: Candidate) -> Price:
         """The whole step traced; its seconds are those of the quick price."""
