@@ -83,11 +83,11 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
     },
     "24-bit masters, 8-bit gradients, clipped, fused, graphs": {
         "en": "the same, fused, replayed as CUDA graphs",
-        "zh": "同上，融合，CUDA 图重放",
+        "zh": "同上，融合，CUDA graph 重放",
     },
     "24-bit masters, gradients on the host, clipped": {
         "en": "24-bit masters, gradients in host memory",
-        "zh": "24 位主权重，梯度放主存",
+        "zh": "24 位主权重，梯度放主机内存",
     },
     "24-bit masters, two passes, clipped": {
         "en": "24-bit masters, backward twice",
@@ -95,7 +95,7 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
     },
     "24-bit masters, release": {
         "en": "24-bit masters, gradients released, not clipped",
-        "zh": "24 位主权重，梯度随到随用，不裁剪",
+        "zh": "24 位主权重，梯度即用即弃，不裁剪",
     },
     "24-bit masters of fp16, clipped": {
         "en": "24-bit masters of fp16 weights",
@@ -108,10 +108,10 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
     },
     "16-bit stochastic, release": {
         "en": "16-bit masters, gradients released, not clipped",
-        "zh": "16 位主权重，梯度随到随用，不裁剪",
+        "zh": "16 位主权重，梯度即用即弃，不裁剪",
     },
     "optimizer on the host, bf16 weights": {
         "en": "the update in host memory, bf16 weights",
-        "zh": "在主存中更新，bf16 权重",
+        "zh": "在主机内存中更新，bf16 权重",
     },
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from memfit.messages import language, t
+from memfit.reasons import called
 from memfit.safe_text import encodable, printable
 from memfit.units import Budget, format_both, parse_budget
 
@@ -138,13 +139,10 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
 
 def plan_sentence(plan: Plan) -> str:
     """What the plan does to the result, and the strategies it uses."""
-    from memfit.planner.messages import NAMES
-
-    spoken = language()
-    names = [NAMES.get(one.name, {}).get(spoken, one.name) for one in plan.strategies]
+    names = [called(one.name) for one in plan.strategies]
     if not names:
         return str(plan.fidelity)
-    between = "、" if spoken == "zh" else ", "
+    between = "、" if language() == "zh" else ", "
     return t("run.plan", fidelity=plan.fidelity, strategies=between.join(names))
 
 

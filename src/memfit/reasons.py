@@ -1,4 +1,4 @@
-"""Why a strategy cannot be used, also in Chinese.
+"""Strategies in words: what each is called, and why one cannot be used.
 
 Strategies refuse in English sentences of their own, which their pages quote. Those that users meet
 stand here word for word; `translated` finds them.
@@ -10,6 +10,25 @@ import re
 from collections.abc import Mapping
 
 from memfit.messages import Language, language
+
+NAMES: dict[str, dict[Language, str]] = {
+    "packing": {"en": "packing", "zh": "紧密拼接"},
+    "fused_attention": {"en": "fused attention", "zh": "融合注意力"},
+    "fused_layers": {"en": "fused layers", "zh": "融合层"},
+    "small_workspace": {"en": "small workspaces", "zh": "小工作区"},
+    "cuda_graphs": {"en": "CUDA graphs", "zh": "CUDA graph"},
+    "checkpointing": {"en": "recomputing layers", "zh": "层重计算"},
+    "activation_offload": {"en": "activation offload", "zh": "激活卸载"},
+    "half_precision": {"en": "half precision", "zh": "半精度"},
+    "lowbit_adamw": {"en": "the low-bit optimizer", "zh": "低比特优化器"},
+    "gradient_release": {"en": "releasing gradients", "zh": "梯度即用即弃"},
+    "optimizer_offload": {"en": "optimizer offload", "zh": "优化器卸载"},
+    "small_state_optimizer": {"en": "a small-state optimizer", "zh": "小状态优化器"},
+    "lora": {"en": "LoRA", "zh": "LoRA"},
+    "freezing": {"en": "freezing", "zh": "冻结"},
+    "frozen_features": {"en": "frozen features", "zh": "冻结特征"},
+    "truncation": {"en": "shorter texts", "zh": "截短文本"},
+}
 
 MESSAGES: Mapping[str, Mapping[str, str]] = {
     # First: what follows it is a sentence of its own.
@@ -94,6 +113,11 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "zh": "这个 CPU 没有 bfloat16 指令",
     },
 }
+
+
+def called(name: str) -> str:
+    """A strategy by the name it has in the language spoken."""
+    return NAMES.get(name, {}).get(language(), name)
 
 
 def translated(reason: str, spoken: Language | None = None) -> str:

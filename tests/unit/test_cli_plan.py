@@ -93,7 +93,7 @@ def test_a_difference_names_what_is_more_and_then_what_is_left_out() -> None:
     assert said == "the MLP half of 3 layers recomputed, without gradients in host memory"
     with speaking("zh"):
         chinese = strategy_in_words(ActivationOffload(6))
-    assert chinese == "6 层的激活放主存"
+    assert chinese == "6 层的激活放主机内存"
     assert strategy_in_words(Checkpointing(1)) == "one layer recomputed"
 
 

@@ -8,8 +8,9 @@ import string
 import pytest
 from planner_fixtures import FormulaPricer, h200, task
 
-from memfit.planner.messages import LANGUAGES, MESSAGES, NAMES, PHASES
+from memfit.planner.messages import LANGUAGES, MESSAGES, PHASES
 from memfit.planner.search import Planning, make_plan
+from memfit.reasons import NAMES
 from memfit.strategies import BY_NAME
 
 CHINESE = re.compile("[\u4e00-\u9fff]")

@@ -10,6 +10,7 @@ from memfit.climbing.rungs import AUTO, BASELINE, HARMLESS, PLAN, Rung
 from memfit.climbing.values import DOES_NOT_FIT, OK, Ladder, Outcome
 from memfit.memory.components import MemoryPeak
 from memfit.messages import t
+from memfit.reasons import called
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -151,12 +152,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _plans(ladder: Ladder) -> Iterator[str]:
-    from memfit.messages import language
-    from memfit.planner.messages import NAMES
-
     for one in ladder.outcomes:
         if one.rung.kind == PLAN and one.fidelity:
-            names = [NAMES.get(name, {}).get(language(), name) for name in one.strategies]
+            names = [called(name) for name in one.strategies]
             made = _listed(names) or t("ladder.plan.none")
             yield t("ladder.plan", name=name_of(one.rung), strategies=made)
 

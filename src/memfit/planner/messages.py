@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from memfit.reasons import translated
+from memfit.reasons import NAMES, translated
 
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
@@ -269,25 +269,6 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
 }
 
 MESSAGES: dict[str, dict[Language, str]] = {**_USED, **_KEPT, **_UNUSED, **_OUTCOMES}
-
-NAMES: dict[str, dict[Language, str]] = {
-    "packing": {"en": "packing", "zh": "紧密拼接"},
-    "fused_attention": {"en": "fused attention", "zh": "融合注意力"},
-    "fused_layers": {"en": "fused layers", "zh": "融合层"},
-    "small_workspace": {"en": "small workspaces", "zh": "小工作区"},
-    "cuda_graphs": {"en": "CUDA graphs", "zh": "CUDA graph"},
-    "checkpointing": {"en": "recomputing layers", "zh": "层重计算"},
-    "activation_offload": {"en": "activation offload", "zh": "激活卸载"},
-    "half_precision": {"en": "half precision", "zh": "半精度"},
-    "lowbit_adamw": {"en": "the low-bit optimizer", "zh": "低比特优化器"},
-    "gradient_release": {"en": "releasing gradients", "zh": "梯度即用即弃"},
-    "optimizer_offload": {"en": "optimizer offload", "zh": "优化器卸载"},
-    "small_state_optimizer": {"en": "a small-state optimizer", "zh": "小状态优化器"},
-    "lora": {"en": "LoRA", "zh": "LoRA"},
-    "freezing": {"en": "freezing", "zh": "冻结"},
-    "frozen_features": {"en": "frozen features", "zh": "冻结特征"},
-    "truncation": {"en": "shorter texts", "zh": "截短文本"},
-}
 
 PHASES: dict[str, dict[Language, str]] = {
     "training": {"en": "training", "zh": "训练时"},

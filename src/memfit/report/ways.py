@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memfit.messages import t
+from memfit.reasons import called
 
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
@@ -22,9 +23,9 @@ def settings_in_words(plan: Plan) -> dict[str, str]:
 
 
 def strategy_in_words(strategy: Strategy) -> str:
-    """What it does with these settings; its name where nobody has found words for it."""
+    """What it does with these settings; the name the planner has for it where it has none."""
     say = _SAID.get(strategy.name)
-    return strategy.name if say is None else say(strategy)
+    return called(strategy.name) if say is None else say(strategy)
 
 
 def difference_in_words(these: Mapping[str, str], those: Mapping[str, str]) -> str:
@@ -52,11 +53,6 @@ def _layers(key: str) -> Callable[[Any], str]:
 
 
 _SAID: Mapping[str, Callable[[Any], str]] = {
-    "packing": _plain("packing"),
-    "fused_layers": _plain("fused_layers"),
-    "fused_attention": _plain("fused_attention"),
-    "small_workspace": _plain("small_workspace"),
-    "cuda_graphs": _plain("cuda_graphs"),
     "checkpointing": _layers("checkpointing"),
     "activation_offload": _layers("activation_offload"),
     "lowbit_adamw": _plain("lowbit_adamw", "master_bits"),
@@ -68,6 +64,5 @@ _SAID: Mapping[str, Callable[[Any], str]] = {
     "small_state_optimizer": _plain("small_state_optimizer", "rule"),
     "lora": _plain("lora", "rank"),
     "freezing": _plain("freezing", "what"),
-    "frozen_features": _plain("frozen_features"),
     "truncation": _plain("truncation", "max_length"),
 }

@@ -194,8 +194,9 @@ def _drawn(batches: Any, epoch: int, index: int) -> list[int] | None:
 
 def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
     """Loss and norm as two fp32 numbers on the loss's device."""
-    measured = 0.0 if norm is None else norm
-    other = torch.as_tensor(measured, dtype=torch.float32, device=loss.device).detach()
+    if not isinstance(norm, Tensor):  # a fill carries its number along; a copy would be waited for
+        norm = torch.full((), norm or 0.0, device=loss.device)
+    other = norm.detach().to(loss.device, torch.float32)
     return torch.stack([loss.detach().float().reshape(()), other.reshape(())])
 
 
