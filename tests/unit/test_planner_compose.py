@@ -8,6 +8,7 @@ import pytest
 from planner_fixtures import bert, h200, task
 
 from memfit.memory.cards import DeviceProfile
+from memfit.planner import shallow
 from memfit.planner.compose import TracedPricer
 from memfit.planner.values import Candidate
 from memfit.runtime.batching import MicroBatching
@@ -15,8 +16,10 @@ from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
     CudaGraphs,
+    Freezing,
     FusedLayers,
     GradientRelease,
+    Lora,
     LowBitAdamW,
     OptimizerOffload,
     Packing,
@@ -68,6 +71,11 @@ def off(one: Candidate, card: DeviceProfile | None) -> tuple[float, float]:
         candidate(*LAYERS, LowBitAdamW(), GradientRelease("two_pass")),
         candidate(*LAYERS, *KEPT8, ActivationOffload()),
         candidate(*LAYERS, OptimizerOffload(dtype="bfloat16"), Checkpointing(4)),
+        # These learn less than the family they follow, and grow as it does.
+        candidate(*LAYERS, Lora(), LowBitAdamW()),
+        candidate(*LAYERS, Lora(), LowBitAdamW(), tokens=1024),
+        candidate(*LAYERS, Freezing("embeddings"), LowBitAdamW()),
+        candidate(*LAYERS, Freezing("encoder"), LowBitAdamW()),
     ],
     ids=lambda one: "-".join(s.name for s in one.strategies[2:]),
 )
@@ -152,3 +160,20 @@ def test_shared_layers_are_priced_without_being_told_apart() -> None:
         one = candidate(Packing(), *KEPT8, *again)
         quick, full = pricer.quick(one).peak, pricer.full(one).phases["training"]
         assert quick.allocated_bytes == pytest.approx(full.allocated_bytes, rel=0.05)
+
+
+def test_a_model_of_another_depth_is_priced_from_the_traces_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = candidate(*LAYERS, *KEPT8, Checkpointing(2))
+    shorter = task(bert(4, 512, 3000))
+    own = TracedPricer(shorter, h200()).quick(one)
+    pricer = TracedPricer(task(bert(DEPTH, 512, 3000)), h200())
+    longer = pricer.quick(one)
+    monkeypatch.setattr(shallow, "trace_step", None)  # nobody may trace from here on
+    shared = pricer.of(shorter).quick(one)
+    assert shared.peak == own.peak
+    assert shared.step_seconds == pytest.approx(own.step_seconds, rel=1e-9)
+    assert shared.device_bytes < longer.device_bytes
+    with pytest.raises(TypeError):  # a narrower one shares nothing
+        pricer.of(task(bert(4, 256, 3000))).quick(one)
