@@ -7,6 +7,8 @@ packing, with and without clipping and micro-batches.
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -190,6 +192,16 @@ def test_the_trained_model_saves_and_loads(trained, tmp_path, name):
     batch = {key: value for key, value in collate(texts(8)).items() if key != "labels"}
     answers = loaded.eval()(**batch).logits
     assert torch.isfinite(answers).all()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_of_a_training_stays_when_nobody_holds_it(tmp_path, name):
+    strategies, clip = RUNS[name]
+    trainer, _ = train(tmp_path, strategies, clip, budget="4GB", micro_batching=MicroBatching())
+    parts = [weakref.ref(one) for one in (trainer, trainer.model, trainer.optimizer)]
+    del trainer
+    gc.collect()
+    assert [part() for part in parts] == [None, None, None]
 
 
 def test_checkpointing_recomputes_with_the_same_dropout(tmp_path):

@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.optim.adamw import LowBitAdamW
 from memfit.optim.layout import flat
+from memfit.hooks import on_gradient
 from memfit.optim.norm import GlobalNorm
 from memfit.optim.scaling import LossScale
 
@@ -240,8 +241,7 @@ class GradientSink(ABC):
 
     def _watch(self, p: Tensor) -> None:
         if p.requires_grad and p not in self._handles:
-            hook = p.register_post_accumulate_grad_hook(self._receive)  # type: ignore[no-untyped-call]
-            self._handles[p] = hook
+            self._handles[p] = on_gradient(p, self._receive)
 
     @torch.no_grad()
     def _receive(self, p: Tensor) -> None:

@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from memfit import traced
+from memfit.hooks import on_gradient
 from memfit.strategies._hosted import Link, Staging
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,7 +152,7 @@ class HostAdamW(Optimizer):
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in _DTYPES:
                 raise ValueError(f"weights of {p.dtype} have no fp32 master on the host")
-            self._handles.append(p.register_post_accumulate_grad_hook(self._arrived))
+            self._handles.append(on_gradient(p, self._arrived))
 
     def remove(self) -> None:
         """Leave gradients alone from now on."""
