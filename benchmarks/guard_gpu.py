@@ -128,7 +128,7 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
     trainer.guard.adjuster.keeps_plan = False
     if disturbed:
         ready.wait(60)
-    cap = trainer._cap = CudaCap(args.device)
+    cap = trainer._cap = CudaCap(trainer._reader())
     context = cap.read.context_bytes
 
     def read() -> Reading:

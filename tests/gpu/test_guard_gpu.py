@@ -18,7 +18,7 @@ from memfit import BudgetTrainer
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.cap import CudaCap
-from memfit.runtime.watch import Reading, Watch
+from memfit.runtime.watch import CudaReader, Reading, Watch
 from memfit.strategies import (
     ActivationOffload,
     CudaGraphs,
@@ -86,7 +86,7 @@ def gradient(trainer: Any) -> torch.Tensor:
     trainer.model.train()
     trainer.model.zero_grad()
     trainer.guard.run(trainer.model, collate(texts(32)))
-    return torch.cat([p.grad.float().flatten() for p in trainer.model.parameters()])
+    return torch.cat([p.grad.float().flatten().cpu() for p in trainer.model.parameters()])
 
 
 def losses(trainer: Any) -> list[float]:
@@ -106,7 +106,7 @@ def cap_to(trainer: Any, room_bytes: int) -> CudaCap:
     """Leave room for so much more than what is held now."""
     gc.collect()
     torch.cuda.empty_cache()
-    cap = CudaCap(CUDA)
+    cap = CudaCap(CudaReader(CUDA))
     limit = torch.cuda.memory_allocated() + cap.read.context_bytes + room_bytes
     trainer.guard.cap = cap
     trainer.guard.watch = Watch(Budget(bytes=limit), cap.read)
@@ -126,7 +126,8 @@ def test_real_shortage_is_recovered_with_the_clean_gradient(tmp_path, bf16, tole
     trainer = trainer_of(tmp_path, strategies, bf16=bf16)
     trainer.accelerator.prepare(trainer.model)
     clean = gradient(trainer)
-    room = needed_bytes(trainer) // 2
+    gradients = sum(p.nbytes for p in trainer.model.parameters())  # two of them at a time
+    room = 2 * gradients + (needed_bytes(trainer) - gradients) // 2
     cap = cap_to(trainer, room)
     try:
         ooms = torch.cuda.memory_stats()["num_ooms"]
@@ -212,7 +213,7 @@ def test_graphs_captured_anew_recompute_more_when_a_neighbour_takes_memory(tmp_p
                 taken["bytes"] = 40 * 10**9 - room if state.global_step == 10 else 0
 
     trainer.add_callback(Neighbour())
-    trainer._cap = CudaCap(CUDA)
+    trainer._cap = CudaCap(CudaReader(CUDA))
 
     def read() -> Reading:
         own = torch.cuda.memory_reserved() + context

@@ -70,6 +70,26 @@ def test_a_failure_halves_the_piece_then_recomputes_then_offloads_then_gives_up(
     assert last == [way] * (FLOOR_TRIES - 1) + [None]
 
 
+def test_a_captured_step_recomputes_more_before_it_is_cut():
+    adjuster = Adjuster(Way(recomputed=10), Abilities(depth=DEPTH, captured=True))
+    way, ways = Way(recomputed=10), []
+    for _ in range(3):
+        way = adjuster.failed(way, Pieces(1, 400, 4), 0) or way
+        ways.append(way)
+    assert ways == [Way(recomputed=11), Way(recomputed=12), Way(200, recomputed=12)]
+
+
+def test_what_cannot_be_replayed_in_pieces_is_recomputed_instead():
+    memory = MemoryModel(0, 10, 100, depth=4)
+    # 400 tokens whole with one layer more, or 200 twice: the second is cheaper if it is replayed.
+    lengths, limit = [100] * 4, 400 * (10 + 100 * 2)
+    widest = Way(recomputed=0)
+    free = fastest(lengths, memory, limit, widest, Abilities(depth=4, piece_tokens=1), packed=True)
+    kept = Abilities(depth=4, piece_tokens=1, captured=True, cut_tokens=10_000)
+    assert free is not None and free.max_tokens is not None
+    assert fastest(lengths, memory, limit, widest, kept, packed=True) == Way(recomputed=2)
+
+
 def test_a_step_that_must_not_be_split_recomputes_more_each_time():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
     way, ways = Way(), []
@@ -93,7 +113,7 @@ def test_layers_are_given_back_down_to_just_above_what_failed():
 
 
 def test_a_captured_step_keeps_the_plans_layers_whatever_was_learnt():
-    adjuster = Adjuster(Way(recomputed=4), Abilities(splits=False, depth=DEPTH, by_batch=False))
+    adjuster = Adjuster(Way(recomputed=4), Abilities(splits=False, depth=DEPTH, captured=True))
     adjuster.learn(MODEL)
     assert adjuster.way_for([100], 10**9, packed=True) == Way(recomputed=4)
     assert adjuster.way_for([400], 6000, packed=True) == Way(recomputed=7)

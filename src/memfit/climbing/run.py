@@ -36,6 +36,7 @@ from memfit.runtime.cap import CudaCap
 from memfit.runtime.lengths import row_lengths
 from memfit.runtime.out_of_memory import is_out_of_memory
 from memfit.runtime.trainer import BudgetTrainer
+from memfit.runtime.watch import CudaReader
 from memfit.settings import training_arguments
 from memfit.units import Budget, parse_budget
 
@@ -185,7 +186,7 @@ def _capped(job: Job) -> Iterator[None]:
     if job.device.type != "cuda" or limit is None or job.rung.kind == PLAN:
         yield
         return
-    cap = CudaCap(job.device)
+    cap = CudaCap(CudaReader(job.device))
     cap.move(limit)
     try:
         yield

@@ -2,11 +2,14 @@
 
 It grows with the card, since every thread it can run at once gets a stack, and with every cuBLAS
 handle and kernel that is loaded. On an H200 (benchmarks/memory_gpu.py): 527 MiB at first, 619 with
-the first kernel, 64 more with each of two cuBLAS handles, 751 to 785 in training. A measured value
-replaces the prediction wherever there is a GPU to ask.
+the first kernel, 64 more with each of two cuBLAS handles (8 where their workspaces are small), 751
+to 785 in training. A measured value replaces the prediction wherever there is a GPU to ask.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Mapping
 
 from memfit.memory import nvml
 from memfit.memory.workspace import handle_workspace_bytes
@@ -15,7 +18,16 @@ from memfit.units import KIB, MIB
 _BASE_BYTES = 8 * MIB
 _PER_THREAD_BYTES = 2.31 * KIB
 _KERNELS_BYTES = 18 * MIB
-_HANDLES = 2  # one forward, one backward; each holds twice its workspace outside the allocator
+_HANDLES = 2  # one forward, one backward
+_OUTSIDE = 2  # a handle holds twice its workspace outside the allocator; a small one, once
+_STREAMS_BYTES = 64 * MIB
+"""The first stream of one's own makes torch create all 32 of its pool, each with a queue on the
+card. On an H200, beside launched runs: 66 to 76 MB, what kernels take left out."""
+_GRAPH_BYTES_PER_KERNEL = 4_600
+"""What the driver keeps for each kernel of each captured graph, outside the allocator: seven
+runs of five or six graphs of 970 to 2,070 kernels took 92 to 113 MB more than launched ones."""
+USUAL_GRAPHED_KERNELS = 6_000
+"""Of all graphs together, where nobody has counted them."""
 
 _THREADS_PER_MULTIPROCESSOR = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536,
@@ -35,8 +47,38 @@ def predicted_context_bytes(capability: tuple[int, int], multiprocessors: int) -
     """
     threads = multiprocessors * threads_per_multiprocessor(capability)
     stacks_bytes = round(threads * _PER_THREAD_BYTES)
-    cublas_bytes = _HANDLES * 2 * handle_workspace_bytes(capability, environment={})
+    cublas_bytes = _HANDLES * _OUTSIDE * handle_workspace_bytes(capability, environment={})
     return _BASE_BYTES + _KERNELS_BYTES + stacks_bytes + cublas_bytes
+
+
+def run_context_bytes(
+    context_bytes: int,
+    capability: tuple[int, int],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    streams: bool = False,
+    graphed_kernels: float = 0,
+) -> int:
+    """The context of one run on a card whose usual one is known.
+
+    `environment` may make cuBLAS's workspaces small; `streams` are those of copies and graphs, and
+    `graphed_kernels` the kernels of all graphs together.
+    """
+    large = handle_workspace_bytes(capability, environment={})
+    small = handle_workspace_bytes(capability, environment)
+    if small < large:
+        context_bytes -= _HANDLES * (_OUTSIDE * large - small)
+    graphs_bytes = round(graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
+    return context_bytes + (_STREAMS_BYTES if streams else 0) + graphs_bytes
+
+
+def own_context_bytes(index: int = 0) -> int | None:
+    """The context as the driver's books have it; None where they do not tell processes apart."""
+    import torch
+
+    with nvml.open_device(index) as device:
+        own_bytes = None if device is None else device.use().own_bytes
+    return None if own_bytes is None else own_bytes - torch.cuda.memory_reserved(index)
 
 
 def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:

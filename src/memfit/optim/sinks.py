@@ -36,9 +36,9 @@ import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from memfit.hooks import on_gradient
 from memfit.optim.adamw import LowBitAdamW
 from memfit.optim.layout import flat
-from memfit.hooks import on_gradient
 from memfit.optim.norm import GlobalNorm
 from memfit.optim.scaling import LossScale
 

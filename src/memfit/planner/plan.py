@@ -91,6 +91,11 @@ class Plan:
         """What it does to the result."""
         return self.candidate.fidelity
 
+    @property
+    def context_bytes(self) -> int | None:
+        """What the run is expected to hold outside of torch's books; None where not priced."""
+        return None if self.price is None else self.price.peak.components[Component.CONTEXT]
+
     def _repr_html_(self) -> str:
         from memfit.report.notebook import notebook_html
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from memfit.memory.allocator import Allocator, Block
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.context import run_context_bytes
 from memfit.memory.events import Event
 from memfit.memory.expandable import segments_expand
 from memfit.memory.phases import (
@@ -27,17 +28,6 @@ from memfit.memory.phases import (
 from memfit.memory.segments import Mark, Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
 from memfit.strategies.workspace import SETTING
-from memfit.units import MIB
-
-_HANDLES = 2
-_OUTSIDE = 2
-"""cuBLAS holds twice a handle's workspace outside the allocator (memory/context.py)."""
-_STREAMS_BYTES = 64 * MIB
-"""The first stream of one's own makes torch create all 32 of its pool, each with a queue on the
-card. On an H200, beside launched runs: 66 MB with graphs, what kernels take left out."""
-_GRAPH_BYTES_PER_KERNEL = 4_600
-"""What the driver keeps for each kernel of each captured graph, outside the allocator: seven
-runs of five or six graphs of 970 to 2,070 kernels took 92 to 113 MB more than launched ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +72,13 @@ def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
 
 def context_bytes(run: Priced, card: DeviceProfile) -> int:
     """What lies on the card outside the allocator."""
-    large = handle_workspace_bytes(card.capability)
-    small = handle_workspace_bytes(card.capability, run.environment)
-    graphs = round(run.graphs * run.graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
-    streams = _STREAMS_BYTES if run.streams or run.graphs else 0
-    return card.context_bytes - _HANDLES * _OUTSIDE * (large - small) + streams + graphs
+    return run_context_bytes(
+        card.context_bytes,
+        card.capability,
+        run.environment,
+        streams=run.streams or run.graphs > 0,
+        graphed_kernels=run.graphs * run.graphed_kernels,
+    )
 
 
 def with_libraries(run: Priced, segments: Segments, card: DeviceProfile) -> Segments:

@@ -1,7 +1,8 @@
 """Smaller after a failure, larger again when there is room, and no swinging in between.
 
-Down:  half the micro-batch; at one row, every layer recomputed; then activations offloaded. Steps
-       that must not be cut recompute a quarter of the layers more each time.
+Down:  half the micro-batch; at one row, every layer recomputed; then activations offloaded.
+       Captured steps first recompute an eighth of the layers more each time, and are cut when all
+       are: a cut graph is slower by far, or none at all. Steps that must not be cut, a quarter.
 Up:    one step after a number of clean steps, and never to what has failed, unless the memory
        there is has grown since. Between what works and what failed the gap is halved until it is
        not worth the try.
@@ -89,10 +90,12 @@ class Adjuster:
         self._largest_failed = max(self._largest_failed, pieces.tokens)
         self._clean_steps = 0
         abilities = self.abilities
-        if abilities.splits and pieces.rows > 1:
-            self.widest = replace(used, max_tokens=max(pieces.tokens // 2, 1))
-        elif used.recomputed < abilities.depth:
+        may_cut = abilities.splits and pieces.rows > 1
+        may_recompute = used.recomputed < abilities.depth
+        if may_recompute and (abilities.keeps_whole or not may_cut):
             self.widest = replace(used, recomputed=self._more_layers(used.recomputed))
+        elif may_cut:
+            self.widest = replace(used, max_tokens=max(pieces.tokens // 2, 1))
         elif abilities.offloads and not used.offloaded:
             self.widest = replace(used, offloaded=True)
         elif self._floor_tries < FLOOR_TRIES:
@@ -133,9 +136,11 @@ class Adjuster:
                 yield replace(now, recomputed=(now.recomputed + failed + 1) // 2)
 
     def _more_layers(self, now: int) -> int:
-        """All at once where batches are cut already; in steps where that is all there is."""
+        """All at once where batches are cut already; in steps where that comes first."""
         depth = self.abilities.depth
-        return depth if self.abilities.splits else min(depth, now + max(depth // 4, 1))
+        if not self.abilities.keeps_whole:
+            return depth
+        return min(depth, now + max(depth // (8 if self.abilities.captured else 4), 1))
 
     def _more_tokens(self, now: int) -> int | None:
         more = int(now * GROWTH) + 1

@@ -29,6 +29,9 @@ class Cap(Protocol):
     def move(self, limit_bytes: int) -> bool:
         """From now on this is the limit; whether more than that is still held."""
 
+    def keep(self) -> bool:
+        """The limit again, should more lie outside of it now; whether more than that is held."""
+
     def room_bytes(self) -> int | None:
         """What is left of it now; None where only counting would tell."""
 
@@ -42,21 +45,29 @@ class Cap(Protocol):
 class CudaCap:
     """A share of the card that torch's allocator keeps to."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.read: CudaReader = CudaReader(device)
-        self._index = self.read.index
+    def __init__(self, read: CudaReader) -> None:
+        self.read = read
+        self._index = read.index
         self._before = torch.cuda.get_per_process_memory_fraction(self._index)
         self._total_bytes = torch.cuda.mem_get_info(self._index)[1]
+        self._limit_bytes = 0
         self._allowed_bytes: int | None = None
 
     def move(self, limit_bytes: int) -> bool:
         """The context is part of the limit, and torch's allocator does not know of it."""
+        self._limit_bytes = limit_bytes
         self._allowed_bytes = max(limit_bytes - self.read.context_bytes, 0)
         share = min(self._allowed_bytes / self._total_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self._index)
         if torch.cuda.memory_reserved(self._index) > self._allowed_bytes:
             torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._index) > self._allowed_bytes
+
+    def keep(self) -> bool:
+        """The context may have grown."""
+        if self._allowed_bytes == max(self._limit_bytes - self.read.context_bytes, 0):
+            return False
+        return self.move(self._limit_bytes)
 
     def room_bytes(self) -> int | None:
         """Between what tensors take and what they may."""
@@ -98,6 +109,10 @@ class CpuCap:
         if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
             self._proven.clear()
         self._limit_bytes = limit_bytes
+        return False
+
+    def keep(self) -> bool:
+        """Nothing lies outside of it."""
         return False
 
     def room_bytes(self) -> int | None:

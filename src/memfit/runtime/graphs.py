@@ -68,6 +68,9 @@ class GraphMemory:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool: Any = None
+        self.is_warm = False
+        """Whether a step has been launched: kernels are compiled, products have their algorithms.
+        One is enough for all graphs; a second would take its memory beside the pool."""
 
     def drop(self) -> None:
         """Give it back, once no graph is left."""
@@ -77,7 +80,7 @@ class GraphMemory:
 
 
 class GraphCache:
-    """Runs a micro-step's body: the first time as it is, then as a graph for each shape.
+    """Runs a micro-step's body: the training's first as it is, then as a graph for each shape.
 
     The body may change anything that lives on the device (weights, counters, random state):
     capturing executes nothing, so every call of `run` is exactly one step. What the body reads
@@ -89,7 +92,6 @@ class GraphCache:
         self._memory = memory
         self._device, self._stream = memory.device, memory.stream
         self._captured: dict[Key, _Captured] = {}
-        self._is_warm = False
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -103,10 +105,9 @@ class GraphCache:
         """One step on a batch from the host; its loss, on the device, yours to keep."""
         key = (batch.total_tokens, batch.rows, batch.max_seqlen)
         with self.on_stream():
-            if not self._is_warm:
-                # Kernels are compiled and matrix products choose their algorithms here.
+            if not self._memory.is_warm:
                 loss = self._body(batch.to(self._device, non_blocking=True))
-                self._is_warm = True
+                self._memory.is_warm = True
                 return loss
             captured = self._captured.get(key) or self._capture(key, batch)
             captured.batch.copy_from(batch)

@@ -58,6 +58,11 @@ _WITHOUT_ERROR = 0.98
 """Where every byte is counted: a line through two measurements is not quite the truth."""
 
 
+_LAUNCHED_TOKENS = 40_000
+"""What launching a step from Python costs beside replaying it, in tokens computed: some ten steps
+of a small encoder."""
+
+
 class Guard:
     """Runs the steps of one trainer."""
 
@@ -156,6 +161,9 @@ class Guard:
             self.note(why, t("live.limit", bytes=format_both(before)), format_both(now))
             if now < before and self.when_squeezed is not None:
                 self.when_squeezed()
+        elif self.cap.keep():
+            self._trainer.executor.drop()
+            free_memory(self._device)
         if spilled := self.spill.spilled_bytes():
             limit = max(self.watch.limit_bytes - spilled, 0)
             why = t("live.why.spilled", bytes=format_both(spilled))
@@ -294,12 +302,15 @@ class Guard:
 
     def _abilities(self) -> Abilities:
         on_cuda = self._device.type == "cuda"
+        setup = self._trainer.setup
+        captured = isinstance(self._trainer.executor, GraphedExecutor)
         return Abilities(
-            splits=not self._trainer.setup.single_micro_batch,
+            splits=not setup.single_micro_batch,
             depth=self.live.depth,
             offloads=self.live.offloads,
-            by_batch=not isinstance(self._trainer.executor, GraphedExecutor),
+            captured=captured,
             piece_tokens=512 if on_cuda else 32,
+            cut_tokens=_LAUNCHED_TOKENS if captured and setup.make_sink is None else 0,
         )
 
     def watch_layers(self) -> None:

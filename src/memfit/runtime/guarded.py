@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
@@ -19,6 +19,9 @@ from memfit.runtime.updates import allocate_state, careful
 from memfit.runtime.watch import CpuReader, CudaReader, Read, Watch
 from memfit.units import Budget
 
+if TYPE_CHECKING:
+    from memfit.planner.plan import Plan
+
 
 class GuardedTraining(FullPrecisionExport):
     """What BudgetTrainer adds around steps, updates and evaluations."""
@@ -27,12 +30,14 @@ class GuardedTraining(FullPrecisionExport):
     guard: Guard
     executor: StepExecutor
     budget: Budget | None
+    plan: Plan | None
     rehearsal: Rehearsal | None = None
     """What the largest batch showed before the first step."""
     _cap: Cap | None = None
 
     def guard_training(self, used: frozenset[str], *, keeps_plan: bool) -> None:
         """Begin, once the executor is made; `used` are the names of the strategies."""
+        self._used = used
         self.guard = Guard(self, used)
         self.guard.adjuster.keeps_plan = keeps_plan
         # First of all callbacks: what it finds out is what the others announce.
@@ -90,13 +95,17 @@ class GuardedTraining(FullPrecisionExport):
         on_cuda = self.args.device.type == "cuda"
         if self.budget is not None and self._cap is None:
             tensors = self.guard.standing_tensors
-            self._cap = CudaCap(self.args.device) if on_cuda else CpuCap(tensors)
+            self._cap = CudaCap(self._reader()) if on_cuda else CpuCap(tensors)
         read: Read
         if self._cap is not None:
             read = self._cap.read
         else:
-            read = CudaReader(self.args.device) if on_cuda else CpuReader(lambda: 0)
+            read = self._reader() if on_cuda else CpuReader(lambda: 0)
         return self._cap, Watch(self.budget or Budget(), read)
+
+    def _reader(self) -> CudaReader:
+        expected_bytes = None if self.plan is None else self.plan.context_bytes
+        return CudaReader(self.args.device, expected_bytes, self._used)
 
 
 class _BeforeTraining(TrainerCallback):

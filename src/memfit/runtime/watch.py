@@ -9,11 +9,21 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.memory.context import (
+    USUAL_GRAPHED_KERNELS,
+    measured_context_bytes,
+    own_context_bytes,
+    predicted_context_bytes,
+    run_context_bytes,
+)
 from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
 
 LOOK_SECONDS = 0.25
 """Asking the driver takes up to a millisecond: some times a second is enough, and costs nothing."""
+_COPYING = {"activation_offload", "optimizer_offload"}
+"""Strategies with streams of their own."""
+_MEASURE_SECONDS = 2.0
+"""Until the context is measured a second time; twice as long until the third."""
 _MARGIN_BYTES = 32 * MIB
 """Left free where a size was asked for: the driver itself takes a little now and then."""
 _STRANGE = 2
@@ -43,20 +53,46 @@ Read = Callable[[], Reading]
 
 
 class CudaReader:
-    """A card's memory; the context, which torch does not count, is measured once."""
+    """A card's memory, and the context, which torch does not count.
 
-    def __init__(self, device: torch.device) -> None:
+    Libraries load when they are first used and graphs are captured as they are needed, so the
+    context is at least what a plan expects of it, and is measured again, ever more rarely.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        expected_bytes: int | None = None,
+        used: frozenset[str] = frozenset(),
+    ) -> None:
+        """`expected_bytes` is a plan's prediction; without one it follows from the strategies."""
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         capability = (properties.major, properties.minor)
-        predicted = predicted_context_bytes(capability, properties.multi_processor_count)
+        usual = predicted_context_bytes(capability, properties.multi_processor_count)
+        graphs = "cuda_graphs" in used
+        self.context_bytes = expected_bytes or run_context_bytes(
+            usual,
+            capability,
+            streams=graphs or bool(used & _COPYING),
+            graphed_kernels=USUAL_GRAPHED_KERNELS if graphs else 0,
+        )
         measured = measured_context_bytes(self.index) or 0
-        # Libraries load when they are first used: the context of a training process is larger than
-        # that of a fresh one. Where the driver does not tell processes apart, a neighbour's memory
-        # would be taken for it.
-        self.context_bytes = max(measured if measured < _STRANGE * predicted else 0, predicted)
+        # Where the driver does not tell processes apart, a neighbour's memory is in it.
+        if measured < _STRANGE * usual:
+            self.context_bytes = max(self.context_bytes, measured)
+        self._pause_seconds = _MEASURE_SECONDS
+        self._due = time.monotonic() + self._pause_seconds
+
+    def _measure_again(self) -> None:
+        if time.monotonic() < self._due:
+            return
+        self.context_bytes = max(self.context_bytes, own_context_bytes(self.index) or 0)
+        self._pause_seconds *= 2
+        self._due = time.monotonic() + self._pause_seconds
 
     def __call__(self) -> Reading:
+        self._measure_again()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
         own_bytes = torch.cuda.memory_reserved(self.index) + self.context_bytes
         return Reading(total_bytes, free_bytes, own_bytes)

@@ -114,10 +114,23 @@ class Abilities:
     depth: int = 0
     """Layers that could be recomputed; none where the model's are not known."""
     offloads: bool = False
-    by_batch: bool = True
-    """Whether each batch may be run in another way; a captured graph is one way for all."""
+    captured: bool = False
+    """Whether steps are replayed: one way for all batches, and rather recomputed than cut."""
     piece_tokens: int = 64
     """What it costs to begin another micro-batch, in tokens computed."""
+    cut_tokens: int = 0
+    """What it costs to cut a batch at all: kept gradients of several graphs cannot be added up,
+    so that such a step is launched."""
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether each batch may be run in another way."""
+        return not self.captured
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether more layers are recomputed before a batch is cut."""
+        return self.captured or not self.splits
 
 
 def fastest(
@@ -152,6 +165,7 @@ def fastest(
         # Backward is two forwards; a recomputed layer is one more.
         share = recomputed / max(memory.depth, 1)
         cost = sum(lengths) * (3 + share) + 3 * pieces.count * abilities.piece_tokens
+        cost += abilities.cut_tokens if pieces.count > 1 else 0
         if best is None or cost < best[0]:
             best = cost, replace(way, recomputed=recomputed)
         if way is widest and recomputed == widest.recomputed:
