@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ from small_training import collate
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
 LAYERS, WIDTH = 6, 512
-
-
-@pytest.fixture(autouse=True)
-def _clean_card() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def model_of(dropout: float = 0.0) -> Any:

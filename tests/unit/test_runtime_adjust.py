@@ -86,7 +86,8 @@ def test_what_cannot_be_replayed_in_pieces_is_recomputed_instead():
     widest = Way(recomputed=0)
     free = fastest(lengths, memory, limit, widest, Abilities(depth=4, piece_tokens=1), packed=True)
     kept = Abilities(depth=4, piece_tokens=1, captured=True, cut_tokens=10_000)
-    assert free is not None and free.max_tokens is not None
+    assert free is not None
+    assert free.max_tokens is not None
     assert fastest(lengths, memory, limit, widest, kept, packed=True) == Way(recomputed=2)
 
 

@@ -8,6 +8,8 @@ is left of it is split off unless it is too small to be of use; neighbours join 
 segments go back to the driver only when it refuses another one.
 
 With `expandable_segments` each pool is one range of addresses, of which pages are mapped as needed.
+A process that is held to a part of the card is asked more there: before a page is mapped, the whole
+segment that the request would have taken otherwise must have room (`asked_bytes`).
 """
 
 from __future__ import annotations
@@ -310,6 +312,8 @@ class Allocator:
         self.small = kind(small=True, address=0)
         self.large = kind(small=False, address=_LARGE_FROM)
         self.allocated_bytes = 0
+        self.asked_bytes = 0
+        """What the last request needed to be allowed: all that was reserved, and its segment."""
         self._cap_bytes = float("inf") if cap_bytes is None else cap_bytes
 
     @property
@@ -322,7 +326,9 @@ class Allocator:
         size = round_request(nbytes)
         pool = self._pool(size)
         block = pool.take(size)
+        self.asked_bytes = self.reserved_bytes
         if block is None:
+            self.asked_bytes += segment_bytes(size)
             if not pool.grow(size, self._cap_bytes - self.reserved_bytes):
                 self.release()
                 if not pool.grow(size, self._cap_bytes - self.reserved_bytes):

@@ -168,6 +168,7 @@ class Counting:
         elements = rows * inner + inner * columns + rows * columns
         self._sums["product_bytes"] += elements * dtype.itemsize
         self._sums["launches"] += 1
+        self._sums["products"] += 1
 
     def to_host(self, nbytes: float) -> None:
         """A copy from the device to the host."""
@@ -213,6 +214,7 @@ class Counting:
             self._sums["bytes_moved"] += nbytes
             return
         self._sums["product_bytes"] += nbytes
+        self._sums["products"] += "attention" not in kind.name
         precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
         self._sums[self._field(kind.name, precision)] += self._flops(kind, args, kwargs or {}, out)
 

@@ -27,6 +27,8 @@ class StepCounts:
     """Kernels started from the host; replayed ones are in `replayed`."""
     scripted: float = 0
     """Those of the launches that Python itself makes, not torch: Triton's kernels."""
+    products: float = 0
+    """Those of the launches that are matrix products."""
     recomputations: float = 0
     """How often backward stops to compute a layer, or a part of one, a second time."""
     replayed: float = 0
@@ -55,6 +57,7 @@ class StepCounts:
             self,
             launches=0,
             scripted=0,
+            products=0,
             recomputations=0,
             graph_launches=0,
             replayed=self.replayed + self.launches + self.graph_launches,

@@ -94,24 +94,25 @@ def peaks(
     the process up to then: the allocator gives nothing back by itself.
     """
     books = books or Books(device, expandable_segments=expandable_segments)
-    highest = [(-1, -1, 0)] * len(stretches)
+    highest = [(-1, -1, 0, 0)] * len(stretches)
     for index in range(len(run.events) + 1):
         for number, (start, stop) in enumerate(stretches):
             if start <= index <= stop:
-                allocated, _, reserved = highest[number]
-                best = (books.allocated, index, books.reserved)
-                kept = best if books.allocated > allocated else highest[number]
-                highest[number] = (*kept[:2], max(reserved, books.reserved))
+                allocated, at, reserved, asked = highest[number]
+                if books.allocated > allocated:
+                    allocated, at = books.allocated, index
+                reserved, asked = max(reserved, books.reserved), max(asked, books.asked)
+                highest[number] = (allocated, at, reserved, asked)
         if index < len(run.events):
             books.enter(run.events[index])
     return [_peak(run.events, *found, device) for found in highest]
 
 
 class Books:
-    """What is allocated and reserved while events happen."""
+    """What is allocated and reserved while events happen; `asked` is what must be allowed."""
 
     def __init__(self, device: DeviceProfile | None, *, expandable_segments: bool) -> None:
-        self.allocated = self.reserved = 0
+        self.allocated = self.reserved = self.asked = 0
         self._allocator: Allocator | None = None
         if device is not None:
             self._allocator = Allocator(expandable_segments=expandable_segments)
@@ -122,13 +123,14 @@ class Books:
         allocator = self._allocator
         if allocator is None:  # a CPU: tensors' own bytes
             self.allocated += event.nbytes if event.birth else -event.nbytes
-            self.reserved = self.allocated
+            self.reserved = self.asked = self.allocated
             return
         if event.birth:
             self._blocks[event.block] = allocator.allocate(event.nbytes)
         elif (block := self._blocks.pop(event.block)) is not None:
             allocator.free(block)
         self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
+        self.asked = max(self.reserved, allocator.asked_bytes)
 
 
 def _peak(
@@ -136,6 +138,7 @@ def _peak(
     allocated: int,
     count: int,
     reserved: int,
+    asked: int,
     device: DeviceProfile | None,
 ) -> MemoryPeak:
     live = live_bytes(events[:count], rounding=device is not None)
@@ -146,7 +149,7 @@ def _peak(
         components={**live, Component.CONTEXT: context},
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        device_bytes=reserved + context,
+        device_bytes=asked + context,
         module=events[count - 1].module if count else "",
     )
 

@@ -78,6 +78,10 @@ class KeptInt8(GradientSink):
         """Make the buffers once; they live as long as the sink, so graphs may use them."""
         super().begin(micro_batches, replayed=replayed)
         self._due = dict.fromkeys(self.optimizer.large) if replayed else {}
+        self.allocate()
+
+    def allocate(self) -> None:
+        """The buffers."""
         for p in self.optimizer.large:
             self._buffer(p)
 
@@ -85,8 +89,7 @@ class KeptInt8(GradientSink):
     def rehearsal(self) -> Iterator[None]:
         """With the buffers that the steps will have."""
         with super().rehearsal():
-            for p in self.optimizer.large:
-                self._buffer(p)
+            self.allocate()
             yield
 
     def prepare(self, index: int) -> None:

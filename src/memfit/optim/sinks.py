@@ -192,6 +192,9 @@ class GradientSink(ABC):
             arena.clear()
         self._drop_gradients()
 
+    def allocate(self) -> None:  # noqa: B027 - most sinks have nothing to make
+        """What lives as long as the sink, made before the first step."""
+
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Gradients of backward passes inside are dropped: nothing moves, nothing is counted."""

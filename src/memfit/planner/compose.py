@@ -116,7 +116,7 @@ class TracedPricer:
             peak=peak,
             phases={TRAINING: peak},
             counts=counts,
-            step_seconds=step_seconds(counts, self.card),
+            step_seconds=step_seconds(counts, self.card, parses=split.small_workspace),
             host_bytes=self._host_bytes(split, cut),
         )
 

@@ -148,7 +148,7 @@ def candidates(
         if having and not any(one.name in having for one in strategies):
             continue
         together = _together(strategies, free)
-        if together is None or _senseless(together):
+        if together is None or _senseless(together) or _wasteful(together, options):
             continue
         for limits in limits_for(asked, together):
             yield Candidate(together, limits)
@@ -250,12 +250,18 @@ def _launching(asked: Asked) -> list[Option]:
     return [(), *asked.usable([(CudaGraphs(),)], beside)]
 
 
+def _scratch(asked: Asked) -> list[Option]:
+    """The matrix libraries' scratch memory: as it is, or small."""
+    return [(), *asked.usable([(SmallWorkspace(),)])] if asked.card is not None else [()]
+
+
 AXES: tuple[Callable[[Asked], list[Option]], ...] = (
     _learning,
     _texts,
     _updating,
     _keeping,
     _launching,
+    _scratch,
 )
 
 
@@ -272,11 +278,8 @@ def _free(asked: Asked) -> Option:
         and asked.works(FusedAttention())
     ):
         free.append(FusedAttention())
-    if asked.card is not None:
-        if asked.works(*free, FusedLayers()):
-            free.append(FusedLayers())
-        if asked.works(SmallWorkspace()):
-            free.append(SmallWorkspace())
+    if asked.card is not None and asked.works(*free, FusedLayers()):
+        free.append(FusedLayers())
     return tuple(free)
 
 
@@ -369,6 +372,13 @@ def _senseless(strategies: Option) -> bool:
         host = isinstance(release, GradientRelease) and release.mode == "host"
         return host or LowBitAdamW not in kinds or Packing not in kinds
     return False
+
+
+def _wasteful(strategies: Option, options: Sequence[list[Option]]) -> bool:
+    """Whether it holds scratch memory that costs nothing to leave out: graphs parse no setting."""
+    kinds = {type(one) for one in strategies}
+    small = any((SmallWorkspace(),) in axis for axis in options)
+    return small and CudaGraphs in kinds and SmallWorkspace not in kinds
 
 
 def limits_for(asked: Asked, strategies: Option) -> list[MicroBatching]:

@@ -34,6 +34,11 @@ PYTHON_FACTOR = 3.0
 """A step's time for an operator against a bare loop's: modules, hooks, autocast and the Trainer."""
 SCRIPT_FACTOR = 20.0
 """On top, for a kernel of Triton, which Python itself prepares and starts."""
+PARSE_FACTOR = 9.0
+"""On top, for a product launched beside a setting of cuBLAS's workspaces: torch parses it anew each
+time. 57 microseconds for `mm`, 165 for `addmm`, where an operator takes 10."""
+SHOWN_SHARE = 0.1
+"""What of it shows where the card is busier than the host: at a step's beginning nothing waits."""
 RECOMPUTE_FACTOR = 85.0
 """On top, for a layer that is computed again: random states, hooks on every saved tensor."""
 STEP_FACTOR = 360.0
@@ -68,8 +73,13 @@ def speeds_of(card: DeviceProfile | None) -> Speeds:
     )
 
 
-def explain(counts: StepCounts, card: DeviceProfile | None) -> dict[str, float]:
-    """Seconds by cause; see `step_seconds` for how they add up."""
+def explain(
+    counts: StepCounts, card: DeviceProfile | None, *, parses: bool = False
+) -> dict[str, float]:
+    """Seconds by cause; see `step_seconds` for how they add up.
+
+    `parses` says that cuBLAS's workspaces are set in the environment.
+    """
     speeds = speeds_of(card)
     products = (
         counts.half_flops / speeds.half_flops
@@ -84,10 +94,12 @@ def explain(counts: StepCounts, card: DeviceProfile | None) -> dict[str, float]:
     # A product of few rows waits for its weights instead of its arithmetic.
     waiting = counts.product_bytes / bytes_per_second - products - attention
     kernels = (counts.launches + counts.replayed) * (0.0 if is_cpu(card) else KERNEL_SECONDS)
+    parsed = counts.products * (PARSE_FACTOR if parses else 0.0)
     operators = (
         counts.launches * PYTHON_FACTOR
         + counts.scripted * SCRIPT_FACTOR
         + counts.recomputations * RECOMPUTE_FACTOR
+        + parsed
     )
     return {
         "compute": products + attention,
@@ -95,13 +107,13 @@ def explain(counts: StepCounts, card: DeviceProfile | None) -> dict[str, float]:
         "launch": operators * speeds.launch_seconds,
         "bus": (counts.to_host_bytes + counts.to_device_bytes) / speeds.bus_bytes_per_second,
         "host": counts.host_parameters / (speeds.host_parameters_per_second * UPDATE_SHARE)
-        + STEP_FACTOR * speeds.launch_seconds,
+        + (STEP_FACTOR + SHOWN_SHARE * parsed) * speeds.launch_seconds,
     }
 
 
-def step_seconds(counts: StepCounts, card: DeviceProfile | None) -> float:
+def step_seconds(counts: StepCounts, card: DeviceProfile | None, *, parses: bool = False) -> float:
     """One step; on a CPU nothing runs beside anything else."""
-    parts = explain(counts, card)
+    parts = explain(counts, card, parses=parses)
     device, host = parts["compute"] + parts["memory"], parts["host"]
     if is_cpu(card):
         return device + parts["launch"] + host

@@ -29,6 +29,9 @@ from memfit.memory.segments import Mark, Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
 from memfit.strategies.workspace import SETTING
 
+_ON_STREAM = ("workspace", "micro", "micro_more", "update", "update_first", "clear")
+"""Parts of a run that the stream of the graphs runs, until the first is captured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
@@ -113,36 +116,59 @@ def _order(run: Priced, *, cuda: bool) -> list[str]:
 def _books(run: Priced, played: Run, card: DeviceProfile | None) -> Books:
     if card is None or not run.graphs:
         return Books(card, expandable_segments=card is not None and segments_expand())
-    captured = [at for at, name in played.starts if name == "micro"][1]
-    ends = [at for at, _ in played.starts if at > captured]
-    return GraphBooks(card, captured, ends[0] if ends else len(played.events))
+    return GraphBooks(card, played)
 
 
 class GraphBooks(Books):
-    """The first step is launched; what is captured next lies in a pool of its own."""
+    """Steps run on a stream of their own, whose memory no other stream uses.
 
-    def __init__(self, device: DeviceProfile, start: int, stop: int) -> None:
+    The first step is launched there; what is captured next lies in a pool of its own.
+    """
+
+    def __init__(self, device: DeviceProfile, played: Run) -> None:
         super().__init__(device, expandable_segments=False)
-        self._pool = Allocator(expandable_segments=segments_expand())
-        self._ordinary = Allocator(expandable_segments=segments_expand())
+        expand = segments_expand()
+        self._usual, self._steps, self._pool = (
+            Allocator(expandable_segments=expand) for _ in range(3)
+        )
         self._owner: dict[int, tuple[Allocator, Block]] = {}
-        self._start, self._stop = start, stop
+        self._turns = self._places(played)
+        self._place = self._usual
         self._at = 0
+
+    def _places(self, played: Run) -> dict[int, Allocator]:
+        """Where the events from each of these on take their memory."""
+        places: dict[int, Allocator] = {}
+        steps = 0
+        for at, name in played.starts:
+            steps += name == "micro"
+            on_stream = name in _ON_STREAM and steps < 2
+            if name == "micro" and steps == 2:
+                places[at] = self._pool
+            else:
+                places[at] = self._steps if on_stream or name == "static" else self._usual
+        return places
 
     def enter(self, event: Event) -> None:
         """Let an event happen."""
-        if self._at == self._start:
-            self._ordinary.release()  # what the launched step left would lie beside the graphs
-        inside = self._start <= self._at < self._stop
+        place = self._turns.get(self._at, self._place)
+        if place is self._pool and self._place is not self._pool:
+            self._usual.release()  # what the launched step left would lie beside the graphs
+            self._steps.release()
+        self._place = place
         self._at += 1
+        every = (self._usual, self._steps, self._pool)
+        before = sum(one.reserved_bytes for one in every)
+        asked = 0
         if event.birth:
-            allocator = self._pool if inside else self._ordinary
-            block = allocator.allocate(event.nbytes)
+            held = place.reserved_bytes
+            block = place.allocate(event.nbytes)
             assert block is not None
-            self._owner[event.block] = (allocator, block)
+            self._owner[event.block] = (place, block)
+            asked = place.asked_bytes - held
         else:
-            allocator, block = self._owner.pop(event.block)
-            allocator.free(block)
-        both = (self._pool, self._ordinary)
-        self.allocated = sum(one.allocated_bytes for one in both)
-        self.reserved = sum(one.reserved_bytes for one in both)
+            owner, block = self._owner.pop(event.block)
+            owner.free(block)
+        self.allocated = sum(one.allocated_bytes for one in every)
+        self.reserved = sum(one.reserved_bytes for one in every)
+        self.asked = max(self.reserved, before + asked)

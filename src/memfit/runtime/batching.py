@@ -111,10 +111,25 @@ def row_count(batch: Mapping[str, Any]) -> int:
 
 
 def group_rows(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> list[list[int]]:
-    """Rows in groups within the limits, longest first: the first row of a group is its width."""
+    """Rows in groups within the limits, longest first: the first row of a group is its width.
+
+    Packed groups are of about the same size, in as few of them as there must be: a small rest would
+    cost a whole pass of kernels, and a graph of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups = _filled(order, lengths, limits, packed=packed)
+    if packed and len(groups) > 1:
+        return _even(order, lengths, limits, len(groups)) or groups
+    return groups
+
+
+def _filled(
+    order: Sequence[int], lengths: Sequence[int], limits: MicroBatching, *, packed: bool
+) -> list[list[int]]:
+    """One group after the other, each until it is full."""
     groups: list[list[int]] = []
     width = tokens = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in order:
         size = len(groups[-1]) + 1 if groups else 0
         tokens = tokens + lengths[row] if packed else size * width
         full = (limits.max_rows is not None and size > limits.max_rows) or (
@@ -125,6 +140,22 @@ def group_rows(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -
             width = tokens = lengths[row]
         groups[-1].append(row)
     return groups
+
+
+def _even(
+    order: Sequence[int], lengths: Sequence[int], limits: MicroBatching, count: int
+) -> list[list[int]] | None:
+    """So many groups, each row in the smallest of them; None where one would be too large."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for row in order:
+        least = min(range(count), key=tokens.__getitem__)
+        groups[least].append(row)
+        tokens[least] += lengths[row]
+    most_tokens, most_rows = max(tokens), max(map(len, groups))
+    if limits.max_tokens is not None and most_tokens > limits.max_tokens:
+        return None
+    return None if limits.max_rows is not None and most_rows > limits.max_rows else groups
 
 
 def _spans(batch: Mapping[str, Any], trim: Trim) -> list[Span]:

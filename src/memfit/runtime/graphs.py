@@ -72,6 +72,17 @@ class GraphMemory:
         """Whether a step has been launched: kernels are compiled, products have their algorithms.
         One is enough for all graphs; a second would take its memory beside the pool."""
 
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """What is launched inside comes before the graphs' next replay, and after all until now."""
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
     def drop(self) -> None:
         """Give it back, once no graph is left."""
         torch.cuda.synchronize(self.device)
@@ -104,7 +115,7 @@ class GraphCache:
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One step on a batch from the host; its loss, on the device, yours to keep."""
         key = (batch.total_tokens, batch.rows, batch.max_seqlen)
-        with self.on_stream():
+        with self._memory.on_stream():
             if not self._memory.is_warm:
                 loss = self._body(batch.to(self._device, non_blocking=True))
                 self._memory.is_warm = True
@@ -135,14 +146,3 @@ class GraphCache:
         self._memory.pool = self._memory.pool or graph.pool()
         self._captured[key] = _Captured(graph, static, loss)
         return self._captured[key]
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """What is launched inside comes before the graphs' next replay, and after all until now."""
-        outside = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outside)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            outside.wait_stream(self._stream)

@@ -45,15 +45,17 @@ from memfit.runtime.spill import SpillWatch
 from memfit.runtime.step import StepExecutor
 from memfit.runtime.watch import Watch
 from memfit.runtime.ways import Abilities, Pieces, Way, pieces_of
-from memfit.units import format_both
+from memfit.units import MIB, format_both
 
 if TYPE_CHECKING:
     from memfit.runtime.guarded import GuardedTraining
 
 _WAIT_SECONDS = 0.5
 """Before a step with nothing left to change is tried again: a neighbour may be done by then."""
-_WITHOUT_GAPS = 0.95
+_WITHOUT_GAPS = 0.97
 """What of its reserved memory torch's allocator can fill with tensors of changing size."""
+_PAGES_BYTES = 2 * 20 * MIB
+"""And beside these gaps: the last page is never full, and another one is asked for as a whole."""
 _WITHOUT_ERROR = 0.98
 """Where every byte is counted: a line through two measurements is not quite the truth."""
 
@@ -250,7 +252,7 @@ class Guard:
         context_bytes = getattr(getattr(self.cap, "read", None), "context_bytes", None)
         if context_bytes is None:
             return int(self.limit_bytes * _WITHOUT_ERROR)
-        return int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS)
+        return max(int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS) - _PAGES_BYTES, 0)
 
     @property
     def judged_bytes(self) -> int:

@@ -11,6 +11,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from memfit.runtime.cap import Cap, CpuCap, CudaCap
 from memfit.runtime.export import FullPrecisionExport
 from memfit.runtime.guard import Guard
+from memfit.runtime.libraries import take_workspaces
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.rehearsal import Rehearsal, rehearse
@@ -76,6 +77,9 @@ class GuardedTraining(FullPrecisionExport):
         optimizer: Any = self.optimizer
         if optimizer is not None:
             allocate_state(getattr(optimizer, "optimizer", optimizer))
+        if self.args.device.type == "cuda":
+            with self.executor.on_stream():
+                take_workspaces(self.args.device)
         self.guard.watch_layers()
         bars = [bar for bar in self.callback_handler.callbacks if isinstance(bar, MemfitProgress)]
         if bars:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +123,12 @@ class GraphedExecutor(SinkExecutor):
 
     def rehearse(self, model: nn.Module, batch: Batch) -> None:
         """As launched, on the stream of the graphs to come: autograd remembers the first it saw."""
-        name = "whole" if len(self.split(batch)) == 1 else "micro"
-        with self._cache_of(name, model).on_stream():
+        with self.on_stream():
             super().rehearse(model, batch)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """The stream of the graphs."""
+        return self._graph_memory().on_stream()
 
     def drop(self) -> None:
         """Give the graphs' memory back."""
@@ -141,10 +144,13 @@ class GraphedExecutor(SinkExecutor):
                 "whole": lambda inputs: self._whole_step(model, inputs),
                 "micro": lambda inputs: self._micro(model, inputs, 0),
             }
-            if not self._memory:
-                self._memory.append(GraphMemory(self.device))
-            self._caches[name] = GraphCache(bodies[name], self._memory[0])
+            self._caches[name] = GraphCache(bodies[name], self._graph_memory())
         return self._caches[name]
+
+    def _graph_memory(self) -> GraphMemory:
+        if not self._memory:
+            self._memory.append(GraphMemory(self.device))
+        return self._memory[0]
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
         mask = part.inputs["attention_mask"]

@@ -100,6 +100,10 @@ class StepExecutor:
         """Forward and backward as in `run`; the gradients are the caller's to drop."""
         self.run(model, batch)
 
+    def on_stream(self) -> AbstractContextManager[None]:
+        """What is launched inside runs where the steps do."""
+        return nullcontext()
+
     def drop(self) -> None:
         """Give back memory that is only held to be faster."""
 

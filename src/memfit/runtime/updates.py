@@ -32,6 +32,8 @@ def allocate_state(optimizer: Optimizer) -> bool:
     """Make the state that the first step would make; whether this kind can be asked for it."""
     if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
         own()
+        if (sink := getattr(optimizer, "sink", None)) is not None:
+            sink.allocate()
         return True
     initialise = getattr(optimizer, "_init_group", None)
     if initialise is None or type(optimizer).__module__.split(".")[0] != "torch":

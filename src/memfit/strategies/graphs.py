@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.memory.expandable import use_expandable_segments
-from memfit.strategies._arguments import change_arguments
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 
@@ -41,8 +40,6 @@ class CudaGraphs(Strategy):
         return ""
 
     def change(self, setup: Setup) -> None:
-        # Reading the loss on the host after every step would make the GPU wait for Python.
-        change_arguments(setup, logging_nan_inf_filter=False)
         if setup.card is None:
             use_expandable_segments()  # else graphs of growing size take segments of their own
         setup.wrap_executor.append(lambda executor: self._graphed(executor, setup))
