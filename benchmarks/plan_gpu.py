@@ -27,12 +27,12 @@ from step_time import SHAPES
 
 # name -> shape of the model, budget, --exact, steps of the chosen plan, other plans to try
 PAIRS: dict[str, dict[str, Any]] = {
-    "large 4GB": {"shape": "large", "gb": 4, "steps": 219, "others": 3},
-    "large 3GB": {"shape": "large", "gb": 3, "steps": 219, "others": 2},
+    "large 4GB": {"shape": "large", "gb": 4, "steps": 219, "others": 4},
+    "large 3GB": {"shape": "large", "gb": 3, "steps": 219, "others": 3},
     "base 2GB": {"shape": "base", "gb": 2, "steps": 219, "others": 3},
     "base 1.5GB": {"shape": "base", "gb": 1.5, "steps": 219, "others": 3},
     "large 2GB": {"shape": "large", "gb": 2, "steps": 30, "others": 0},
-    "large 16GB exact": {"shape": "large", "gb": 16, "exact": True, "steps": 60, "others": 0},
+    "large 16GB exact": {"shape": "large", "gb": 16, "exact": True, "steps": 219, "others": 0},
 }  # fmt: skip
 OTHER_STEPS, WARM_STEPS = 44, 20
 HOST_BYTES = 100 * 10**9

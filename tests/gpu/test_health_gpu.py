@@ -36,7 +36,8 @@ class Poisoned(BertForSequenceClassification):
         output = super().forward(input_ids, attention_mask, labels=labels, **more)
         if self.training:
             bad = (input_ids.sum(dim=1) == POISON).any()
-            output.loss = torch.where(bad, output.loss * math.nan, output.loss)
+            # Not a choice of two losses: the one not taken would pass a NaN on to the gradient.
+            output.loss = output.loss * torch.where(bad, math.nan, 1.0)
         return output
 
 
@@ -66,6 +67,7 @@ def test_without_saving_it_is_found_a_step_or_two_later(tmp_path: Path) -> None:
     assert step - 1 <= trainer.state.global_step <= step + STEPS_AN_EPOCH
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_look_never_waits_for_the_gpu() -> None:
     watch, loss = LossWatch(), torch.ones((), device="cuda")
     torch.cuda.synchronize()
