@@ -18,7 +18,8 @@ def _clean_card() -> Iterator[None]:
         if hasattr(sys, name):
             delattr(sys, name)
     if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default")
+        if torch.cuda.get_sync_debug_mode():
+            torch.cuda.set_sync_debug_mode("default")
         gc.collect()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -26,6 +26,8 @@ class Cutting:
     """Tokens of an average effective batch on the device, padding included."""
     worst_tokens: int
     """The most tokens that are on the device at once."""
+    worst_part_tokens: int
+    """The same of a batch that is cut: packed parts are even, and so not as large as may be."""
     worst_micro_batches: int
     """Parts of the largest effective batch."""
     pairs: float
@@ -75,10 +77,13 @@ class Batches:
     def _measure(self, limits: MicroBatching, packed: bool) -> Cutting:
         parts = [self._parts(rows, limits, packed) for rows in self._sampled]
         worst = self._parts(self._worst, limits, packed)
+        most = self._most(limits, packed)
+        even = (self.worst_tokens + self.longest_tokens) // 2
         return Cutting(
             micro_batches=sum(map(len, parts)) / len(parts),
             tokens=sum(map(sum, parts)) / len(parts),
-            worst_tokens=self._most(limits, packed),
+            worst_tokens=most,
+            worst_part_tokens=min(most, even) if packed and len(worst) > 1 else most,
             worst_micro_batches=len(worst),
             pairs=sum(self._pairs(rows, limits, packed) for rows in self._sampled) / len(parts),
         )

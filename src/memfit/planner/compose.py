@@ -174,9 +174,14 @@ class TracedPricer:
     ) -> MemoryPeak:
         static = self._static(split.family, split.updating, split.short_masters)
         adds_up = split.keeps and cut.worst_micro_batches > 1
-        tokens = self._tokens(split, cut)
+        tokens = self._bucket(split, cut.worst_tokens)
         family = self._family_of(split)
-        high = self._peak(family, split.policy, split.count, tokens, split.keeps, adds_up)
+        high = self._peak(family, split.policy, split.count, tokens, split.keeps, False)
+        if adds_up:
+            part = self._bucket(split, cut.worst_part_tokens)
+            cut_high = self._peak(family, split.policy, split.count, part, split.keeps, True)
+            adds_up = cut_high >= high
+            high, tokens = (cut_high, part) if adds_up else (high, tokens)
         kernels = counts.replayed / max(cut.micro_batches, 1.0)
         workspace, context = self._outside(split, family, candidate.micro_batching, round(kernels))
         updating = self._updating(split.family, split.updating)
@@ -306,10 +311,11 @@ class TracedPricer:
     def _count_graphs(self, limits: Any, graphs: CudaGraphs) -> int:
         return graph_count(self.workload, Candidate((graphs,), limits))
 
-    def _tokens(self, split: Split, cut: Cutting) -> int:
-        if split.graphs is None:
-            return cut.worst_tokens
-        return TokenBuckets(split.graphs.bucket_tokens).fit(cut.worst_tokens)
+    def _bucket(self, split: Split, tokens: int) -> int:
+        """So many tokens, or as many as a graph of them has."""
+        return (
+            tokens if split.graphs is None else TokenBuckets(split.graphs.bucket_tokens).fit(tokens)
+        )
 
     def _host_bytes(self, split: Split, cut: Cutting) -> int:
         updating = self._updating(split.family, split.updating)

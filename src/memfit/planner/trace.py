@@ -32,12 +32,14 @@ from memfit.memory.predict import failing_as_a_trace, no_collection
 from memfit.memory.segments import Segments, cut
 from memfit.optim import SMALL_NUMEL
 from memfit.parts import layers_of
+from memfit.planner.space import batches_of
 from memfit.planner.trace_batch import TracedRows, graph_count, rows_for
 from memfit.planner.trace_depth import compose, plan_runs, shortened
 from memfit.planner.trace_price import Priced, price
 from memfit.planner.trace_run import TracedRun
 from memfit.planner.trace_setup import autocast_dtype, build_model, full_config
 from memfit.planner.values import Candidate, Workload
+from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Strategy, ordered
 
 _ENOUGH_LAYERS = 4
@@ -94,9 +96,27 @@ def price_memory(
     tokens: int | None = None,
 ) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
     """The highest peak of all phases, each phase's own, and the trace they come from."""
-    trace = trace_step(workload, candidate, card, tokens=tokens)
-    phases = price(priced(trace, candidate, workload), card)
-    return highest(phases.values()), phases, trace
+    sized = _largest(workload, candidate) if tokens is None else [(candidate, tokens)]
+    found = []
+    for one, size in sized:
+        trace = trace_step(workload, one, card, tokens=size)
+        phases = price(priced(trace, candidate, workload), card)
+        found.append((highest(phases.values()), phases, trace))
+    return max(found, key=lambda one: one[0].device_bytes)
+
+
+def _largest(workload: Workload, candidate: Candidate) -> list[tuple[Candidate, int | None]]:
+    """The largest batches there are under a limit: one that is not cut, and one that is.
+
+    The gradient of one part is there while the next is computed, but parts are smaller.
+    """
+    packed = candidate.get("packing") is not None
+    limits = candidate.micro_batching
+    cutting = batches_of(workload, candidate.strategies).cut(limits, packed=packed)
+    if cutting.worst_part_tokens == cutting.worst_tokens or limits.max_rows is not None:
+        return [(candidate, None)]
+    whole = dataclasses.replace(candidate, micro_batching=MicroBatching())
+    return [(whole, cutting.worst_tokens), (candidate, cutting.worst_part_tokens)]
 
 
 def highest(phases: Iterable[MemoryPeak]) -> MemoryPeak:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,13 @@ class _Captured:
     loss: torch.Tensor
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all trainings of a process: cuBLAS keeps a workspace for every stream it has seen."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 class GraphMemory:
     """The pool and the stream that all graphs of a training share.
 
@@ -66,7 +74,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = _stream_of(device)
         self.pool: Any = None
         self.is_warm = False
         """Whether a step has been launched: kernels are compiled, products have their algorithms.

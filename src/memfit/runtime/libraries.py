@@ -11,8 +11,10 @@ def take_workspaces(device: torch.device) -> None:
     cuBLAS takes a workspace at a thread's first product on a stream, and keeps it. In the middle
     of a first step it would lie between activations, and its whole page of 20 MiB with it, when
     they are gone: 40 MB of a BERT-Base's graphs on an H200. Before the first step it lies at the
-    end of what stays.
+    end of what stays. Those that earlier trainings took on other streams are given back.
     """
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
     half = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if half else torch.float16
     with torch.enable_grad():
