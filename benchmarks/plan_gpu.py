@@ -31,7 +31,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "large 3GB": {"shape": "large", "gb": 3, "steps": 219, "others": 3},
     "base 2GB": {"shape": "base", "gb": 2, "steps": 219, "others": 3},
     "base 1.5GB": {"shape": "base", "gb": 1.5, "steps": 219, "others": 3},
-    "large 2GB": {"shape": "large", "gb": 2, "steps": 30, "others": 0},
+    "large 2GB": {"shape": "large", "gb": 2, "steps": 219, "others": 3},
     "large 16GB exact": {"shape": "large", "gb": 16, "exact": True, "steps": 219, "others": 0},
 }  # fmt: skip
 OTHER_STEPS, WARM_STEPS = 44, 20

@@ -91,6 +91,14 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "gradients released as they come",
         "zh": "梯度即用即弃",
     },
+    "way.state_offload": {
+        "en": "the optimizer's state in host memory",
+        "zh": "优化器状态在主机内存",
+    },
+    "way.state_offload.gradients": {
+        "en": "the optimizer's state and gradients in host memory",
+        "zh": "优化器状态和梯度在主机内存",
+    },
     "way.optimizer_offload": {"en": "the update in host memory", "zh": "在主机内存中更新"},
     "way.optimizer_offload.weights": {
         "en": "weights and update in host memory",

@@ -22,6 +22,7 @@ NAMES: dict[str, dict[Language, str]] = {
     "half_precision": {"en": "half precision", "zh": "半精度"},
     "lowbit_adamw": {"en": "the low-bit optimizer", "zh": "低比特优化器"},
     "gradient_release": {"en": "releasing gradients", "zh": "梯度即用即弃"},
+    "state_offload": {"en": "state offload", "zh": "优化器状态卸载"},
     "optimizer_offload": {"en": "optimizer offload", "zh": "优化器卸载"},
     "small_state_optimizer": {"en": "a small-state optimizer", "zh": "小状态优化器"},
     "lora": {"en": "LoRA", "zh": "LoRA"},

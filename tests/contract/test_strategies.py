@@ -65,6 +65,7 @@ ELSEWHERE = {
     "fused_layers": "unit/test_fused_layers.py",
     "activation_offload": "unit/test_strategy_offload.py",
     "small_state_optimizer": "unit/test_strategy_adafactor.py",
+    "state_offload": "unit/test_strategy_state_offload.py",
     "optimizer_offload": "unit/test_strategy_optimizer_offload.py",
     "small_workspace": "unit/test_strategy_workspace.py",
     "cuda_graphs": "gpu/test_graphs_gpu.py",

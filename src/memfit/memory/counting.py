@@ -89,6 +89,12 @@ def count_kernel(
         _current.kernel(bytes_moved=nbytes, launches=launches, captured=captured)
 
 
+def count_reached(*tensors: torch.Tensor) -> None:
+    """Host memory that a kernel reads or writes in place, each of these once."""
+    if _current is not None:
+        _current.add(StepCounts(reached_bytes=sum(tensor.nbytes for tensor in tensors)))
+
+
 def count_product(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
     """[rows, inner] by [inner, columns], where a trace leaves the product itself out."""
     if _current is not None:

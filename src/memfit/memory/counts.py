@@ -33,12 +33,16 @@ class StepCounts:
     """How often backward stops to compute a layer, or a part of one, a second time."""
     replayed: float = 0
     """Kernels a captured graph starts."""
+    replays: float = 0
+    """How often a graph is started."""
     graph_launches: float = 0
     """How many more a graph has than are launched here: what goes through a table of pointers in
     one launch is captured one by one."""
     to_host_bytes: float = 0.0
     to_device_bytes: float = 0.0
     """Copies across the bus, overlapped with compute where the strategy does so."""
+    reached_bytes: float = 0.0
+    """Host memory that kernels read and write in place; nothing runs beside them."""
     host_parameters: float = 0
     """Parameters the CPU updates."""
 

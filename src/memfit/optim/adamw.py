@@ -31,6 +31,7 @@ from memfit.optim.layout import (
     blocks_of,
     flat,
 )
+from memfit.optim.pinned import HostMemory
 from memfit.optim.small import SmallParameters
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class LowBitAdamW(Optimizer):
         seed: int = 0,
         remainders: Remainders | None = None,
         backend: str = "auto",
+        state_on_host: bool = False,
+        gradients_on_host: bool = False,
     ) -> None:
         if master_bits not in (16, 24):
             raise ValueError(f"master_bits must be 24 or 16, not {master_bits}")
@@ -75,6 +78,8 @@ class LowBitAdamW(Optimizer):
             raise ValueError(f"lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}?")
         self.master_bits, self.block, self.small_numel = master_bits, block, small_numel
         self.backend = backend
+        self.state_on_host, self.gradients_on_host = state_on_host, gradients_on_host
+        self._host_memory: HostMemory | None = None
         self.seed = seed
         self._remainders = remainders
         self._clock: StepClock | None = None
@@ -132,19 +137,32 @@ class LowBitAdamW(Optimizer):
         state: dict[str, Tensor] = {}
         if self.master_bits == 24 and p.dtype != torch.float32:
             kept = None if self._remainders is None else self._remainders.pop_correction(p)
-            state["correction"] = flat(torch.zeros_like(p, dtype=torch.int8))
+            state["correction"] = self._zeros(p, torch.int8)
             if kept is not None:
                 state["correction"].copy_(kept.view(-1))
-        state["moment1"] = torch.zeros(p.numel(), dtype=torch.int8, device=p.device)
+        state["moment1"] = self._zeros(p, torch.int8)
         state["scale1"] = torch.zeros(blocks, device=p.device)
-        state["moment2"] = torch.zeros(p.numel(), dtype=torch.uint8, device=p.device)
+        state["moment2"] = self._zeros(p, torch.uint8)
         state["scale2"] = torch.zeros(blocks, device=p.device)
         self.state[p].update(state)
+
+    def _zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """State for every element of a parameter, where this optimizer's state lies."""
+        if self.state_on_host:
+            return self.host_memory.zeros(p.numel(), dtype)
+        return torch.zeros(p.numel(), dtype=dtype, device=p.device)
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """Where state lies that is not on the parameters' device."""
+        if self._host_memory is None:
+            self._host_memory = HostMemory(self.clock.device)
+        return self._host_memory
 
     def forget_state(self) -> None:
         """Back to before the first step: state and clock are made anew when needed."""
         self.state.clear()
-        self._clock, self._complete = None, False
+        self._clock, self._complete, self._host_memory = None, False, None
         for kept in (self._rows, self._row_of, self._small, self._small_set):
             kept.clear()
 
@@ -255,6 +273,7 @@ class LowBitAdamW(Optimizer):
             stream=self._stream_of[p],
             row=self._row_of[p],
             block=self.block,
+            hosted=self.state_on_host,
         )
 
     @torch.no_grad()
@@ -279,17 +298,25 @@ class LowBitAdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the clock and the loss scale under "memfit"."""
+        self._wait_for_host()
         return {**super().state_dict(), "memfit": checkpoint.own_state(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bit for bit: torch's own would cast every state to the parameter's dtype."""
+        self._wait_for_host()
         checkpoint.load(self, state_dict, super().load_state_dict)
 
     def fp32_state_dict(
         self, model: torch.nn.Module, device: str | torch.device = "cpu"
     ) -> dict[str, Tensor]:
         """The model's state dict with fp32 masters in place of bf16 or fp16 weights."""
+        self._wait_for_host()
         return checkpoint.fp32_state_dict(self, model, torch.device(device))
+
+    def _wait_for_host(self) -> None:
+        """Kernels write state in host memory whenever they get to it."""
+        if self.state_on_host and self.clock.device.type == "cuda":
+            torch.cuda.synchronize(self.clock.device)
 
     def state_bytes(self) -> int:
         """Bytes of the state that exists now; the weights are not counted."""

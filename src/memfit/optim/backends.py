@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit import traced
-from memfit.memory.counting import count_kernel
+from memfit.memory.counting import count_kernel, count_reached
 from memfit.optim.layout import Addition, CodedGradient, Kernels, LowBitState, StepScalars, Work
 
 BACKENDS = ("auto", "triton", "torch")
@@ -61,16 +61,24 @@ class _TracedKernels:
 
     def accumulate(self, kept: CodedGradient, grad: Tensor, how: Addition) -> None:
         """One partial norm a tile, as the Triton kernel keeps them."""
-        count_kernel(kept.codes, kept.codes, kept.scales, kept.scales, grad)
+        codes = (kept.codes, kept.codes)
+        count_kernel(*(() if kept.hosted else codes), kept.scales, kept.scales, grad)
+        count_reached(*(codes if kept.hosted else ()))
         torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=how.norm)
 
 
 def _count_update(state: LowBitState, grad: Tensor | CodedGradient, *, launches: int) -> None:
     """Its traffic: the gradient is read, the rest is read and written, as far as it reaches."""
-    given = grad.codes if isinstance(grad, CodedGradient) else grad
-    kept = (state.weight, state.correction, state.moment1, state.moment2)
+    given, away = (grad.codes, grad.hosted) if isinstance(grad, CodedGradient) else (grad, False)
+    kept = (state.correction, state.moment1, state.moment2)
     parts = [tensor[: given.numel()] for tensor in kept if tensor is not None]
-    count_kernel(given, *parts, *parts, launches=launches)
+    weight = state.weight[: given.numel()]
+    here: list[Tensor] = [weight, weight]
+    there: list[Tensor] = []
+    (there if state.hosted else here).extend((*parts, *parts))
+    (there if away else here).append(given)
+    count_kernel(*here, launches=launches)
+    count_reached(*there)
 
 
 _TRACED = _TracedKernels()

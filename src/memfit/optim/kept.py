@@ -121,5 +121,7 @@ class KeptInt8(GradientSink):
 
     def _buffer(self, p: Tensor) -> CodedGradient:
         if p not in self._kept:
-            self._kept[p] = new_coded(p.numel(), self.optimizer.block, p.device)
+            optimizer = self.optimizer
+            host = optimizer.host_memory if optimizer.gradients_on_host else None
+            self._kept[p] = new_coded(p.numel(), optimizer.block, p.device, host)
         return self._kept[p]

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memfit.optim.pinned import HostMemory
+
 BLOCK = 256
 """Elements that share one fp32 scale: 4 / 256 bytes an element for each moment."""
 
@@ -39,6 +41,8 @@ class CodedGradient:
 
     codes: Tensor  # int8 [n]
     scales: Tensor  # fp32 [blocks]
+    hosted: bool = False
+    """Whether the codes lie in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ class LowBitState:
     stream: int
     row: int
     block: int
+    hosted: bool = False
+    """Whether corrections and moments lie in host memory."""
 
     @property
     def numel(self) -> int:
@@ -118,9 +124,11 @@ def flat(tensor: Tensor, name: str = "parameter") -> Tensor:
     return tensor.detach().view(-1)
 
 
-def new_coded(numel: int, block: int, device: torch.device) -> CodedGradient:
-    """An empty 8-bit gradient."""
-    return CodedGradient(
-        torch.zeros(numel, dtype=torch.int8, device=device),
-        torch.zeros(blocks_of(numel, block), device=device),
-    )
+def new_coded(
+    numel: int, block: int, device: torch.device, host: HostMemory | None = None
+) -> CodedGradient:
+    """An empty 8-bit gradient; its codes in host memory where that is given."""
+    scales = torch.zeros(blocks_of(numel, block), device=device)
+    if host is not None:
+        return CodedGradient(host.zeros(numel, torch.int8), scales, hosted=True)
+    return CodedGradient(torch.zeros(numel, dtype=torch.int8, device=device), scales)

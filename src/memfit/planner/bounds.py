@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 
 from memfit.memory.cards import DeviceProfile
-from memfit.planner.timing import UPDATE_SHARE, speeds_of
+from memfit.planner.timing import REACH_FACTOR, UPDATE_SHARE, speeds_of
 from memfit.planner.values import Price
 
 _TWICE = 1.6
 """All but the update comes twice."""
 _BUT_FOR_UPDATE = 0.8
 """Of a step that updates on the card, what is left at least where the host does it."""
+_LEAST_STATE = 4
+"""Two moments of a byte are read and written."""
 _WEIGHTS_COST = 1.02
 """Layers' weights cross the bus twice in every micro-batch."""
 
@@ -23,6 +25,7 @@ def least_seconds(
     """A step of this kind, with so many parameters that learn, beside plans that have prices."""
     speeds = speeds_of(card)
     host = learning / (speeds.host_parameters_per_second * UPDATE_SHARE)
+    reach = speeds.bus_bytes_per_second * REACH_FACTOR
     bus = 4 * learning / speeds.bus_bytes_per_second  # gradients of two bytes go and come back
     launched = min(
         (one.step_seconds for one in prices if not one.candidate.get("cuda_graphs")), default=0.0
@@ -30,6 +33,7 @@ def least_seconds(
     least = {
         "checkpointing": lambda: _fastest(prices),
         "two_pass": lambda: _TWICE * _fastest(prices),
+        "state_offload": lambda: _fastest(prices) + _LEAST_STATE * learning / reach,
         # None of the following is captured.
         "host": lambda: max(bus, launched),
         "activation_offload": lambda: launched,

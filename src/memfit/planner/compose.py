@@ -156,15 +156,16 @@ class TracedPricer:
     def _make_policy(self, split_family: Family, policy: Strategies) -> Policy:
         return split_family.policy(policy, self._depth)
 
-    def _make_static(self, family: Strategies, updating: Strategies, short: bool) -> Static:
-        used = self._updating(family, updating)
+    def _make_static(self, split: Split) -> Static:
+        used = self._updating(split.family, split.updating)
         static = used.static(self._depth)
-        if not short:
-            return static
         # Without corrections: a byte a parameter less. Their time is the same as measured
         # (benchmarks/results/bert_large_h200.json): what is not read is drawn at random.
+        elsewhere = split.hosted_bytes + split.short_masters
+        if not elsewhere:
+            return static
         parts = dict(static.parts)
-        parts[Component.OPTIMIZER] -= used.learning(self._depth)
+        parts[Component.OPTIMIZER] -= elsewhere * used.learning(self._depth)
         return Static(parts)
 
     # --------------------------------------------------------------------------- memory
@@ -172,7 +173,7 @@ class TracedPricer:
     def _memory(
         self, candidate: Candidate, split: Split, cut: Cutting, counts: StepCounts
     ) -> MemoryPeak:
-        static = self._static(split.family, split.updating, split.short_masters)
+        static = self._static(split)
         adds_up = split.keeps and cut.worst_micro_batches > 1
         tokens = self._bucket(split, cut.worst_tokens)
         family = self._family_of(split)
@@ -320,10 +321,10 @@ class TracedPricer:
     def _host_bytes(self, split: Split, cut: Cutting) -> int:
         updating = self._updating(split.family, split.updating)
         family = self._family_of(split)
-        kept = 0.0
+        kept = split.hosted_bytes * updating.learning(self._depth)
         if split.policy:
             each = self._policy(family, split.policy).host_bytes
-            kept = split.count * each * cut.worst_tokens / family.tokens[0]
+            kept += split.count * each * cut.worst_tokens / family.tokens[0]
         return round(updating.host_bytes(self._depth) + kept)
 
     # ----------------------------------------------------------------------------- time
@@ -350,6 +351,18 @@ class TracedPricer:
 
     def _counts(self, split: Split, cut: Cutting) -> StepCounts:
         """What an average step does."""
+        counts = self._counted(split, cut)
+        if not split.hosted_bytes:
+            return counts
+        # The update reads and writes state, and reads a gradient that every micro-batch was added
+        # to.
+        gradient_bytes = split.hosted_gradient * (2 * cut.micro_batches + 1)
+        learning = self._updating(split.family, split.updating).learning(self._depth)
+        reached_bytes = (2 * split.hosted_state + gradient_bytes) * learning
+        return dataclasses.replace(counts, reached_bytes=reached_bytes)
+
+    def _counted(self, split: Split, cut: Cutting) -> StepCounts:
+        """The same with all state on the card."""
         micro, attention, update, more = self._lines(split.as_counted)
         tokens = cut.tokens
         if split.graphs is not None:  # filled up to the next bucket, by half of one on average
@@ -358,9 +371,10 @@ class TracedPricer:
         step += more * (cut.micro_batches - 1) + self._features(split)
         if split.graphs is None:
             return counts_of(step + update)
-        if cut.worst_micro_batches == 1:
-            return counts_of(replayed(step + update))
-        return counts_of(replayed(step) + update)
+        # A batch that is not cut ends its step in the graph, too.
+        share = min(cut.micro_batches - 1.0, 1.0)
+        step = replayed(step) + share * update + (1 - share) * replayed(update)
+        return dataclasses.replace(counts_of(step), replays=cut.micro_batches)
 
     def _features(self, split: Split) -> Counts | float:
         """The share of a step in the one pass of all texts through a frozen encoder."""

@@ -117,6 +117,7 @@ class _Explaining:
             "activation_offload": self._offloaded,
             "lowbit_adamw": self._low_bit,
             "gradient_release": self._released,
+            "state_offload": self._state_hosted,
             "optimizer_offload": self._hosted,
             "cuda_graphs": self._graphs,
             "packing": self._packed,
@@ -173,6 +174,11 @@ class _Explaining:
         there = replace(self.candidate, strategies=tuple(ordered(rest)))
         message = "optimizer_offload.weights" if strategy.weights else "optimizer_offload"
         return message, {"host": gb(self.price.host_bytes), **self._difference(there)}
+
+    def _state_hosted(self, strategy: Any) -> tuple[str, dict[str, str]]:
+        message = "state_offload.gradients" if strategy.gradients else "state_offload"
+        fields = self._difference(self._without(strategy.name))
+        return message, {"host": gb(self.price.host_bytes), **fields}
 
     def _graphs(self, strategy: Strategy) -> tuple[str, dict[str, str]]:
         launched = self.pricer.quick(self._without(strategy.name))

@@ -93,6 +93,18 @@ _USED: dict[str, dict[Language, str]] = {
         "zh": "在反向传播中更新权重，按之前步骤预测的范数在 {norm} 处裁剪：省 {saved}；"
         "这是你允许的另一种更新规则",
     },
+    "state_offload": {
+        "en": "the optimizer's state lies in host memory, {host} there, where the card's update "
+        "reads and writes it: saves {saved}, costs {cost} of the step",
+        "zh": "优化器状态位于主机内存（{host}），由显卡上的更新直接读写：省 {saved}，使每步慢 "
+        "{cost}",
+    },
+    "state_offload.gradients": {
+        "en": "the optimizer's state and the 8-bit gradients lie in host memory, {host} there, "
+        "where the card reads and writes them: saves {saved}, costs {cost} of the step",
+        "zh": "优化器状态和 8 位梯度位于主机内存（{host}），由显卡直接读写：省 {saved}，使每步慢 "
+        "{cost}",
+    },
     "optimizer_offload": {
         "en": "AdamW runs on the CPU with its state in host memory, {host} there: saves {saved}, "
         "costs {cost} of the step",

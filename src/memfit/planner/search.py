@@ -33,6 +33,7 @@ TIERS = (
     "checkpointing",
     "two_pass",
     "host",
+    "state_offload",
     "activation_offload",
     "optimizer_offload",
     "hosted_weights",

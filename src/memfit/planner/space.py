@@ -36,6 +36,7 @@ from memfit.strategies import (
     Packing,
     SmallStateOptimizer,
     SmallWorkspace,
+    StateOffload,
     Strategy,
     Truncation,
     ordered,
@@ -125,10 +126,12 @@ def _usual(asked: Asked) -> list[tuple[Option, Option]]:
     if asked.exact:
         return [(layers, ()), (half, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
     stored = LowBitAdamW(dtype=asked.half)
-    alike = (LowBitAdamW(16, asked.half), GradientRelease("two_pass"), GradientRelease("host"))
+    slower = (GradientRelease("two_pass"), GradientRelease("host"))
+    alike = (LowBitAdamW(16, asked.half), *slower, StateOffload())
     hosted = OptimizerOffload(True, "bfloat16")
+    away = StateOffload(gradients=True)
     return [
-        ((*layers, stored, GradientRelease("kept8"), CudaGraphs()), alike),
+        ((*layers, stored, GradientRelease("kept8"), away, CudaGraphs()), alike),
         (half, ()),
         ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
     ]
@@ -321,8 +324,19 @@ def _low_bit(asked: Asked) -> list[Option]:
     options: list[Option] = []
     for bits in (24, 16):
         stored = LowBitAdamW(24 if bits == 24 else 16, asked.half)
-        options += [(stored, *way) for way in asked.usable(ways, (stored,))]
+        for way in asked.usable(ways, (stored,)):
+            options += [(stored, *way), *((stored, *way, away) for away in _away(asked, way))]
     return options
+
+
+def _away(asked: Asked, way: Option) -> list[Strategy]:
+    """How the low-bit state may lie in host memory, where gradients wait in this way."""
+    modes = [one.mode for one in way if isinstance(one, GradientRelease)]
+    if modes not in ([], ["kept8"], ["release"]):
+        return []  # those are slow already, or keep nothing on the card
+    places = [StateOffload(), *([StateOffload(gradients=True)] if modes == ["kept8"] else [])]
+    stored = LowBitAdamW(dtype=asked.half)
+    return [one for one in places if asked.works(stored, *way, one)]
 
 
 def _refused(asked: Asked, name: str) -> bool:
@@ -354,14 +368,17 @@ def _senseless(strategies: Option) -> bool:
     kinds = {type(one): one for one in strategies}
     release = kinds.get(GradientRelease)
     few_learn = any(kind in kinds for kind in (Lora, Freezing, FrozenFeatures))
-    if few_learn and (release or OptimizerOffload in kinds or SmallStateOptimizer in kinds):
+    few = (OptimizerOffload, SmallStateOptimizer, StateOffload)
+    if few_learn and (release or any(kind in kinds for kind in few)):
         return True  # gradients and state are small already
+    again = kinds.get(Checkpointing)
+    if StateOffload in kinds and isinstance(again, Checkpointing) and again.part == "mlp":
+        return True  # whole layers are computed again before the bus is used
     hosted = kinds.get(OptimizerOffload)
-    if isinstance(hosted, OptimizerOffload) and hosted.weights:
-        # The last resort: it goes with all layers recomputed, or with none.
-        again = kinds.get(Checkpointing)
-        if ActivationOffload in kinds or (again is not None and again != Checkpointing()):
-            return True
+    # The last resort: weights on the host go with all layers recomputed, or with none.
+    last = isinstance(hosted, OptimizerOffload) and hosted.weights
+    if last and (ActivationOffload in kinds or (again is not None and again != Checkpointing())):
+        return True
     frozen = kinds.get(Freezing)
     nothing_kept = FrozenFeatures in kinds or (
         isinstance(frozen, Freezing) and frozen.what == "encoder"
@@ -375,10 +392,15 @@ def _senseless(strategies: Option) -> bool:
 
 
 def _wasteful(strategies: Option, options: Sequence[list[Option]]) -> bool:
-    """Whether it holds scratch memory that costs nothing to leave out: graphs parse no setting."""
-    kinds = {type(one) for one in strategies}
-    small = any((SmallWorkspace(),) in axis for axis in options)
-    return small and CudaGraphs in kinds and SmallWorkspace not in kinds
+    """Whether another way is at least as good in everything, and so need not be looked at."""
+    kinds = {type(one): one for one in strategies}
+    every = {one for axis in options for option in axis for one in option}
+    if CudaGraphs in kinds:
+        # Replayed products parse no setting, and scratch memory costs nothing to leave out.
+        return SmallWorkspace not in kinds and SmallWorkspace() in every
+    if StateOffload in kinds and ActivationOffload not in kinds:
+        return CudaGraphs() in every
+    return False
 
 
 def limits_for(asked: Asked, strategies: Option) -> list[MicroBatching]:

@@ -12,7 +12,7 @@ from memfit.strategies import CudaGraphs, LowBitAdamW, Strategy
 
 _POLICY = ("checkpointing", "activation_offload")
 _UPDATING = ("lowbit_adamw", "gradient_release", "optimizer_offload", "small_state_optimizer")
-_NEITHER = ("cuda_graphs", "small_workspace", "truncation")
+_NEITHER = ("cuda_graphs", "small_workspace", "state_offload", "truncation")
 """What changes neither the layers' events nor the update's."""
 
 
@@ -32,6 +32,15 @@ class Split:
     """How often a micro-batch runs in one step."""
     short_masters: bool
     small_workspace: bool
+    hosted_state: int = 0
+    """Bytes of each parameter's low-bit state that lie in host memory."""
+    hosted_gradient: int = 0
+    """The same of its gradient."""
+
+    @property
+    def hosted_bytes(self) -> int:
+        """Of each parameter, what lies in host memory instead of on the card."""
+        return self.hosted_state + self.hosted_gradient
 
     @cached_property
     def packed(self) -> bool:
@@ -48,7 +57,14 @@ class Split:
     @cached_property
     def as_counted(self) -> Split:
         """The same without what counts do not depend on."""
-        return dataclasses.replace(self, short_masters=False, small_workspace=False, graphs=None)
+        return dataclasses.replace(
+            self,
+            short_masters=False,
+            small_workspace=False,
+            graphs=None,
+            hosted_state=0,
+            hosted_gradient=0,
+        )
 
 
 def split_up(strategies: Strategies, depth: int) -> Split:
@@ -56,6 +72,7 @@ def split_up(strategies: Strategies, depth: int) -> Split:
     names = {one.name: one for one in strategies}
     low_bit: Any = names.get("lowbit_adamw")
     release: Any = names.get("gradient_release")
+    hosted: Any = names.get("state_offload")
     policy = tuple(one for one in strategies if one.name in _POLICY)
     sized: Any = next((one for one in policy if getattr(one, "layers", None)), None)
     count = 0 if not policy else (sized.layers if sized else depth)
@@ -72,6 +89,8 @@ def split_up(strategies: Strategies, depth: int) -> Split:
         passes=2 if mode == "two_pass" else 1,
         short_masters=low_bit is not None and low_bit.master_bits == 16,
         small_workspace="small_workspace" in names,
+        hosted_state=(2 + (low_bit.master_bits == 24)) if hosted else 0,
+        hosted_gradient=int(hosted is not None and hosted.gradients),
     )
 
 

@@ -24,7 +24,8 @@ from memfit.memory.counts import StepCounts
 HALF_SHARE, TF32_SHARE, FP32_SHARE = 0.60, 0.49, 0.67
 COPY_SHARE, BUS_SHARE = 0.88, 0.88
 PRODUCT_FACTOR = 1.1
-"""A step's products against calibration's rate, in bf16 and in fp32 alike."""
+"""A step's products against calibration's rate, in bf16 and in fp32 alike; packed batches, whose
+products have odd sizes, reach a tenth less in fp32."""
 HALF_ATTENTION_FACTOR, FULL_ATTENTION_FACTOR = 1.1, 0.52
 """Attention against the rate of fp32 products: texts are short, so that exponents and dropout, on
 the ordinary units, take longer than its products."""
@@ -41,10 +42,17 @@ SHOWN_SHARE = 0.1
 """What of it shows where the card is busier than the host: at a step's beginning nothing waits."""
 RECOMPUTE_FACTOR = 85.0
 """On top, for a layer that is computed again: random states, hooks on every saved tensor."""
-STEP_FACTOR = 360.0
+STEP_FACTOR = 480.0
 """The Trainer's loop, in operators: the batch, the schedule, callbacks."""
+REPLAY_FACTOR = 225.0
+"""A micro-batch that a graph runs: it is packed, pinned and copied from Python all the same."""
 UPDATE_SHARE = 0.19
 """What an offloaded update reaches of calibration's AdamW, whose states the CPU's cache holds."""
+REACH_FACTOR = 1.2
+"""Kernels that use host memory in place, against copies one way: both directions are in use."""
+HIDDEN_COST = 0.01
+"""What shows of a replayed step where Python takes longer, or of Python where the step does: on
+another host it is the other way round, so the less of both the better."""
 COPIES_COST = 0.15
 """What copies take from what they run beside, of their own time. A guess on the safe side: the one
 plan measured with both kinds of copies took 17 % longer than if they had been free."""
@@ -94,6 +102,7 @@ def explain(
     # A product of few rows waits for its weights instead of its arithmetic.
     waiting = counts.product_bytes / bytes_per_second - products - attention
     kernels = (counts.launches + counts.replayed) * (0.0 if is_cpu(card) else KERNEL_SECONDS)
+    reached = counts.reached_bytes / (speeds.bus_bytes_per_second * REACH_FACTOR)
     parsed = counts.products * (PARSE_FACTOR if parses else 0.0)
     operators = (
         counts.launches * PYTHON_FACTOR
@@ -103,11 +112,12 @@ def explain(
     )
     return {
         "compute": products + attention,
-        "memory": counts.bytes_moved / bytes_per_second + max(waiting, 0.0) + kernels,
+        "memory": counts.bytes_moved / bytes_per_second + max(waiting, 0.0) + kernels + reached,
         "launch": operators * speeds.launch_seconds,
         "bus": (counts.to_host_bytes + counts.to_device_bytes) / speeds.bus_bytes_per_second,
         "host": counts.host_parameters / (speeds.host_parameters_per_second * UPDATE_SHARE)
-        + (STEP_FACTOR + SHOWN_SHARE * parsed) * speeds.launch_seconds,
+        + (STEP_FACTOR + REPLAY_FACTOR * counts.replays + SHOWN_SHARE * parsed)
+        * speeds.launch_seconds,
     }
 
 
@@ -119,8 +129,10 @@ def step_seconds(counts: StepCounts, card: DeviceProfile | None, *, parses: bool
         return device + parts["launch"] + host
     copies = COPIES_COST * parts["bus"]
     if counts.replayed > counts.launches:
-        # A replayed step is queued and the loop goes on: what the host does is hidden too.
-        return max(device, parts["bus"], parts["launch"] + host) + copies
+        # A replayed step is queued and the loop goes on: one is nearly hidden behind the other.
+        launched = parts["launch"] + host
+        shown = HIDDEN_COST * min(device, launched)
+        return max(device, parts["bus"], launched) + shown + copies
     return max(device, parts["launch"], parts["bus"]) + host + copies
 
 

@@ -57,6 +57,9 @@ _SAID: Mapping[str, Callable[[Any], str]] = {
     "activation_offload": _layers("activation_offload"),
     "lowbit_adamw": _plain("lowbit_adamw", "master_bits"),
     "gradient_release": lambda one: t(f"planned.way.gradient_release.{one.mode}"),
+    "state_offload": lambda one: t(
+        "planned.way.state_offload.gradients" if one.gradients else "planned.way.state_offload"
+    ),
     "optimizer_offload": lambda one: t(
         "planned.way.optimizer_offload.weights" if one.weights else "planned.way.optimizer_offload"
     ),

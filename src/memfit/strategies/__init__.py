@@ -16,6 +16,7 @@ from memfit.strategies.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing import Packing
 from memfit.strategies.registry import BY_NAME, ORDER, apply_all, by_name, ordered
 from memfit.strategies.release import GradientRelease
+from memfit.strategies.state_offload import StateOffload
 from memfit.strategies.truncation import Truncation
 from memfit.strategies.workspace import SmallWorkspace
 
@@ -39,6 +40,7 @@ __all__ = [
     "Setup",
     "SmallStateOptimizer",
     "SmallWorkspace",
+    "StateOffload",
     "Strategy",
     "Truncation",
     "apply_all",

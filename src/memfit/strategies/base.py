@@ -72,6 +72,10 @@ class Setup:
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
     sink: GradientSink | None = None
     """What takes the gradients, once the optimizer is made."""
+    state_on_host: bool = False
+    """Whether the low-bit optimizer's state lies in host memory."""
+    gradients_on_host: bool = False
+    """Whether gradients that wait in 8 bits lie there, too."""
     single_micro_batch: bool = False
     """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True

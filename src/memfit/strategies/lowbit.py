@@ -79,6 +79,8 @@ class LowBitAdamW(Strategy):
                 master_bits=self.master_bits,
                 seed=args.seed,
                 remainders=remainders,
+                state_on_host=setup.state_on_host,
+                gradients_on_host=setup.gradients_on_host,
             )
             scale = LossScale(setup.device) if self.dtype == "float16" else None
             sink = setup.make_sink or KeptGradients

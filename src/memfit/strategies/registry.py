@@ -20,6 +20,7 @@ from memfit.strategies.lowbit import LowBitAdamW
 from memfit.strategies.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing import Packing
 from memfit.strategies.release import GradientRelease
+from memfit.strategies.state_offload import StateOffload
 from memfit.strategies.truncation import Truncation
 from memfit.strategies.workspace import SmallWorkspace
 
@@ -39,6 +40,7 @@ ORDER: tuple[type[Strategy], ...] = (
     SmallStateOptimizer,
     LowBitAdamW,
     GradientRelease,
+    StateOffload,
     OptimizerOffload,
     SmallWorkspace,
     CudaGraphs,

@@ -1,0 +1,60 @@
+"""State offload: the low-bit optimizer's state lies in host memory, and the update reaches for it.
+
+On the card remain the weights and what a step makes. The update runs there as before, reads two or
+three bytes a parameter across the bus and writes as many back; with `gradients`, those that are
+added up in 8 bits wait there, too. The numbers are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.units import format_bytes
+
+_STATE_BYTES = 3
+"""A parameter's correction and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOffload(Strategy):
+    """The low-bit optimizer's state in pinned host memory, used in place."""
+
+    name = "state_offload"
+    reason = "the low-bit optimizer's state lies in the computer's own memory, not on the card"
+    shrinks = ("optimizer", "gradients")
+    conflicts = frozenset({"optimizer_offload", "small_state_optimizer"})
+
+    gradients: bool = False
+    """Gradients of eight bits (kept8) wait there, too."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def unavailable(self, setup: Setup) -> str:
+        if setup.device_type != "cuda":
+            return f"on a {setup.device_type} device the state is in host memory already"
+        if setup.make_optimizer is None:
+            return "it needs the low-bit optimizer, whose state is small enough to cross the bus"
+        if not setup.has_triton:
+            return "its update is a kernel of Triton, which is not there"
+        if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
+            return "only gradients of eight bits can be added up there; take kept8"
+        # What the host of a card that is not here has free is the planner's to ask.
+        return "" if setup.card else self._too_large(setup)
+
+    def _too_large(self, setup: Setup) -> str:
+        learning = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
+        needed_bytes = (_STATE_BYTES + self.gradients) * learning
+        free_bytes = psutil.virtual_memory().available
+        if needed_bytes <= free_bytes:
+            return ""
+        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
+        return f"it needs {needed} of the computer's memory, of which {free} are free"
+
+    def change(self, setup: Setup) -> None:
+        setup.state_on_host = True
+        setup.gradients_on_host = self.gradients
