@@ -57,6 +57,18 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "on a {device} device the optimizer is in host memory already",
         "zh": "在 {device} 上优化器本来就在主机内存里",
     },
+    "state": {
+        "en": "on a {device} device the state is in host memory already",
+        "zh": "在 {device} 上优化器状态本来就在主机内存里",
+    },
+    "state.lowbit": {
+        "en": "it needs the low-bit optimizer, whose state is small enough to cross the bus",
+        "zh": "它需要低比特优化器，其状态小到可以经总线读写",
+    },
+    "state.kept8": {
+        "en": "only gradients of eight bits can be added up there; take kept8",
+        "zh": "只有 8 位梯度能在那里累加；请用 kept8",
+    },
     "cublas": {"en": "a {device} has no cuBLAS", "zh": "{device} 没有 cuBLAS"},
     "workspace": {
         "en": "this card's workspace is small already",

@@ -19,6 +19,9 @@ VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Workspaces of this process as a card's torch would drop them, one entry a call."""
     calls: list[None] = []
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append(None), raising=False
     )
@@ -38,6 +41,8 @@ def test_workspaces_are_made_anew_small_and_the_environment_is_given_back(
     assert len(cleared) == 1
     setup.restore()
     assert os.environ.get(VARIABLE) == before
+    # One made small would be written to beyond its end under the large setting.
+    assert len(cleared) == (2 if before is None else 1)
 
 
 def test_a_plan_for_another_card_leaves_this_process_alone(

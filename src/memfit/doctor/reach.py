@@ -171,7 +171,7 @@ def _is_usual(candidate: Candidate) -> bool:
     from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW
 
     for one in candidate.strategies:
-        if one.name in ("activation_offload", "optimizer_offload", "truncation"):
+        if one.name in ("activation_offload", "optimizer_offload", "state_offload", "truncation"):
             return False
         if isinstance(one, Checkpointing) and one.part != "layer":
             return False

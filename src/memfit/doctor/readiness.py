@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memfit.strategies import Setup, Strategy
 
 # Packages a strategy cannot work without, and those it is only faster with.
-_NEEDS = {"lora": "peft", "fused_layers": "triton"}
+_NEEDS = {"lora": "peft", "fused_layers": "triton", "state_offload": "triton"}
 _FASTER_WITH = {"lowbit_adamw": "triton", "gradient_release": "triton", "cuda_graphs": "triton"}
 _FIRST_WITH_TRITON = (7, 0)
 
@@ -55,6 +55,7 @@ def strategies_for(kind: type[Strategy], half: str = "bfloat16") -> list[Strateg
         HalfPrecision,
         LowBitAdamW,
         Packing,
+        StateOffload,
         Truncation,
     )
 
@@ -66,6 +67,7 @@ def strategies_for(kind: type[Strategy], half: str = "bfloat16") -> list[Strateg
         GradientRelease: [low_bit, GradientRelease("kept8")],
         HalfPrecision: [HalfPrecision(dtype)],
         LowBitAdamW: [low_bit],
+        StateOffload: [low_bit, StateOffload()],
         Truncation: [Truncation(64)],
     }
     return special.get(kind) or [kind()]

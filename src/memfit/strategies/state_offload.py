@@ -40,7 +40,7 @@ class StateOffload(Strategy):
         if setup.make_optimizer is None:
             return "it needs the low-bit optimizer, whose state is small enough to cross the bus"
         if not setup.has_triton:
-            return "its update is a kernel of Triton, which is not there"
+            return "its kernels need Triton, which is not installed"
         if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
             return "only gradients of eight bits can be added up there; take kept8"
         # What the host of a card that is not here has free is the planner's to ask.
