@@ -37,6 +37,35 @@ LADDER_HEADS: Words = {
     "en": ("", "shrinks", "predicted MiB", "measured MiB", "epoch, × baseline", "fidelity"),
     "zh": ("", "针对", "预测 MiB", "实测 MiB", "一轮，是基线的几倍", "保真度"),
 }
+PLAN_HEADS: Words = {
+    "en": (
+        "budget", "the plan chosen", "predicted GB", "measured GB", "off", "step ms", "best other",
+    ),
+    "zh": (
+        "预算", "选中的方案", "预测 GB", "实测 GB", "误差", "每步毫秒", "其他方案中最快",
+    ),
+}  # fmt: skip
+PLAN_PAIRS: dict[str, dict[str, str]] = {
+    "large 4GB": {"en": "BERT-Large, 4 GB", "zh": "BERT-Large，4 GB"},
+    "large 3GB": {"en": "BERT-Large, 3 GB", "zh": "BERT-Large，3 GB"},
+    "large 2GB": {"en": "BERT-Large, 2 GB", "zh": "BERT-Large，2 GB"},
+    "large 16GB exact": {
+        "en": "BERT-Large, 16 GB, `--exact`",
+        "zh": "BERT-Large，16 GB，`--exact`",
+    },
+    "base 2GB": {"en": "BERT-Base, 2 GB", "zh": "BERT-Base，2 GB"},
+    "base 1.5GB": {"en": "BERT-Base, 1.5 GB", "zh": "BERT-Base，1.5 GB"},
+}
+UNSAID = ("packing", "fused_layers", "small_workspace")
+"""Strategies that every plan on that card has, or that say little."""
+GUARD_HEADS: Words = {
+    "en": ("", "epoch s", "most GB held", "out of memory", "adjustments"),
+    "zh": ("", "一轮秒数", "最多占用 GB", "内存不足次数", "调整次数"),
+}
+GUARD_ROWS: Words = {
+    "en": ("alone", "beside a process that takes and returns up to 0.9 GB"),
+    "zh": ("单独运行", "旁边有进程反复占用又归还最多 0.9 GB"),
+}
 FAMILY_HEADS: Words = {
     "en": ("model", "runs", "tensors", "reserved", "on the device"),
     "zh": ("模型", "训练次数", "张量", "预留", "整块显卡"),

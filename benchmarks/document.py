@@ -23,14 +23,17 @@ from typing import Any
 import _recipe_chart as chart
 import _table_words as words
 import memory_accuracy as accuracy
+from bert_large import made
 from memfit.climbing import show
 from memfit.climbing.values import Outcome
 from memfit.messages import speaking, t
+from memfit.report.ways import strategy_in_words
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md", "README.zh.md", "docs/memory.md", "docs/zh/memory.md",
-    "docs/from-the-tutorials.md", "docs/zh/from-the-tutorials.md",
+    "docs/from-the-tutorials.md", "docs/zh/from-the-tutorials.md", "docs/surviving.md",
+    "docs/zh/surviving.md",
 )  # fmt: skip
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LARGE = "bert-large/"
@@ -94,6 +97,10 @@ BERT_LARGE: dict[str, dict[str, str]] = {
     "16-bit, release, recompute, graphs": {
         "en": "under 2 GB above the context; every layer recomputed",
         "zh": "上下文之外不到 2 GB，每层重计算",
+    },
+    "16-bit, release, recompute, activations offloaded": {
+        "en": "the smallest with the optimizer on the card; activations in host memory",
+        "zh": "优化器在显卡上时的最小占用，激活放在主机内存",
     },
     "everything offloaded": {
         "en": "weights, optimizer, gradients and activations in host memory",
@@ -264,6 +271,45 @@ def bert_large_table(language: str) -> str:
     return table(BERT_LARGE_HEADS[language], rows)
 
 
+def plan_table(language: str) -> str:
+    """Plans run inside their budgets: what was predicted and measured, and the best of others."""
+    runs = read(accuracy.RESULTS / "plan_h200.json")["runs"]
+    rows = []
+    for pair, called in words.PLAN_PAIRS.items():
+        beside = [run for run in runs if run["pair"] == pair]
+        (chosen,) = (run for run in beside if run["chosen"])
+        others = [run["measured"]["step_seconds"] for run in beside if not run["chosen"]]
+        found, said = (chosen[part]["device_bytes"] for part in ("measured", "predicted"))
+        sizes = (f"{said / 1e9:.2f}", f"{found / 1e9:.2f}", f"{said / found - 1:+.1%}")
+        steps = (chosen["measured"]["step_seconds"], min(others, default=None))
+        times = ("" if one is None else f"{one * 1e3:.1f}" for one in steps)
+        rows.append((called[language], plan_words(chosen, language), *sizes, *times))
+    return table(words.PLAN_HEADS[language], rows, texts=2)
+
+
+def plan_words(run: Mapping[str, Any], language: str) -> str:
+    """What a plan does, but for what all of them do."""
+    with speaking(language):
+        used = (made(text) for text in run["strategies"])
+        said = [strategy_in_words(one) for one in used if one.name not in words.UNSAID]
+        if run["max_tokens"] is not None:
+            said.append(t("planned.way.micro_batching", tokens=f"{run['max_tokens']:,}"))
+        return t("planned.way.comma").join(said)
+
+
+def guard_table(language: str) -> str:
+    """An epoch inside 4 GB, alone and beside a greedy neighbour."""
+    rows = []
+    for run in read(accuracy.RESULTS / "guard_h200.json")["runs"]:
+        if run["above_cap"] or run["steps"] != STEPS:
+            raise SystemExit("the guarded run was above its cap, or did not end")
+        name = words.GUARD_ROWS[language][run["disturbed"]]
+        numbers = (str(run["num_ooms"]), str(len(run["adjustments"])))
+        size = f"{run['highest_bytes'] / 1e9:.2f}"
+        rows.append((name, f"{run['train_seconds']:.1f}", size, *numbers))
+    return table(words.GUARD_HEADS[language], rows)
+
+
 def ladder_table(language: str) -> str:
     """The ladder on a CPU: bytes, predicted and counted, and times within the run."""
     found = read(accuracy.RESULTS / "ladder_cpu.json")
@@ -313,9 +359,9 @@ def component_table(language: str) -> str:
     return table(words.COMPONENT_HEADS[language], rows)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    marks = ["---", *("---:" for _ in heads[1:])]
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A Markdown table: so many columns of text, then numbers, to the right."""
+    marks = [*("---" for _ in heads[:texts]), *("---:" for _ in heads[texts:])]
     lines = [heads, marks, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -335,7 +381,9 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "bert-large": bert_large_table,
     "components": component_table,
     "families": family_table,
+    "guard": guard_table,
     "ladder": ladder_table,
+    "plans": plan_table,
     "quality": quality_table,
     "recipe": recipe_table,
     "rounding": rounding_table,

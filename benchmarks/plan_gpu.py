@@ -3,9 +3,13 @@
     python benchmarks/plan_gpu.py --table T.csv --vocab V.txt --plan plans.json     # no GPU needed
     python benchmarks/plan_gpu.py --table T.csv --vocab V.txt --run plans.json --out F.json
 
+    python benchmarks/plan_gpu.py --table T.csv --vocab V.txt --predict F.json      # no GPU needed
+
 First every (model, budget) is planned for the card, and the fastest plans of other kinds that fit
 are noted. Then, a process for each pair, the chosen plan runs inside its budget, capped there with
-the CUDA context, for an epoch or as long as there is time, and the others for some steps.
+the CUDA context, for an epoch or as long as there is time, and the others for some steps. The third
+gives the runs in a result what is predicted for them today: the chosen ones traced, the others
+composed. Nothing is evaluated here, so it is the training's peak that is compared.
 Random weights; ChnSentiCorp's lengths, effective batch 32, length 128, clipped at 1.0.
 """
 
@@ -44,21 +48,45 @@ def config_of(pair: dict[str, Any]) -> Any:
     return BertConfig(vocab_size=21128, num_labels=2, **SHAPES[pair["shape"]])
 
 
-def planned(pair: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> dict[str, Any]:
-    """The chosen plan, and the fastest of each other kind that fits."""
+def workload_of(pair: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     from transformers import TrainingArguments
 
-    from memfit.memory.cards import find_card
-    from memfit.planner.search import make_plan
     from memfit.planner.values import Workload
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     lengths = tuple(len(row["input_ids"]) for row in rows)
-    workload = Workload(config=config_of(pair), lengths=lengths, args=args)
+    return Workload(config=config_of(pair), lengths=lengths, args=args)
+
+
+def predict(result: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> None:
+    """What is predicted today for every run of a result, in its place."""
+    from memfit.memory.cards import find_card
+    from memfit.planner.compose import TracedPricer
+    from memfit.planner.values import Candidate
+    from memfit.runtime.batching import MicroBatching
+
+    pricers: dict[str, Any] = {}
+    for run in result["runs"]:
+        shape = PAIRS[run["pair"]]["shape"]
+        if shape not in pricers:
+            workload = workload_of(PAIRS[run["pair"]], rows)
+            pricers[shape] = TracedPricer(workload, find_card(gpu))
+        strategies = tuple(made(text) for text in run["strategies"])
+        candidate = Candidate(strategies, MicroBatching(run["max_rows"], run["max_tokens"]))
+        pricer = pricers[shape]
+        run.update(_noted(pricer.full(candidate) if run["chosen"] else pricer.quick(candidate)))
+        print(told(run))
+
+
+def planned(pair: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> dict[str, Any]:
+    """The chosen plan, and the fastest of each other kind that fits."""
+    from memfit.memory.cards import find_card
+    from memfit.planner.search import make_plan
+
     budget_bytes = round(pair["gb"] * 1e9)
     started = time.perf_counter()
     planning = make_plan(
-        workload, budget_bytes, find_card(gpu), exact=pair.get("exact", False),
+        workload_of(pair, rows), budget_bytes, find_card(gpu), exact=pair.get("exact", False),
         host_bytes_free=HOST_BYTES,
     )  # fmt: skip
     seconds = time.perf_counter() - started
@@ -86,14 +114,15 @@ def _kind(candidate: Any) -> tuple[Any, ...]:
 
 def _noted(price: Any) -> dict[str, Any]:
     limits = price.candidate.micro_batching
+    peak = price.phases["training"]
     return {
         "strategies": [repr(one) for one in price.candidate.strategies],
         "max_tokens": limits.max_tokens, "max_rows": limits.max_rows,
         "fidelity": str(price.candidate.fidelity), "traced": price.traced,
         "predicted": {
-            "allocated_bytes": price.peak.allocated_bytes,
-            "reserved_bytes": price.peak.reserved_bytes,
-            "device_bytes": price.peak.device_bytes, "step_seconds": price.step_seconds,
+            "allocated_bytes": peak.allocated_bytes,
+            "reserved_bytes": peak.reserved_bytes,
+            "device_bytes": peak.device_bytes, "step_seconds": price.step_seconds,
         },
     }  # fmt: skip
 
@@ -195,6 +224,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--plan", type=Path, help="plan, and write what to run here")
     parser.add_argument("--run", type=Path, help="run what was planned")
+    parser.add_argument("--predict", type=Path, help="predict anew what was run")
     parser.add_argument("--out", type=Path, default=Path("plan_gpu.json"))
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=75, help="the most for one pair")
@@ -202,6 +232,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         run_pair(options.one, options)
+        return
+    if options.predict:
+        result = json.loads(options.predict.read_text())
+        predict(result, rows_of(options.table, options.vocab), options.gpu)
+        options.predict.write_text(json.dumps(result, indent=1) + "\n")
         return
     if options.plan:
         rows = rows_of(options.table, options.vocab)
@@ -213,7 +248,7 @@ def main() -> None:
         options.plan.write_text(json.dumps({"gpu": options.gpu, "pairs": pairs}, indent=1))
         return
     plans = json.loads(options.run.read_text())
-    result: dict[str, Any] = {"machine": stamp(), "plans": plans, "runs": []}
+    result = {"machine": stamp(), "plans": plans, "runs": []}
     for name in options.only or plans["pairs"]:
         command = [sys.executable, __file__, "--one", name, "--run", str(options.run)]
         command += ["--table", str(options.table), "--vocab", str(options.vocab)]
@@ -224,7 +259,8 @@ def main() -> None:
             assert process.stdout is not None
             for text in process.stdout:
                 if text.startswith("RESULT "):
-                    result["runs"].append(json.loads(text.removeprefix("RESULT ")))
+                    run = json.loads(text.removeprefix("RESULT "))
+                    result["runs"].append({**run, "date": stamp()["date"]})
                     print(told(result["runs"][-1]), flush=True)
                     options.out.write_text(json.dumps(result, indent=1))
             errors = process.stderr.read() if process.stderr else ""
