@@ -157,6 +157,16 @@ def test_a_segment_that_is_partly_used_is_not_given_back() -> None:
     assert failed.failed_event == 5
 
 
+def test_a_capped_process_is_asked_for_the_whole_segment_though_pages_are_mapped() -> None:
+    # 36 MiB need one more page beside the 18 free: 20 MiB, and yet 36 must be allowed.
+    events = [born(0, 22 * MIB), born(1, 36 * MIB)]
+    free = simulate(events, expandable_segments=True)
+    assert (free.reserved_bytes, free.asked_bytes) == (60 * MIB, (40 + 36) * MIB)
+    capped = simulate(events, expandable_segments=True, cap_bytes=75 * MIB)
+    assert capped.failed_event == 1
+    assert simulate(events).asked_bytes == simulate(events).reserved_bytes == 58 * MIB
+
+
 def test_expandable_pages_that_are_wholly_free_are_unmapped() -> None:
     allocator = Allocator(expandable_segments=True)
     kept, freed = allocator.allocate(2 * MIB), allocator.allocate(58 * MIB)
@@ -256,7 +266,7 @@ def test_a_cap_is_never_exceeded_and_one_at_the_peak_is_no_hindrance(
     events: list[Event], expandable: bool
 ) -> None:
     free = simulate(events, expandable_segments=expandable)
-    same = simulate(events, expandable_segments=expandable, cap_bytes=free.reserved_bytes)
+    same = simulate(events, expandable_segments=expandable, cap_bytes=free.asked_bytes)
     assert same == free
     tight = simulate(events, expandable_segments=expandable, cap_bytes=free.reserved_bytes // 2)
     assert tight.reserved_bytes <= free.reserved_bytes // 2

@@ -11,7 +11,11 @@ import torch
 from memfit.errors import ConfigError
 from memfit.memory import nvml
 from memfit.memory.cards import find_card, known_cards, match_card, this_card
-from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.memory.context import (
+    measured_context_bytes,
+    predicted_context_bytes,
+    run_context_bytes,
+)
 from memfit.memory.workspace import (
     handle_workspace_bytes,
     lt_workspace_bytes,
@@ -149,6 +153,21 @@ def test_the_predicted_context_of_the_measured_card_is_close_to_its_measurement(
     h200 = find_card("H200")
     predicted = predicted_context_bytes(h200.capability, h200.multiprocessors)
     assert predicted == pytest.approx(h200.context_bytes, rel=0.01)
+
+
+def test_the_contexts_of_runs_with_small_workspaces_streams_and_graphs_are_as_measured() -> None:
+    h200 = find_card("H200")
+    small = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
+    runs = json.loads(RESULTS.with_name("plan_h200.json").read_text(encoding="utf-8"))["runs"]
+    for run in (one for one in runs if one["chosen"]):
+        used = " ".join(run["strategies"])
+        predicted = run_context_bytes(
+            h200.context_bytes, h200.capability, small if "SmallWorkspace" in used else {},
+            streams="Graphs" in used or "Offload" in used,
+            graphed_kernels=6_000 if "Graphs" in used else 0,
+        )  # fmt: skip
+        # On the safe side: what is not there is not missed.
+        assert 0 <= predicted / run["measured"]["context_bytes"] - 1 < 0.05, run["pair"]
 
 
 def test_the_contexts_measured_in_every_run_are_within_three_percent_of_the_tables() -> None:

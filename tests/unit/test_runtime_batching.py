@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.runtime.batching import MicroBatching, Trim, split, trimming_for
+from memfit.runtime.batching import MicroBatching, Trim, group_rows, split, trimming_for
 
 
 def padded(lengths: list[int], width: int | None = None, side: str = "right") -> dict[str, Any]:
@@ -151,6 +151,30 @@ def test_every_token_is_run_exactly_once_within_the_limits(
         assert ids.shape[1] == max(lengths[row] for row in part.rows)
         seen += ids[mask == 1].tolist()
     assert sorted(seen) == sorted(batch["input_ids"][batch["attention_mask"] == 1].tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30),
+    max_rows=st.none() | st.integers(1, 8),
+    max_tokens=st.integers(20, 90),
+)
+def test_packed_parts_are_as_few_as_must_be_and_even(lengths, max_rows, max_tokens):
+    limits = MicroBatching(max_rows, max_tokens)
+    groups = group_rows(lengths, limits, packed=True)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in group) for group in groups]
+    assert max(sizes) <= max_tokens
+    assert max_rows is None or max(map(len, groups)) <= max_rows
+    assert all(lengths[group[0]] == max(lengths[row] for row in group) for group in groups)
+
+
+def test_a_batch_a_little_too_large_falls_into_halves_not_into_most_and_a_rest():
+    lengths = [10] * 11
+    sizes = [
+        len(group) for group in group_rows(lengths, MicroBatching(max_tokens=100), packed=True)
+    ]
+    assert sizes == [6, 5]
 
 
 def test_what_may_be_cut_depends_on_the_architecture():

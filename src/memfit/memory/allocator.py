@@ -44,6 +44,8 @@ class AllocatorPeak:
 
     allocated_bytes: int
     reserved_bytes: int
+    asked_bytes: int
+    """What a process must be allowed to hold; more than it reserves where segments expand."""
     peak_event: int
     """The event at which the allocated bytes were highest."""
     failed_event: int | None = None
@@ -328,15 +330,19 @@ class Allocator:
         block = pool.take(size)
         self.asked_bytes = self.reserved_bytes
         if block is None:
-            self.asked_bytes += segment_bytes(size)
-            if not pool.grow(size, self._cap_bytes - self.reserved_bytes):
+            if not self._grow(pool, size):
                 self.release()
-                if not pool.grow(size, self._cap_bytes - self.reserved_bytes):
+                if not self._grow(pool, size):
                     return None
             block = pool.take(size)
             assert block is not None  # the pool has just grown for it
         self.allocated_bytes += block.size
         return block
+
+    def _grow(self, pool: Pool, size: int) -> bool:
+        self.asked_bytes = self.reserved_bytes + segment_bytes(size)
+        allowed = self.asked_bytes <= self._cap_bytes
+        return allowed and pool.grow(size, self._cap_bytes - self.reserved_bytes)
 
     def free(self, block: Block) -> None:
         """Puts a block back among the free ones."""
@@ -362,7 +368,7 @@ def simulate(
     """
     allocator = Allocator(expandable_segments=expandable_segments, cap_bytes=cap_bytes)
     live: dict[int, Block | None] = {}
-    allocated = reserved = peak_event = 0
+    allocated = reserved = asked = peak_event = 0
     for index, event in enumerate(events):
         if not event.birth:
             if event.block not in live:
@@ -376,9 +382,10 @@ def simulate(
             continue
         block = allocator.allocate(event.nbytes)
         if block is None:
-            return AllocatorPeak(allocated, reserved, peak_event, failed_event=index)
+            return AllocatorPeak(allocated, reserved, asked, peak_event, failed_event=index)
         live[event.block] = block
         if allocator.allocated_bytes > allocated:
             allocated, peak_event = allocator.allocated_bytes, index
         reserved = max(reserved, allocator.reserved_bytes)
-    return AllocatorPeak(allocated, reserved, peak_event)
+        asked = max(asked, allocator.asked_bytes, reserved)
+    return AllocatorPeak(allocated, reserved, asked, peak_event)
