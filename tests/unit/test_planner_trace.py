@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from dataclasses import replace
@@ -101,8 +102,31 @@ def test_where_attention_pads_again_short_texts_beside_a_long_one_are_the_worst(
     task = replace(workload(), lengths=(*[64, 60] * 4, 33, *[5] * 190))
     limits = MicroBatching(max_tokens=130)
     assert rows_for(task, candidate(limits=limits), packed=True).lengths == (64, 64)
-    repadded = rows_for(task, candidate(limits=limits), packed=True, repads=True)
-    assert len(repadded.lengths) * max(repadded.lengths) > 130
+    cut = rows_for(task, candidate(limits=limits), packed=True, repads=True)
+    assert (cut.lengths, cut.parts) == ((64, 60), 4)
+    whole = rows_for(
+        task, candidate(limits=limits), packed=True, repads=True, tokens=130, whole=True
+    )
+    assert whole.parts == 1
+    assert len(whole.lengths) * max(whole.lengths) > 2 * 130
+
+
+def test_a_batch_that_is_not_cut_is_priced_beside_parts_and_evaluates_as_the_run_does() -> None:
+    task = replace(workload(layers=6), lengths=(64,) * 9 + (8,) * 200)
+    limits = MicroBatching(max_tokens=400)
+    low = replace(task, args=evaluating(task.args, 8))
+    many = replace(task, args=evaluating(task.args, 64))
+    for one in (candidate(Packing(), LOW, limits=limits), candidate(Packing(), limits=limits)):
+        # An evaluation is cut by the same limit, however many rows it is given at once.
+        few, _, _ = price_memory(low, one, H200)
+        more, _, _ = price_memory(many, one, H200)
+        assert more.device_bytes == few.device_bytes
+
+
+def evaluating(args: TrainingArguments, rows: int) -> TrainingArguments:
+    changed = copy.copy(args)
+    changed.per_device_eval_batch_size = rows
+    return changed
 
 
 def test_rows_of_known_length_stand_for_a_dataset() -> None:

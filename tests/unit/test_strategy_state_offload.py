@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from memfit.memory.components import Component
 from memfit.optim import KeptInt8, LowBitAdamW, to_lowbit
 from memfit.optim.pinned import HostMemory
 from memfit.planner.compose import TracedPricer
+from memfit.planner.space import Asked, candidates
 from memfit.planner.trace import price_memory, unavailable_reason
 from memfit.planner.values import Candidate, Workload
 from memfit.runtime.batching import MicroBatching
@@ -148,3 +150,14 @@ def test_its_step_is_longer_by_what_crosses_the_bus(task):
     here, there = (pricer.quick(candidate(*ways, *more)) for more in ((), (StateOffload(),)))
     assert there.device_bytes < here.device_bytes
     assert there.step_seconds > here.step_seconds
+
+
+def test_no_plan_with_it_is_faster_than_its_bound_says(task):
+    pricer = TracedPricer(task, H200)
+    asked = Asked(task, H200, pricer.problem)
+    prices = [pricer.quick(one) for one in itertools.islice(candidates(asked), 0, None, 7)]
+    away = [one for one in prices if one.candidate.get("state_offload")]
+    others = [one for one in prices if not one.candidate.get("state_offload")]
+    assert len(away) > 50
+    least = pricer.least_seconds("state_offload", others)
+    assert 0 < least <= min(one.step_seconds for one in away) * 1.001

@@ -13,7 +13,11 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
-from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.memory.context import (
+    measured_context_bytes,
+    predicted_context_bytes,
+    small_workspaces_bytes,
+)
 from memfit.messages import t
 from memfit.units import GIB, MIB
 
@@ -127,6 +131,8 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         return None
     found = torch.cuda.get_device_properties(index)
     context_bytes = measured_context_bytes(index)
+    if context_bytes is not None:  # a profile's is that with the usual workspaces
+        context_bytes += small_workspaces_bytes((found.major, found.minor))
     known = match_card(found.name, found.total_memory)
     if known is None:
         capability = (found.major, found.minor)

@@ -125,12 +125,14 @@ class Books:
             self.allocated += event.nbytes if event.birth else -event.nbytes
             self.reserved = self.asked = self.allocated
             return
+        self.asked = 0
         if event.birth:
             self._blocks[event.block] = allocator.allocate(event.nbytes)
+            self.asked = allocator.asked_bytes
         elif (block := self._blocks.pop(event.block)) is not None:
             allocator.free(block)
         self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
-        self.asked = max(self.reserved, allocator.asked_bytes)
+        self.asked = max(self.asked, self.reserved)
 
 
 def _peak(

@@ -149,18 +149,14 @@ class LowBitAdamW(Optimizer):
     def _zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """State for every element of a parameter, where this optimizer's state lies."""
         if self.state_on_host:
-            return self.host_memory.zeros(p.numel(), dtype)
+            if self._host_memory is None:
+                self._host_memory = HostMemory(p.device)
+            return self._host_memory.zeros(p.numel(), dtype)
         return torch.zeros(p.numel(), dtype=dtype, device=p.device)
-
-    @property
-    def host_memory(self) -> HostMemory:
-        """Where state lies that is not on the parameters' device."""
-        if self._host_memory is None:
-            self._host_memory = HostMemory(self.clock.device)
-        return self._host_memory
 
     def forget_state(self) -> None:
         """Back to before the first step: state and clock are made anew when needed."""
+        self._wait_for_host()
         self.state.clear()
         self._clock, self._complete, self._host_memory = None, False, None
         for kept in (self._rows, self._row_of, self._small, self._small_set):

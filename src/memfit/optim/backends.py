@@ -61,9 +61,12 @@ class _TracedKernels:
 
     def accumulate(self, kept: CodedGradient, grad: Tensor, how: Addition) -> None:
         """One partial norm a tile, as the Triton kernel keeps them."""
-        codes = (kept.codes, kept.codes)
-        count_kernel(*(() if kept.hosted else codes), kept.scales, kept.scales, grad)
-        count_reached(*(codes if kept.hosted else ()))
+        rest = (kept.scales, kept.scales, grad)
+        if kept.hosted:
+            count_kernel(*rest)
+            count_reached(kept.codes, kept.codes)
+        else:
+            count_kernel(kept.codes, kept.codes, *rest)
         torch.linalg.vector_norm(torch.empty(-(-grad.numel() // 1024)), out=how.norm)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memfit.optim.backends import pick_kernels
 from memfit.optim.layout import Addition, CodedGradient, flat, new_coded
+from memfit.optim.pinned import HostMemory
 from memfit.optim.sinks import GradientSink
 
 _KEPT_STREAMS = 1 << 20
@@ -73,6 +74,7 @@ class KeptInt8(GradientSink):
         self._kept: dict[Tensor, CodedGradient] = {}
         self._due: dict[Tensor, None] = {}
         self._keep: Tensor | None = None
+        self._memory: HostMemory | None = None
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Make the buffers once; they live as long as the sink, so graphs may use them."""
@@ -122,6 +124,7 @@ class KeptInt8(GradientSink):
     def _buffer(self, p: Tensor) -> CodedGradient:
         if p not in self._kept:
             optimizer = self.optimizer
-            host = optimizer.host_memory if optimizer.gradients_on_host else None
-            self._kept[p] = new_coded(p.numel(), optimizer.block, p.device, host)
+            if optimizer.gradients_on_host and self._memory is None:
+                self._memory = HostMemory(p.device)  # its own: a checkpoint holds no gradients
+            self._kept[p] = new_coded(p.numel(), optimizer.block, p.device, self._memory)
         return self._kept[p]

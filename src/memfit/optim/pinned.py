@@ -28,12 +28,12 @@ class HostMemory:
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements, zeroed."""
         if not self._pinned:
-            return traced.hosted(torch.zeros(count, dtype=dtype))
+            return traced.hosted(torch.zeros(count, dtype=dtype, device="cpu"))
         nbytes = count * dtype.itemsize
         if self._chunk is None or self._used + nbytes > self._chunk.numel():
-            size = max(_CHUNK_BYTES, nbytes)
-            self._chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            size = max(_CHUNK_BYTES, 1 << (nbytes - 1).bit_length())
+            self._chunk = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._used = 0
         taken = self._chunk[self._used : self._used + nbytes].view(dtype)
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return taken.zero_()
+        return taken

@@ -79,11 +79,12 @@ class Batches:
         worst = self._parts(self._worst, limits, packed)
         most = self._most(limits, packed)
         even = (self.worst_tokens + self.longest_tokens) // 2
+        cut_evenly = packed and len(worst) > 1 and limits.max_rows is None
         return Cutting(
             micro_batches=sum(map(len, parts)) / len(parts),
             tokens=sum(map(sum, parts)) / len(parts),
             worst_tokens=most,
-            worst_part_tokens=min(most, even) if packed and len(worst) > 1 else most,
+            worst_part_tokens=min(most, even) if cut_evenly else most,
             worst_micro_batches=len(worst),
             pairs=sum(self._pairs(rows, limits, packed) for rows in self._sampled) / len(parts),
         )

@@ -33,7 +33,7 @@ def least_seconds(
     least = {
         "checkpointing": lambda: _fastest(prices),
         "two_pass": lambda: _TWICE * _fastest(prices),
-        "state_offload": lambda: _fastest(prices) + _LEAST_STATE * learning / reach,
+        "state_offload": lambda: max(_fastest(prices), _LEAST_STATE * learning / reach),
         # None of the following is captured.
         "host": lambda: max(bus, launched),
         "activation_offload": lambda: launched,

@@ -180,9 +180,9 @@ class TracedPricer:
         high = self._peak(family, split.policy, split.count, tokens, split.keeps, False)
         if adds_up:
             part = self._bucket(split, cut.worst_part_tokens)
-            cut_high = self._peak(family, split.policy, split.count, part, split.keeps, True)
-            adds_up = cut_high >= high
-            high, tokens = (cut_high, part) if adds_up else (high, tokens)
+            parts_high = self._peak(family, split.policy, split.count, part, split.keeps, True)
+            adds_up = parts_high >= high  # or a batch that is not cut is the higher one
+            high, tokens = (parts_high, part) if adds_up else (high, tokens)
         kernels = counts.replayed / max(cut.micro_batches, 1.0)
         workspace, context = self._outside(split, family, candidate.micro_batching, round(kernels))
         updating = self._updating(split.family, split.updating)

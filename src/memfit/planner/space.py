@@ -127,11 +127,12 @@ def _usual(asked: Asked) -> list[tuple[Option, Option]]:
         return [(layers, ()), (half, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
     stored = LowBitAdamW(dtype=asked.half)
     slower = (GradientRelease("two_pass"), GradientRelease("host"))
-    alike = (LowBitAdamW(16, asked.half), *slower, StateOffload())
+    alike = (LowBitAdamW(16, asked.half), *slower)
     hosted = OptimizerOffload(True, "bfloat16")
-    away = StateOffload(gradients=True)
+    kept = GradientRelease("kept8")
     return [
-        ((*layers, stored, GradientRelease("kept8"), away, CudaGraphs()), alike),
+        ((*layers, stored, kept, CudaGraphs()), alike),
+        ((stored, kept, StateOffload(gradients=True)), (StateOffload(),)),
         (half, ()),
         ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
     ]
@@ -146,12 +147,13 @@ def candidates(
     """
     free = _free(asked)
     options = [axis(asked) for axis in AXES]
+    every = {one for axis in options for option in axis for one in option}
     for chosen in itertools.product(*options):
         strategies = (*itertools.chain(*chosen), *also)
         if having and not any(one.name in having for one in strategies):
             continue
         together = _together(strategies, free)
-        if together is None or _senseless(together) or _wasteful(together, options):
+        if together is None or _senseless(together) or _wasteful(together, every):
             continue
         for limits in limits_for(asked, together):
             yield Candidate(together, limits)
@@ -391,16 +393,10 @@ def _senseless(strategies: Option) -> bool:
     return False
 
 
-def _wasteful(strategies: Option, options: Sequence[list[Option]]) -> bool:
-    """Whether another way is at least as good in everything, and so need not be looked at."""
-    kinds = {type(one): one for one in strategies}
-    every = {one for axis in options for option in axis for one in option}
-    if CudaGraphs in kinds:
-        # Replayed products parse no setting, and scratch memory costs nothing to leave out.
-        return SmallWorkspace not in kinds and SmallWorkspace() in every
-    if StateOffload in kinds and ActivationOffload not in kinds:
-        return CudaGraphs() in every
-    return False
+def _wasteful(strategies: Option, every: set[Strategy]) -> bool:
+    """Whether it holds scratch memory that costs nothing to leave out: graphs parse no setting."""
+    kinds = {type(one) for one in strategies}
+    return CudaGraphs in kinds and SmallWorkspace not in kinds and SmallWorkspace() in every
 
 
 def limits_for(asked: Asked, strategies: Option) -> list[MicroBatching]:

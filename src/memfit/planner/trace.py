@@ -39,7 +39,6 @@ from memfit.planner.trace_price import Priced, price
 from memfit.planner.trace_run import TracedRun
 from memfit.planner.trace_setup import autocast_dtype, build_model, full_config
 from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Strategy, ordered
 
 _ENOUGH_LAYERS = 4
@@ -79,13 +78,15 @@ def trace_step(
     *,
     tokens: int | None = None,
     layers: int | None = None,
+    whole: bool = False,
 ) -> StepTrace:
     """The candidate's step on a CUDA card, or on a CPU (None).
 
     `tokens` are those of one micro-batch on the device; by default the most the candidate's
-    micro-batching and the data allow. `layers` traces a model of only so many, as it is.
+    micro-batching and the data allow. `layers` traces a model of only so many, as it is. `whole`
+    is a batch of so many tokens that is not cut, whatever becomes of larger ones.
     """
-    return _tracer(workload, card).step(candidate, tokens=tokens, layers=layers)
+    return _tracer(workload, card).step(candidate, tokens=tokens, layers=layers, whole=whole)
 
 
 def price_memory(
@@ -96,27 +97,30 @@ def price_memory(
     tokens: int | None = None,
 ) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
     """The highest peak of all phases, each phase's own, and the trace they come from."""
-    sized = _largest(workload, candidate) if tokens is None else [(candidate, tokens)]
+    sized = _largest(workload, candidate, card) if tokens is None else [(tokens, False)]
     found = []
-    for one, size in sized:
-        trace = trace_step(workload, one, card, tokens=size)
+    for size, whole in sized:
+        trace = trace_step(workload, candidate, card, tokens=size, whole=whole)
         phases = price(priced(trace, candidate, workload), card)
         found.append((highest(phases.values()), phases, trace))
     return max(found, key=lambda one: one[0].device_bytes)
 
 
-def _largest(workload: Workload, candidate: Candidate) -> list[tuple[Candidate, int | None]]:
-    """The largest batches there are under a limit: one that is not cut, and one that is.
+def _largest(
+    workload: Workload, candidate: Candidate, card: DeviceProfile | None
+) -> list[tuple[int | None, bool]]:
+    """Tokens of the largest batches under a limit: of one that is not cut, and of one that is.
 
     The gradient of one part is there while the next is computed, but parts are smaller.
     """
     packed = candidate.get("packing") is not None
     limits = candidate.micro_batching
     cutting = batches_of(workload, candidate.strategies).cut(limits, packed=packed)
-    if cutting.worst_part_tokens == cutting.worst_tokens or limits.max_rows is not None:
-        return [(candidate, None)]
-    whole = dataclasses.replace(candidate, micro_batching=MicroBatching())
-    return [(whole, cutting.worst_tokens), (candidate, cutting.worst_part_tokens)]
+    if cutting.worst_part_tokens == cutting.worst_tokens:
+        return [(None, False)]
+    # Where attention is padded again, which rows come together matters more than their sum.
+    even = cutting.worst_part_tokens if _has_flash(candidate, workload, card) else None
+    return [(cutting.worst_tokens, True), (even, False)]
 
 
 def highest(phases: Iterable[MemoryPeak]) -> MemoryPeak:
@@ -181,13 +185,20 @@ class _Tracer:
         self._large_bytes = 2 * sum(p.numel() for p in large)
 
     def step(
-        self, candidate: Candidate, *, tokens: int | None, layers: int | None = None
+        self,
+        candidate: Candidate,
+        *,
+        tokens: int | None,
+        layers: int | None = None,
+        whole: bool = False,
     ) -> StepTrace:
         """At full depth, from shallow traces where they suffice."""
         count = len(self._layers)
         packed = candidate.get("packing") is not None
         repads = packed and not _has_flash(candidate, self.workload, self.card)
-        rows = rows_for(self.workload, candidate, packed=packed, repads=repads, tokens=tokens)
+        rows = rows_for(
+            self.workload, candidate, packed=packed, repads=repads, tokens=tokens, whole=whole
+        )
         if layers is not None and self._is_cut:
             return self._trace(candidate, self.workload, layers, rows).step(rows, (layers,))
         if self._is_cut:

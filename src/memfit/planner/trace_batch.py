@@ -47,30 +47,37 @@ def rows_for(
     packed: bool,
     repads: bool = False,
     tokens: int | None = None,
+    whole: bool = False,
 ) -> TracedRows:
     """The largest micro-batch there can be, or one of so many tokens (padding counted).
 
-    With `repads` packed texts are padded again for the attention alone, so that many short
-    texts beside a longer one may need more than a few long ones.
+    `whole` is a batch of its own, not a part of one. With `repads` packed texts are padded again
+    for the attention alone, so that many short texts beside a longer one may need more than a few
+    long ones.
     """
     lengths = cut_lengths(workload, candidate)
     rows = min(workload.effective_rows, len(lengths))
     worst = lengths[:rows]
     limits = candidate.micro_batching
     most_rows = min(rows, limits.max_rows or rows)
-    whole = sum(worst) if packed else rows * worst[0]
+    every = sum(worst) if packed else rows * worst[0]
     asked = tokens
     if tokens is None:
         tokens = sum(worst[:most_rows]) if packed else most_rows * worst[0]
         if limits.max_tokens is not None:
             tokens = max(min(tokens, limits.max_tokens), worst[0])
-        if packed and tokens == whole:
+        if packed and tokens == every:
             return TracedRows(tuple(worst), 1)
-    parts = _parts(limits, whole, rows, most_rows)
+    parts = 1 if whole else _parts(limits, every, rows, most_rows)
+    widest: tuple[int, ...] = ()
+    if packed and repads and (whole or asked is None):
+        widest = _widest_group(lengths, rows, limits, cut=parts > 1)
     if packed and parts == 1:
+        if widest:
+            return TracedRows(_fitted(list(widest), tokens, worst[0]), 1)
         return TracedRows(_spread(lengths, rows, tokens), 1)
-    if packed and repads and asked is None:
-        return TracedRows(_widest_group(lengths, rows, limits), parts)
+    if widest:
+        return TracedRows(widest, parts)
     # A part of a step that is split has rows of like length, the first one the longest.
     count = min(most_rows, rows if parts == 1 else max(tokens // worst[0], 1))
     return TracedRows(_shared(tokens, count, worst[0]), parts)
@@ -83,8 +90,13 @@ def _parts(limits: MicroBatching, whole: int, rows: int, most_rows: int) -> int:
     return max(by_rows, by_tokens)
 
 
-def _widest_group(lengths: Sequence[int], rows: int, limits: MicroBatching) -> tuple[int, ...]:
-    """Of the groups that batches fall into, the largest with its attention's padding."""
+def _widest_group(
+    lengths: Sequence[int], rows: int, limits: MicroBatching, *, cut: bool
+) -> tuple[int, ...]:
+    """The largest part of batches that are cut, or the largest batch that is not, padding counted.
+
+    Empty where no batch that was drawn is of that kind.
+    """
     draw = random.Random(0)
     batches = [lengths[:rows]] + [
         draw.sample(lengths, rows) for _ in range(_SAMPLED * (len(lengths) > rows))
@@ -92,10 +104,11 @@ def _widest_group(lengths: Sequence[int], rows: int, limits: MicroBatching) -> t
     groups = [
         tuple(batch[row] for row in group)
         for batch in batches
-        for group in group_rows(batch, limits, packed=True)
+        if (len(parts := group_rows(batch, limits, packed=True)) > 1) == cut
+        for group in parts
     ]
     # A layer keeps about twice as much of each token as its attention does of each cell.
-    return max(groups, key=lambda group: 2 * sum(group) + len(group) * max(group))
+    return max(groups, key=lambda group: 2 * sum(group) + len(group) * max(group), default=())
 
 
 def _spread(lengths: Sequence[int], rows: int, tokens: int) -> tuple[int, ...]:
@@ -122,7 +135,11 @@ def _fitted(chosen: list[int], tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def graph_count(workload: Workload, candidate: Candidate) -> int:
-    """How many token buckets an epoch captures: the largest, and those that come twice."""
+    """How many token buckets an epoch captures: the largest, and those that come twice.
+
+    Parts of batches that are cut have graphs of their own, which are not counted: the bytes of a
+    kernel (memory/context.py) are enough for both, as measured.
+    """
     graphs = candidate.get("cuda_graphs")
     lengths = cut_lengths(workload, candidate)
     rows = min(workload.effective_rows, len(lengths))

@@ -65,7 +65,8 @@ class CudaCap:
 
     def keep(self) -> bool:
         """The context may have grown."""
-        if self._allowed_bytes == max(self._limit_bytes - self.read.context_bytes, 0):
+        allowed_bytes = max(self._limit_bytes - self.read.context_bytes, 0)
+        if self._allowed_bytes is None or self._allowed_bytes == allowed_bytes:
             return False
         return self.move(self._limit_bytes)
 

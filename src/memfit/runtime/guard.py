@@ -58,11 +58,9 @@ _PAGES_BYTES = 2 * 20 * MIB
 """And beside these gaps: the last page is never full, and another one is asked for as a whole."""
 _WITHOUT_ERROR = 0.98
 """Where every byte is counted: a line through two measurements is not quite the truth."""
-
-
 _LAUNCHED_TOKENS = 40_000
-"""What launching a step from Python costs beside replaying it, in tokens computed: some ten steps
-of a small encoder."""
+"""What launching a step from Python costs beside replaying it, in tokens computed: a BERT-Base's
+takes twenty times as long on an H200."""
 
 
 class Guard:

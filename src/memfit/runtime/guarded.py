@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,12 @@ class GuardedTraining(FullPrecisionExport):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As the Trainer's, inside the budget."""
         with self.guard.held(*self._limits()):
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                # Graphs hold the libraries' workspaces by their addresses, and memory.
+                with contextlib.suppress(RuntimeError):  # of a card that no longer answers
+                    self.executor.drop()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, inside the budget."""
@@ -78,6 +84,7 @@ class GuardedTraining(FullPrecisionExport):
         if optimizer is not None:
             allocate_state(getattr(optimizer, "optimizer", optimizer))
         if self.args.device.type == "cuda":
+            self.executor.drop()
             with self.executor.on_stream():
                 take_workspaces(self.args.device)
         self.guard.watch_layers()

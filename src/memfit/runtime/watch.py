@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,24 +78,30 @@ class CudaReader:
             streams=graphs or bool(used & _COPYING),
             graphed_kernels=USUAL_GRAPHED_KERNELS if graphs else 0,
         )
-        measured = measured_context_bytes(self.index) or 0
         # Where the driver does not tell processes apart, a neighbour's memory is in it.
-        if measured < _STRANGE * usual:
-            self.context_bytes = max(self.context_bytes, measured)
+        self._strange_bytes = _STRANGE * usual
+        self._measured_bytes = self.context_bytes
+        self._learn(measured_context_bytes(self.index))
         self._pause_seconds = _MEASURE_SECONDS
         self._due = time.monotonic() + self._pause_seconds
+
+    def _learn(self, measured_bytes: int | None) -> None:
+        if measured_bytes is not None and measured_bytes < self._strange_bytes:
+            self._measured_bytes = measured_bytes
+            self.context_bytes = max(self.context_bytes, measured_bytes)
 
     def _measure_again(self) -> None:
         if time.monotonic() < self._due:
             return
-        self.context_bytes = max(self.context_bytes, own_context_bytes(self.index) or 0)
+        with contextlib.suppress(OSError):  # a driver that does not answer now
+            self._learn(own_context_bytes(self.index))
         self._pause_seconds *= 2
         self._due = time.monotonic() + self._pause_seconds
 
     def __call__(self) -> Reading:
         self._measure_again()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
-        own_bytes = torch.cuda.memory_reserved(self.index) + self.context_bytes
+        own_bytes = torch.cuda.memory_reserved(self.index) + self._measured_bytes
         return Reading(total_bytes, free_bytes, own_bytes)
 
 
