@@ -60,7 +60,7 @@ UNSAID = ("packing", "fused_layers", "small_workspace")
 """Strategies that every plan on that card has, or that say little."""
 GUARD_HEADS: Words = {
     "en": ("", "epoch s", "most GB held", "out of memory", "adjustments"),
-    "zh": ("", "一轮秒数", "最多占用 GB", "内存不足次数", "调整次数"),
+    "zh": ("", "一轮秒数", "最多占用 GB", "显存不足次数", "调整次数"),
 }
 GUARD_ROWS: Words = {
     "en": ("alone", "beside a process that takes and returns up to 0.9 GB"),
