@@ -157,9 +157,9 @@ ENGLISH = Words(
         "+ length 32",
     ),
     ours=(
-        "memfit, as fast as it goes",
-        "memfit, inside 4 GB",
-        "memfit, 2 GB above the context",
+        "memfit --budget 4GB",
+        "memfit --budget 3GB",
+        "memfit --budget 2GB",
     ),
     parts={
         "weights": "weights",
@@ -171,8 +171,8 @@ ENGLISH = Words(
         "unused": "reserved, unused",
     },
     tick="measured on the device",
-    sources="memfit's rows train every parameter on packed texts. Measured by "
-    "benchmarks/memory_gpu.py and bert_large.py, drawn by document.py.",
+    sources="memfit's rows train every parameter, clipped by the global norm. Measured by "
+    "benchmarks/memory_gpu.py and plan_gpu.py, drawn by document.py.",
 )
 
 CHINESE = Words(
@@ -191,9 +191,9 @@ CHINESE = Words(
         "+ 长度 32",
     ),
     ours=(
-        "memfit，最快",
-        "memfit，4 GB 之内",
-        "memfit，上下文之外 2 GB",
+        "memfit --budget 4GB",
+        "memfit --budget 3GB",
+        "memfit --budget 2GB",
     ),
     parts={
         "weights": "权重",
@@ -205,6 +205,6 @@ CHINESE = Words(
         "unused": "已预留、未使用",
     },
     tick="设备上的实测值",
-    sources="memfit 各行训练全部参数，文本打包。"
-    "实测：benchmarks/memory_gpu.py、bert_large.py；绘图：document.py。",
+    sources="memfit 各行训练全部参数，按全局范数裁剪。"
+    "实测：benchmarks/memory_gpu.py、plan_gpu.py；绘图：document.py。",
 )

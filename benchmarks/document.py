@@ -45,11 +45,8 @@ RECIPE = (
     "1x32/len128/mixed/adafactor/gradient_checkpointing/freeze-encoder",
     "1x32/len32/mixed/adafactor/gradient_checkpointing/freeze-encoder",
 )
-OURS = (
-    "24-bit, release, graphs",
-    "24-bit, release, graphs, under 4 GB",
-    "16-bit, release, recompute, graphs",
-)
+OURS = ("large 4GB", "large 3GB", "large 2GB")
+"""memfit's rows in the picture: plans run inside these budgets."""
 STEPS = 219
 """Of an epoch: 6,988 reviews, 32 at a time."""
 EXPERT = (
@@ -171,17 +168,17 @@ def recipe_rungs() -> list[chart.Rung]:
 
 def our_rungs() -> list[chart.Rung]:
     """memfit's own runs, for the same picture."""
-    found = {run["name"]: run for run in read(accuracy.RESULTS / "bert_large_h200.json")["runs"]}
+    runs = read(accuracy.RESULTS / "plan_h200.json")["runs"]
+    chosen = {run["pair"]: run for run in runs if run["chosen"]}
     rungs = []
-    for name in OURS:
-        run = found[name]
+    for run in (chosen[name] for name in OURS):
         sizes = run["predicted"]
         unused = sizes["reserved_bytes"] - sizes["allocated_bytes"]
         rungs.append(
             chart.Rung(
                 parts={**sizes["components"], "unused": unused},
-                measured_bytes=run["max_memory_reserved"] + run["context_bytes"],
-                step_seconds=run["epoch_seconds"] / STEPS,
+                measured_bytes=run["measured"]["device_bytes"],
+                step_seconds=run["measured"]["step_seconds"],
             )
         )
     return rungs

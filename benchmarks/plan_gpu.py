@@ -123,6 +123,7 @@ def _noted(price: Any) -> dict[str, Any]:
             "allocated_bytes": peak.allocated_bytes,
             "reserved_bytes": peak.reserved_bytes,
             "device_bytes": peak.device_bytes, "step_seconds": price.step_seconds,
+            "components": {str(name): size for name, size in peak.components.items()},
         },
     }  # fmt: skip
 
