@@ -228,6 +228,12 @@ def test_small_workspaces_are_small_inside_the_allocator_and_outside() -> None:
     assert large.components[Component.CONTEXT] - small.components[Component.CONTEXT] == outside
 
 
+def test_libraries_that_are_loaded_keep_the_memory_they_took() -> None:
+    run = Priced(segments=Segments({}), parts=1, biases=True, recompute=False, small_workspace=True)
+    assert context_bytes(run, H200) < H200.context_bytes
+    assert context_bytes(run, replace(H200, here=True)) == H200.context_bytes
+
+
 def test_streams_are_counted_once_whoever_uses_them() -> None:
     run = Priced(
         segments=Segments({}), parts=1, biases=True, recompute=False, small_workspace=False

@@ -13,11 +13,7 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
-from memfit.memory.context import (
-    measured_context_bytes,
-    predicted_context_bytes,
-    small_workspaces_bytes,
-)
+from memfit.memory.context import measured_context_bytes, predicted_context_bytes
 from memfit.messages import t
 from memfit.units import GIB, MIB
 
@@ -74,6 +70,8 @@ class DeviceProfile:
     """One way, by the PCIe generation and lanes."""
     reached: Speeds | None = None
     """Speeds as measured; None where only the data sheet speaks."""
+    here: bool = False
+    """Whether the context is this process' own, with the libraries loaded as they are."""
 
     @property
     def tf32_flops(self) -> float:
@@ -131,8 +129,6 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         return None
     found = torch.cuda.get_device_properties(index)
     context_bytes = measured_context_bytes(index)
-    if context_bytes is not None:  # a profile's is that with the usual workspaces
-        context_bytes += small_workspaces_bytes((found.major, found.minor))
     known = match_card(found.name, found.total_memory)
     if known is None:
         capability = (found.major, found.minor)
@@ -144,6 +140,7 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         multiprocessors=found.multi_processor_count,
         context_bytes=context_bytes or known.context_bytes,
         measured=context_bytes is not None,
+        here=context_bytes is not None,
     )
 
 

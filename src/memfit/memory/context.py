@@ -61,21 +61,15 @@ def run_context_bytes(
 ) -> int:
     """The context of one run on a card whose usual one is known.
 
-    `environment` may make cuBLAS's workspaces small; `streams` are those of copies and graphs, and
-    `graphed_kernels` the kernels of all graphs together.
+    `environment` may make cuBLAS's workspaces small, in a process that has not made them yet;
+    `streams` are those of copies and graphs, `graphed_kernels` the kernels of all graphs together.
     """
-    context_bytes -= small_workspaces_bytes(capability, environment)
-    graphs_bytes = round(graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
-    return context_bytes + (_STREAMS_BYTES if streams else 0) + graphs_bytes
-
-
-def small_workspaces_bytes(
-    capability: tuple[int, int], environment: Mapping[str, str] = os.environ
-) -> int:
-    """How much smaller a context is where the environment makes cuBLAS's workspaces small."""
     large = handle_workspace_bytes(capability, environment={})
     small = handle_workspace_bytes(capability, environment)
-    return _HANDLES * (_OUTSIDE * large - small) if small < large else 0
+    if small < large:
+        context_bytes -= _HANDLES * (_OUTSIDE * large - small)
+    graphs_bytes = round(graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
+    return context_bytes + (_STREAMS_BYTES if streams else 0) + graphs_bytes
 
 
 def own_context_bytes(index: int = 0) -> int | None:

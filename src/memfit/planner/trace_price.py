@@ -78,7 +78,7 @@ def context_bytes(run: Priced, card: DeviceProfile) -> int:
     return run_context_bytes(
         card.context_bytes,
         card.capability,
-        run.environment,
+        {} if card.here else run.environment,
         streams=run.streams or run.graphs > 0,
         graphed_kernels=run.graphs * run.graphed_kernels,
     )

@@ -51,13 +51,17 @@ class GuardedTraining(FullPrecisionExport):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As the Trainer's, inside the budget."""
-        with self.guard.held(*self._limits()):
-            try:
-                return super().train(*args, **kwargs)
-            finally:
-                # Graphs hold the libraries' workspaces by their addresses, and memory.
-                with contextlib.suppress(RuntimeError):  # of a card that no longer answers
-                    self.executor.drop()
+        with contextlib.ExitStack() as around:
+            for context in self.setup.around_training:
+                around.enter_context(context())
+            around.enter_context(self.guard.held(*self._limits()))
+            # Graphs hold the libraries' workspaces by their addresses, and memory.
+            around.callback(self._drop_graphs)
+            return super().train(*args, **kwargs)
+
+    def _drop_graphs(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of a card that no longer answers
+            self.executor.drop()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, inside the budget."""

@@ -84,6 +84,8 @@ class Setup:
         default_factory=list
     )
     """Entered around the loss and the backward of every micro-batch."""
+    around_training: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    """Entered around a whole training, for what must not outlast it."""
     wrap_executor: list[Callable[[StepExecutor], StepExecutor]] = field(default_factory=list)
     """Each gets the executor made so far and returns the one to use."""
     replace_data: list[ReplaceData] = field(default_factory=list)

@@ -9,7 +9,9 @@ nothing. So the planner has it beside graphs, and elsewhere where the memory is 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -43,17 +45,25 @@ class SmallWorkspace(Strategy):
         return ""
 
     def change(self, setup: Setup) -> None:
-        if setup.card is not None:
-            return  # this process has nothing to do with that card
-        if _VARIABLE not in os.environ:  # whoever set it, to the same, keeps it
-            setup.undo.append(_unset)
-        os.environ[_VARIABLE] = _SMALL
-        _drop_workspaces()
+        if setup.card is None:  # else this process has nothing to do with that card
+            setup.around_training.append(_small_workspaces)
 
 
-def _unset() -> None:
-    if os.environ.pop(_VARIABLE, None) is not None:
+@contextlib.contextmanager
+def _small_workspaces() -> Iterator[None]:
+    """For one training: whatever else the process does launches its products as ever."""
+    if _VARIABLE in os.environ:  # whoever set it, to the same, keeps it
         _drop_workspaces()
+        yield
+        return
+    os.environ[_VARIABLE] = _SMALL
+    _drop_workspaces()
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        with contextlib.suppress(RuntimeError):  # of a card that no longer answers
+            _drop_workspaces()
 
 
 def _drop_workspaces() -> None:
