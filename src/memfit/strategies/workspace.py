@@ -2,9 +2,9 @@
 
 Products of a classifier's size run as fast in 8 MiB, where older cards have always been; what
 changes is which algorithm cuBLAS picks, so sums may round differently. The setting is an
-environment variable that torch parses anew before every product it launches, some 60 to 170
-microseconds each time (benchmarks/results/step_time_h200.json); products that graphs replay cost
-nothing. So the planner has it beside graphs, and elsewhere where the memory is needed.
+environment variable that torch parses anew before every product it launches, which takes longer
+than the launch; products that graphs replay cost nothing. So the planner has it beside graphs, and
+elsewhere where the memory is needed.
 """
 
 from __future__ import annotations
