@@ -37,7 +37,7 @@ SCRIPT_FACTOR = 20.0
 """On top, for a kernel of Triton, which Python itself prepares and starts."""
 PARSE_FACTOR = 9.0
 """On top, for a product launched beside a setting of cuBLAS's workspaces: torch parses it anew each
-time. On one H200's host 57 microseconds for `mm` and 165 for `addmm`, where an operator takes 10."""
+time. On one host 57 microseconds for `mm` and 165 for `addmm`, where an operator takes 10."""
 SHOWN_SHARE = 0.1
 """What of it shows where the card is busier than the host: at a step's beginning nothing waits."""
 RECOMPUTE_FACTOR = 85.0
