@@ -271,6 +271,8 @@ def bert_large_table(language: str) -> str:
 def plan_table(language: str) -> str:
     """Plans run inside their budgets: what was predicted and measured, and the best of others."""
     runs = read(accuracy.RESULTS / "plan_h200.json")["runs"]
+    if any(run["measured"]["num_ooms"] for run in runs):
+        raise SystemExit("a plan ran out of memory, and the pages say that none did")
     rows = []
     for pair, called in words.PLAN_PAIRS.items():
         beside = [run for run in runs if run["pair"] == pair]

@@ -16,6 +16,8 @@ os.environ["MEMFIT_LANG"] = "en"  # whatever the locale of who runs them
 
 import pytest
 
+from sentences import SENTENCES
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is left alone with one
 
@@ -73,16 +75,6 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no shared folder beside the checkout")
     return SHARED
-
-
-SENTENCES = (
-    "服務人員都很親切",
-    "服務人員都不親切",
-    "房間很乾淨，床也很舒服，下次還會再來",
-    "房間很髒，空調太吵，再也不會來了",
-    "位置方便，早餐好吃，價格也不貴",
-    "位置偏僻，早餐難吃，價格還很貴",
-)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import SENTENCES
 from memfit import BudgetTrainer
 from memfit.errors import ConfigError
 from memfit.strategies.base import Fidelity
@@ -36,6 +35,7 @@ from memfit.strategies.features import FrozenFeatures, cached_features
 from memfit.strategies.freezing import Freezing
 from memfit.strategies.half_precision import HalfPrecision
 from memfit.strategies.truncation import Truncation
+from sentences import SENTENCES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:only the classification head learns"),

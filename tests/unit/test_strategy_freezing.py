@@ -22,10 +22,10 @@ from strategy_fixtures import (
     trained,
 )
 
-from conftest import SENTENCES
 from memfit.errors import ConfigError
 from memfit.strategies.base import Fidelity
 from memfit.strategies.freezing import HEAD_LEARNING_RATE, Freezing
+from sentences import SENTENCES
 
 BERT_HEAD = {"classifier.weight", "classifier.bias"}
 HEAD_SEED = 1

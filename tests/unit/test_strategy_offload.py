@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from memfit.errors import ConfigError
 from memfit.memory.trace import Tracker
+from memfit.optim.pinned import Arena
 from memfit.packing import packed
 from memfit.strategies._activations import ActivationHost
-from memfit.strategies._hosted import Arena, Link, PlainLink
+from memfit.strategies._hosted import Link, PlainLink
 from memfit.strategies.activation_offload import ActivationOffload
 from memfit.strategies.base import Fidelity, Setup
 from memfit.strategies.checkpointing import Checkpointing

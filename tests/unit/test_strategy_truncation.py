@@ -12,11 +12,11 @@ import transformers
 from strategy_fixtures import CLS, SEP, build, collate, losses, rows_of, setup_of, trained
 from torch.utils.data import IterableDataset
 
-from conftest import SENTENCES
 from memfit.data.tokens import summarize_lengths
 from memfit.errors import ConfigError
 from memfit.strategies.base import Fidelity
 from memfit.strategies.truncation import CuttingCollator, Truncation, choose_length, cut
+from sentences import SENTENCES
 
 
 def bert_tokenizer() -> Any:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 
 from memfit.memory import nvml
-from memfit.memory.workspace import handle_workspace_bytes
+from memfit.memory.workspace import drop_workspaces, handle_workspace_bytes
 from memfit.units import KIB, MIB
 
 _BASE_BYTES = 8 * MIB
@@ -96,7 +96,7 @@ def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
         others_bytes = device.use().used_bytes if device is not None and fresh else None
         _start(index, load=load and fresh)
         if fresh:  # leave the allocator as empty as it was
-            torch._C._cuda_clearCublasWorkspaces()
+            drop_workspaces()
             torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved(index)
         own_bytes = device.use().own_bytes if device is not None else None

@@ -41,6 +41,15 @@ def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
     return int(size) * KIB if size.isdigit() else _LT_BYTES
 
 
+def drop_workspaces() -> None:
+    """Give all of them back; each is taken anew by the next product of its thread and stream."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def workspace_bytes(
     capability: tuple[int, int],
     *,

@@ -59,8 +59,8 @@ _PAGES_BYTES = 2 * 20 * MIB
 _WITHOUT_ERROR = 0.98
 """Where every byte is counted: a line through two measurements is not quite the truth."""
 _LAUNCHED_TOKENS = 40_000
-"""What launching a step from Python costs beside replaying it, in tokens computed: a BERT-Base's
-takes twenty times as long on an H200."""
+"""What launching a step from Python costs beside replaying it, in tokens computed; more than any
+recomputation does."""
 
 
 class Guard:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from memfit.memory.workspace import drop_workspaces
+
 
 def take_workspaces(device: torch.device) -> None:
     """One small linear layer on the current stream, forward and backward.
@@ -13,8 +15,7 @@ def take_workspaces(device: torch.device) -> None:
     they are gone: 40 MB of a BERT-Base's graphs on an H200. Before the first step it lies at the
     end of what stays. Those that earlier trainings took on other streams are given back.
     """
-    torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    drop_workspaces()
     half = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if half else torch.float16
     with torch.enable_grad():

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from memfit import traced
-
-_ALIGNMENT = 512
-_CHUNK_BYTES = 1 << 26
+from memfit.optim.pinned import Arena
 
 
 class Link(Protocol):
@@ -123,51 +121,6 @@ def link_to(device: torch.device) -> Link:
     if traced.device() is not None:
         return PlainLink(traced.hosted)
     return CudaLink(device) if device.type == "cuda" else PlainLink()
-
-
-class Arena:
-    """Host memory handed out end to end and taken back all at once.
-
-    A step takes memory layer after layer and gives it back in reverse, so when nothing is
-    out any more the whole arena is free again and the next step asks the system for nothing.
-    Chunks are powers of two, since torch's pinned memory is rounded up to these anyway.
-    """
-
-    def __init__(self, allocate: Callable[[int], Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:
-        self._allocate = allocate
-        self._chunk_bytes = chunk_bytes
-        self._chunks: list[Tensor] = []
-        self._chunk = 0
-        self._used = 0
-        self._out = 0
-
-    @property
-    def reserved_bytes(self) -> int:
-        """All memory ever asked of the system."""
-        return sum(chunk.numel() for chunk in self._chunks)
-
-    def take(self, nbytes: int) -> Tensor:
-        """So many bytes, uninitialised."""
-        start = self._place(nbytes)
-        self._out += 1
-        self._used = start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return self._chunks[self._chunk][start : start + nbytes]
-
-    def give(self) -> None:
-        """One piece is back; after the last one all memory is free again."""
-        self._out -= 1
-        if self._out == 0:
-            self._chunk = self._used = 0
-
-    def _place(self, nbytes: int) -> int:
-        """Where in the current chunk the next piece begins; moves on to one that has the room."""
-        while self._chunk < len(self._chunks):
-            if self._used + nbytes <= self._chunks[self._chunk].numel():
-                return self._used
-            self._chunk, self._used = self._chunk + 1, 0
-        # A piece larger than a chunk gets one of its own.
-        self._chunks.append(self._allocate(max(self._chunk_bytes, 1 << (nbytes - 1).bit_length())))
-        return 0
 
 
 class Staging:

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import psutil
+
 from memfit.errors import ConfigError
 from memfit.traced import triton_expected
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +147,15 @@ class Setup:
         for replace in self.replace_data:
             dataset, collator = replace(dataset, collator)
         return dataset, collator
+
+
+def host_shortage(needed_bytes: int) -> str:
+    """Why the computer's own memory does not suffice; empty where it does."""
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes <= free_bytes:
+        return ""
+    needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
+    return f"it needs {needed} of the computer's memory, of which {free} are free"
 
 
 class Strategy(ABC):

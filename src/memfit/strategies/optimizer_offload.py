@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import psutil
 import torch
 from torch import nn
 
@@ -20,8 +19,7 @@ from memfit.strategies._host_adamw import HostAdamW, Masters
 from memfit.strategies._host_weights import HostWeights
 from memfit.strategies._hosted import Link, link_to
 from memfit.strategies._layers import stack_of, stack_problem
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.units import format_bytes
+from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -99,11 +97,7 @@ class OptimizerOffload(Strategy):
         needed_bytes = _HOST_BYTES_PER_PARAMETER * learning
         if self.weights:
             needed_bytes += sum(p.nbytes for p in model.parameters())
-        free_bytes = psutil.virtual_memory().available
-        if needed_bytes <= free_bytes:
-            return ""
-        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
-        return f"it needs {needed} of the computer's memory, of which {free} are free"
+        return host_shortage(needed_bytes)
 
     def change(self, setup: Setup) -> None:
         # Gradients and weights may cross on the bus, so each has a stream of its own.

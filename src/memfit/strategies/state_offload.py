@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.units import format_bytes
+from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
 
 _STATE_BYTES = 3
 """A parameter's correction and two moments."""
@@ -44,16 +41,10 @@ class StateOffload(Strategy):
         if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
             return "only gradients of eight bits can be added up there; take kept8"
         # What the host of a card that is not here has free is the planner's to ask.
-        return "" if setup.card else self._too_large(setup)
-
-    def _too_large(self, setup: Setup) -> str:
-        learning = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
-        needed_bytes = (_STATE_BYTES + self.gradients) * learning
-        free_bytes = psutil.virtual_memory().available
-        if needed_bytes <= free_bytes:
+        if setup.card is not None:
             return ""
-        needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
-        return f"it needs {needed} of the computer's memory, of which {free} are free"
+        learning = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
+        return host_shortage((_STATE_BYTES + self.gradients) * learning)
 
     def change(self, setup: Setup) -> None:
         setup.state_on_host = True

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from memfit.memory.workspace import drop_workspaces
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -51,28 +52,20 @@ class SmallWorkspace(Strategy):
 
 @contextlib.contextmanager
 def _small_workspaces() -> Iterator[None]:
-    """For one training: whatever else the process does launches its products as ever."""
+    """For one training: whatever else the process does launches its products as ever.
+
+    Torch tells cuBLAS the size it reads now, whatever the size of the workspace it has: one made
+    under the small setting would be written to far beyond its end under the large one.
+    """
     if _VARIABLE in os.environ:  # whoever set it, to the same, keeps it
-        _drop_workspaces()
+        drop_workspaces()
         yield
         return
     os.environ[_VARIABLE] = _SMALL
-    _drop_workspaces()
+    drop_workspaces()
     try:
         yield
     finally:
         del os.environ[_VARIABLE]
         with contextlib.suppress(RuntimeError):  # of a card that no longer answers
-            _drop_workspaces()
-
-
-def _drop_workspaces() -> None:
-    """Torch tells cuBLAS the size it reads now, whatever the size of the workspace it has.
-
-    One made under the small setting would be written to far beyond its end under the large one.
-    """
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
+            drop_workspaces()
