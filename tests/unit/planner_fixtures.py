@@ -12,7 +12,7 @@ from transformers import BertConfig, TrainingArguments
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.counts import StepCounts
-from memfit.planner.space import batches_of
+from memfit.planner.batches import batches_of
 from memfit.planner.values import Candidate, Price, Workload
 from memfit.strategies import Strategy
 

@@ -10,8 +10,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from memfit.runtime.batching import MicroBatching, group_rows
+from memfit.strategies import Strategy, Truncation
+
+if TYPE_CHECKING:
+    from memfit.planner.values import Workload
 
 _SAMPLED_BATCHES = 64
 
@@ -127,3 +132,14 @@ class Batches:
         if packed:
             return [sum(rows[index] for index in group) for group in groups]
         return [len(group) * max(rows[index] for index in group) for group in groups]
+
+
+def batches_of(workload: Workload, strategies: Sequence[Strategy]) -> Batches:
+    """Effective batches of the rows as these strategies leave them."""
+    cut = next((one for one in strategies if isinstance(one, Truncation)), None)
+    longest = workload.longest_tokens if cut is None else cut.max_length
+    known = workload.batches
+    if longest not in known:
+        lengths = [min(length, longest) for length in workload.lengths]
+        known[longest] = Batches(lengths, workload.effective_rows)
+    return known[longest]

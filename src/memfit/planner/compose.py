@@ -18,12 +18,11 @@ from memfit.memory.depth import with_layers
 from memfit.memory.phases import TRAINING
 from memfit.memory.segments import Segments
 from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
-from memfit.planner.batches import Cutting
+from memfit.planner.batches import Cutting, batches_of
 from memfit.planner.bounds import least_seconds
 from memfit.planner.chunks import gap_bytes, peak_of, walk
 from memfit.planner.counted import Counted, Counts, accumulated, counts_of, replayed, zero
 from memfit.planner.shallow import Family, Policy, Static, Strategies, Tracing, Updating
-from memfit.planner.space import batches_of
 from memfit.planner.split import Split, split_up
 from memfit.planner.timing import step_seconds
 from memfit.planner.trace import price_memory, unavailable_reason

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.planner.batches import batches_of
 from memfit.planner.messages import MESSAGES
 from memfit.planner.plan import Decision
-from memfit.planner.space import Asked, batches_of
+from memfit.planner.space import Asked
 from memfit.planner.values import Candidate, Price, Pricer
 from memfit.strategies import (
     Checkpointing,

@@ -10,8 +10,8 @@ from memfit.memory.cards import DeviceProfile
 from memfit.planner.explain import explain
 from memfit.planner.missing import does_not_fit
 from memfit.planner.plan import Plan, digest_of
+from memfit.planner.rules import limits_for
 from memfit.planner.search import ask, first_that_fits, rank
-from memfit.planner.space import limits_for
 from memfit.planner.values import Candidate, Workload
 from memfit.strategies import Strategy, ordered
 
@@ -26,7 +26,7 @@ def fit_strategies(
     asked, pricer = ask(workload, card, None, exact=False, allow=frozenset())
     chosen = tuple(ordered(strategies))
     prices = sorted(
-        (pricer.quick(Candidate(chosen, limits)) for limits in limits_for(asked, chosen)),
+        (pricer.quick(Candidate(chosen, limits)) for limits in limits_for(asked.workload, chosen)),
         key=rank,
     )
     found = first_that_fits(prices, budget_bytes, pricer)

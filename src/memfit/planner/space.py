@@ -3,7 +3,7 @@
 A way is one option of every axis in AXES and one limit of the micro-batches. To let the planner
 use another strategy, add it to the axis it is an alternative on (or make a new axis), and, if it
 stores or does something new, to compose.py. What cannot stand together is said by the
-strategies' own `conflicts`; what makes no sense together by `_senseless`.
+strategies' own `conflicts`; what makes no sense together, and how batches are cut, by rules.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
-from memfit.planner.batches import Batches
+from memfit.planner.rules import Option, limits_for, senseless, together, wasteful
 from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -39,19 +38,15 @@ from memfit.strategies import (
     StateOffload,
     Strategy,
     Truncation,
-    ordered,
 )
 from memfit.strategies.truncation import choose_length
 
-Option = tuple[Strategy, ...]
 Judge = Callable[[Option], str]
 """Why these strategies cannot be used for the task on the card; empty where they can."""
 
 ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
 """What lowers the fidelity below `rounding`, by the name it is allowed by."""
 
-_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Into how many micro-batches the largest batch may be cut."""
 _CUT_SHARES = (0.05, 0.2)
 """Shares of the rows that a shorter length may cut."""
 
@@ -102,9 +97,9 @@ class Asked:
     def _good(self) -> set[Strategy]:
         """Those known to work: many are asked for at once, since a question builds a model."""
         good: set[Strategy] = set()
-        for together, alike in _usual(self):
-            if not self.judge(together):
-                good.update((*together, *alike))
+        for asked, alike in _usual(self):
+            if not self.judge(asked):
+                good.update((*asked, *alike))
         return good
 
     def usable(self, options: Iterable[Option], beside: Option = ()) -> list[Option]:
@@ -152,22 +147,11 @@ def candidates(
         strategies = (*itertools.chain(*chosen), *also)
         if having and not any(one.name in having for one in strategies):
             continue
-        together = _together(strategies, free)
-        if together is None or _senseless(together) or _wasteful(together, every):
+        whole = together(strategies, free)
+        if whole is None or senseless(whole) or wasteful(whole, every):
             continue
-        for limits in limits_for(asked, together):
-            yield Candidate(together, limits)
-
-
-def batches_of(workload: Workload, strategies: Option) -> Batches:
-    """Effective batches of the rows as these strategies leave them."""
-    cut = next((one for one in strategies if isinstance(one, Truncation)), None)
-    longest = workload.longest_tokens if cut is None else cut.max_length
-    known = workload.batches
-    if longest not in known:
-        lengths = [min(length, longest) for length in workload.lengths]
-        known[longest] = Batches(lengths, workload.effective_rows)
-    return known[longest]
+        for limits in limits_for(asked.workload, whole):
+            yield Candidate(whole, limits)
 
 
 # ------------------------------------------------------------------------------- the axes
@@ -288,7 +272,7 @@ def _free(asked: Asked) -> Option:
     return tuple(free)
 
 
-# ------------------------------------------------------------------------------- the rules
+# --------------------------------------------------------------------- parts of the axes
 
 
 def _half_precision(asked: Asked) -> list[Option]:
@@ -348,79 +332,3 @@ def _refused(asked: Asked, name: str) -> bool:
 
 def _up(depth: int) -> range:
     return range(1, depth + 1)
-
-
-def _together(strategies: Option, free: Option) -> Option | None:
-    """All of them in their order; None where two conflict. Free ones give way."""
-    names = {one.name for one in strategies}
-    added = [
-        one
-        for one in free
-        if not one.conflicts & names
-        and not any(one.name in other.conflicts for other in strategies)
-    ]
-    try:
-        return tuple(ordered([*strategies, *added]))
-    except ConfigError:
-        return None
-
-
-def _senseless(strategies: Option) -> bool:
-    """Whether one of them would have nothing to do beside the others."""
-    kinds = {type(one): one for one in strategies}
-    release = kinds.get(GradientRelease)
-    few_learn = any(kind in kinds for kind in (Lora, Freezing, FrozenFeatures))
-    few = (OptimizerOffload, SmallStateOptimizer, StateOffload)
-    if few_learn and (release or any(kind in kinds for kind in few)):
-        return True  # gradients and state are small already
-    again = kinds.get(Checkpointing)
-    if StateOffload in kinds and isinstance(again, Checkpointing) and again.part == "mlp":
-        return True  # whole layers are computed again before the bus is used
-    hosted = kinds.get(OptimizerOffload)
-    # The last resort: weights on the host go with all layers recomputed, or with none.
-    last = isinstance(hosted, OptimizerOffload) and hosted.weights
-    if last and (ActivationOffload in kinds or (again is not None and again != Checkpointing())):
-        return True
-    frozen = kinds.get(Freezing)
-    nothing_kept = FrozenFeatures in kinds or (
-        isinstance(frozen, Freezing) and frozen.what == "encoder"
-    )
-    if nothing_kept and (Checkpointing in kinds or ActivationOffload in kinds):
-        return True
-    if CudaGraphs in kinds:
-        host = isinstance(release, GradientRelease) and release.mode == "host"
-        return host or LowBitAdamW not in kinds or Packing not in kinds
-    return False
-
-
-def _wasteful(strategies: Option, every: set[Strategy]) -> bool:
-    """Whether it holds scratch memory that costs nothing to leave out: graphs parse no setting."""
-    kinds = {type(one) for one in strategies}
-    return CudaGraphs in kinds and SmallWorkspace not in kinds and SmallWorkspace() in every
-
-
-def limits_for(asked: Asked, strategies: Option) -> list[MicroBatching]:
-    """The whole effective batch at once, or in ever smaller parts down to the longest row."""
-    whole = [MicroBatching()]
-    if needs_whole_batches(strategies):
-        return whole
-    batches = batches_of(asked.workload, strategies)
-    longest = batches.longest_tokens
-    if any(isinstance(one, Packing) for one in strategies):
-        most = batches.worst_tokens
-        counts = {batches.usual_most_tokens(), *(-(-most // parts) for parts in _PARTS)}
-    else:
-        rows = min(asked.workload.effective_rows, len(asked.workload.lengths))
-        most = rows * longest
-        counts = {-(-rows // parts) * longest for parts in _PARTS}
-    smaller = sorted({max(one, longest) for one in counts} - {most}, reverse=True)
-    return whole + [MicroBatching(max_tokens=one) for one in smaller if one < most]
-
-
-def needs_whole_batches(strategies: Option) -> bool:
-    """Whether a step of several micro-batches is another update rule, or is not captured."""
-    release = next((one for one in strategies if isinstance(one, GradientRelease)), None)
-    if release is None:
-        # Gradients kept in `.grad` would be the graph's own memory, written anew each time.
-        return any(isinstance(one, CudaGraphs) for one in strategies)
-    return release.mode == "two_pass" or (release.mode == "release" and not release.accumulate)

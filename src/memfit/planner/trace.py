@@ -32,7 +32,7 @@ from memfit.memory.predict import failing_as_a_trace, no_collection
 from memfit.memory.segments import Segments, cut
 from memfit.optim import SMALL_NUMEL
 from memfit.parts import layers_of
-from memfit.planner.space import batches_of
+from memfit.planner.batches import batches_of
 from memfit.planner.trace_batch import TracedRows, graph_count, rows_for
 from memfit.planner.trace_depth import compose, plan_runs, shortened
 from memfit.planner.trace_price import Priced, price
