@@ -256,6 +256,29 @@ def test_the_limit_follows_what_others_leave_and_does_not_flicker():
     assert follow.look() is None  # asked again at once, it does not look
 
 
+def test_with_auto_every_step_looks_and_beside_a_size_some_times_a_second():
+    looks: list[float] = []
+
+    def read() -> Reading:
+        looks.append(now[0])
+        return Reading(8 * GIB, 4 * GIB, GIB)
+
+    now = [0.0]
+    for every_step, expected in ((True, 10), (False, 4)):
+        follow = Watch(Budget(), read, lambda: now[0], every_step=every_step)
+        looks.clear()
+        for step in range(10):
+            now[0] = 0.1 * step
+            follow.look()
+        assert len(looks) == expected
+
+
+def test_auto_is_what_looks_at_every_step(tmp_path):
+    for budget, every_step in (("auto", True), ("4GB", False), (None, False)):
+        trainer = trainer_of(tmp_path, budget=budget)
+        assert trainer._limits()[1]._every_step is every_step
+
+
 def test_auto_takes_what_is_free_but_for_the_display():
     reading = Reading(8 * GIB, 5 * GIB, GIB)
     assert reading.limit_bytes(Budget()) == 6 * GIB - DISPLAY_HEADROOM_BYTES

@@ -116,7 +116,8 @@ class GuardedTraining(FullPrecisionExport):
             read = self._cap.read
         else:
             read = self._reader() if on_cuda else CpuReader(lambda: 0)
-        return self._cap, Watch(self.budget or Budget(), read)
+        is_auto = self.budget == Budget()
+        return self._cap, Watch(self.budget or Budget(), read, every_step=is_auto)
 
     def _reader(self) -> CudaReader:
         expected_bytes = None if self.plan is None else self.plan.context_bytes

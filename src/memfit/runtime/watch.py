@@ -20,7 +20,8 @@ from memfit.memory.context import (
 from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
 
 LOOK_SECONDS = 0.25
-"""Asking the driver takes up to a millisecond: some times a second is enough, and costs nothing."""
+"""Asking the driver takes up to a millisecond: some times a second is enough beside a budget in
+bytes. With `auto` what others leave is the budget, and is asked for at every step."""
 _COPYING = {"activation_offload", "optimizer_offload"}
 """Strategies with streams of their own."""
 _MEASURE_SECONDS = 2.0
@@ -120,18 +121,25 @@ class Watch:
     """Follows the limit from step to step."""
 
     def __init__(
-        self, budget: Budget, read: Read, clock: Callable[[], float] = time.monotonic
+        self,
+        budget: Budget,
+        read: Read,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        every_step: bool = False,
     ) -> None:
         self.budget = budget
+        self._every_step = every_step
         self.read = read
         self._clock = clock
         self._looked: float | None = None
         self.limit_bytes = read().limit_bytes(budget)
 
     def look(self) -> tuple[int, int] | None:
-        """The limit before and now, where it has moved; rarely asks."""
+        """The limit before and now, where it has moved."""
         now = self._clock()
-        if self._looked is not None and now - self._looked < LOOK_SECONDS:
+        recently = self._looked is not None and now - self._looked < LOOK_SECONDS
+        if recently and not self._every_step:
             return None
         self._looked = now
         before, limit = self.limit_bytes, self.read().limit_bytes(self.budget)
