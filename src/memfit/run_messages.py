@@ -60,6 +60,10 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "no checkpoint was written yet; starting from the beginning",
         "zh": "还没有写过检查点，从头开始",
     },
+    "plan.again": {
+        "en": "the rehearsal needed more memory than predicted; planned again with {bytes} less",
+        "zh": "预演所需显存超过预测；少用 {bytes} 重新规划",
+    },
     "stopped": {
         "en": "stopped at step {step} of {steps}; go on with: {command}",
         "zh": "停在第 {step} 步，共 {steps} 步；继续：{command}",

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     import torch
 
     from memfit.planner.plan import Checked, Plan
-    from memfit.planner.values import Workload
+    from memfit.planner.values import Pricer, Workload
     from memfit.runtime.batching import MicroBatching
 
 Say = Callable[[Any], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+_PLANS_AGAIN = 3
+"""After so many plans that missed their budget the last one is adjusted as it runs."""
+
+
+@dataclasses.dataclass(kw_only=True)
 class Choosing:
     """What a plan is chosen for, and where it will be kept."""
 
@@ -35,6 +39,23 @@ class Choosing:
     say: Say
     checkpoint: Path | None = None
     """The checkpoint a resumed run goes on from."""
+    reserve_bytes: int = 0
+    """Left free by the next plan: rehearsals of those before ran out of memory."""
+    _missed: int = 0
+    _pricer: Pricer | None = None
+
+    @property
+    def may_plan_again(self) -> bool:
+        """Whether there is another plan to make when this one misses its budget.
+
+        A resumed run goes on with the optimizer's state as its plan stored it.
+        """
+        return self.checkpoint is None and self._missed < _PLANS_AGAIN
+
+    def leave_free(self, short_bytes: int) -> None:
+        """The last plan needed about so much more than it was allowed."""
+        self.reserve_bytes += short_bytes
+        self._missed += 1
 
     def choose(self, given: Plan | None = None) -> Plan | None:
         """The plan; None where memory cannot be predicted and no budget was promised."""
@@ -68,7 +89,10 @@ class Choosing:
             exact=self.config.exact,
             allow=self.config.allowed,
             folder=self.folder.path,
+            reserve_bytes=self.reserve_bytes,
+            pricer=self._pricer,
         )
+        self._pricer = planning.pricer
         for note in planning.notes:
             self.say(line("note", note.sentence(language())))
         return planning.chosen

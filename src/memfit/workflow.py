@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from memfit import announce, outcome
 from memfit.config import RunConfig
-from memfit.errors import LossError, OutputError, RunStoppedError, SaveError
+from memfit.errors import (
+    LossError,
+    OutputError,
+    PlanMissedError,
+    RunStoppedError,
+    SaveError,
+    forget,
+)
 from memfit.evaluation import (
     Evaluation,
     best_metric,
@@ -43,7 +50,7 @@ from memfit.results import (
 )
 from memfit.settings import check_training, training_arguments
 from memfit.stored import last_checkpoint, with_absolute_paths
-from memfit.units import format_both
+from memfit.units import format_both, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainingArguments
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
     from memfit.data.values import TextData, TokenizedData
     from memfit.memory.components import MemoryPeak
     from memfit.planner.plan import Plan
+    from memfit.run_plan import Choosing
     from memfit.runtime.checkpoint import Search
     from memfit.runtime.trainer import BudgetTrainer
 
@@ -150,6 +158,11 @@ class _Run:
     """None where memory could not be predicted."""
     found: Search | None = None
     """The checkpoint a resumed run goes on from."""
+    arguments: TrainingArguments = field(init=False)
+    settings: PretrainedConfig = field(init=False)
+    tokenizer: Any = field(init=False)
+    tokens: TokenizedData = field(init=False)
+    choosing: Choosing = field(init=False)
 
     @property
     def predicted(self) -> MemoryPeak | None:
@@ -186,11 +199,9 @@ class _Run:
         with self.clock.measure("data"):
             text = self._read()
         with announce.no_progress_bars():
-            trainer, tokens = self._prepare(text)
-            self._announce(trainer, text, tokens)
-            self.record.begin(self._summary(trainer, text, tokens, None))
-            with self.clock.measure("train"):
-                self._train(trainer)
+            self._prepare(text)
+            tokens = self.tokens
+            trainer = self._trained(text)
             with self.clock.measure("evaluate"):
                 evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
             with self.clock.measure("save"):
@@ -209,17 +220,13 @@ class _Run:
 
         return read_table(self.config.data)
 
-    def _prepare(self, text: TextData) -> tuple[BudgetTrainer, TokenizedData]:
-        from transformers import PrinterCallback, ProgressCallback, set_seed
-
+    def _prepare(self, text: TextData) -> None:
+        """Everything that is the same for every plan, and the first plan."""
         from memfit.data import tokenize
-        from memfit.models import load_settings, load_weights
-        from memfit.planner.workload import user_set_of
-        from memfit.runtime.batching import MicroBatching
-        from memfit.runtime.trainer import BudgetTrainer
+        from memfit.models import load_settings
 
         labels, max_length = text.labels, self.config.data.max_length
-        arguments = training_arguments(
+        self.arguments = arguments = training_arguments(
             self.config.training,
             self.claim.folder.checkpoints_dir,
             best_metric(labels.task)[0],
@@ -227,14 +234,47 @@ class _Run:
             task=labels.task,
         )
         with self.clock.measure("load"):
-            settings, tokenizer = load_settings(self.config.model, labels)
-            tokens = tokenize(text, tokenizer, max_length)
+            self.settings, self.tokenizer = load_settings(self.config.model, labels)
+            self.tokens = tokenize(text, self.tokenizer, max_length)
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         with self.clock.measure("plan"):
-            self.plan = self._plan(settings, arguments, text, tokens)
+            self.choosing = self._choosing(text)
+            self.plan = self._plan()
+
+    def _trained(self, text: TextData) -> BudgetTrainer:
+        """Trains by the plan; by another where its rehearsal runs out of memory."""
+        while True:
+            trainer = self._trainer(text)
+            self._announce(trainer, text, self.tokens)
+            self.record.begin(self._summary(trainer, text, self.tokens, None))
+            try:
+                with self.clock.measure("train"):
+                    self._train(trainer)
+                return trainer
+            except PlanMissedError as error:
+                short_bytes = error.short_bytes
+                forget(error)
+                del trainer  # its memory is the next one's
+            self.say(announce.line("note", t("run.plan.again", bytes=format_bytes(short_bytes))))
+            with self.clock.measure("plan"):
+                self.choosing.leave_free(short_bytes)
+                self.plan = self._plan()
+
+    def _trainer(self, text: TextData) -> BudgetTrainer:
+        from transformers import PrinterCallback, ProgressCallback, set_seed
+
+        from memfit.models import load_weights
+        from memfit.planner.workload import user_set_of
+        from memfit.runtime.batching import MicroBatching
+        from memfit.runtime.out_of_memory import free_memory
+        from memfit.runtime.trainer import BudgetTrainer
+
+        labels, max_length = text.labels, self.config.data.max_length
+        tokens, arguments, tokenizer = self.tokens, self.arguments, self.tokenizer
+        free_memory(arguments.device)
         with self.clock.measure("load"):
             set_seed(arguments.seed)  # the head's first weights are random
-            model = load_weights(self.config.model, settings, tokenizer, max_length)
+            model = load_weights(self.config.model, self.settings, tokenizer, max_length)
         trainer = BudgetTrainer(
             model,
             arguments,
@@ -251,11 +291,12 @@ class _Run:
         )
         if self.plan is not None and self.given_plan is None and self.config.plan is None:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
+            trainer.may_plan_again = self.choosing.may_plan_again
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(stock_bar)
-        return trainer, tokens
+        return trainer
 
     def _callbacks(self, device_type: str) -> list[Any]:
         from memfit.curves import RecordRun
@@ -274,35 +315,31 @@ class _Run:
         own = [self.elapsed, self.record, self.stop, self.probe]
         return [*([] if self.quiet else [bar]), *own, *self.callbacks]
 
-    def _plan(
-        self,
-        settings: PretrainedConfig,
-        arguments: TrainingArguments,
-        text: TextData,
-        tokens: TokenizedData,
-    ) -> Plan | None:
+    def _choosing(self, text: TextData) -> Choosing:
         from memfit.planner.workload import workload_of_run
         from memfit.run_plan import Choosing
         from memfit.runtime.lengths import row_lengths
 
         workload = workload_of_run(
             self.config,
-            settings,
-            arguments,
+            self.settings,
+            self.arguments,
             text.labels,
-            row_lengths(tokens.train),
-            eval_rows=len(tokens.validation),
+            row_lengths(self.tokens.train),
+            eval_rows=len(self.tokens.validation),
         )
-        choosing = Choosing(
+        return Choosing(
             config=self.config,
             workload=workload,
-            device=arguments.device,
+            device=self.arguments.device,
             folder=self.claim.folder,
             say=self.say,
             checkpoint=self.found.good if self.found is not None else None,
         )
+
+    def _plan(self) -> Plan | None:
         with terminal.waiting(t("planned.waiting"), quiet=self.quiet):
-            plan = choosing.choose(self.given_plan)
+            plan = self.choosing.choose(self.given_plan)
         return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from optim_fixtures import (
@@ -19,6 +21,7 @@ from torch import nn
 from memfit.optim import SINKS, LowBitAdamW, make_sink, to_lowbit
 from memfit.optim.formats import decode_root, decode_signed
 from memfit.optim.norm import NormPrediction
+from memfit.optim.scaling import LossScale
 
 KEEPING = ("kept", "kept8", "host")
 
@@ -256,3 +259,40 @@ def test_fidelity_names_what_a_sink_does_to_the_result() -> None:
     assert of("release", 0.0, 2) == "optimizer"
     assert {of(name, 1.0, 1) for name in ("kept", "kept8", "host", "two_pass")} == {"rounding"}
     assert [name for name, sink in SINKS.items() if not sink.micro_batches] == ["two_pass"]
+
+
+# --------------------------------------------------------------------- steps without effect
+
+
+class _CutError(Exception):
+    """Ends a step in the middle."""
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut off"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SINKS)
+def test_a_step_without_effect_changes_no_bit_of_the_training(
+    name: str, dtype: torch.dtype, cut: bool
+) -> None:
+    """Weights, state, counters, scale and what norms are usual: the steps after it are the same."""
+    ended = []
+    for rehearsed in (False, True):
+        scale = LossScale("cpu", growth_interval=2) if dtype == torch.float16 else None
+        model, optimizer, sink = with_sink(name, dtype, max_grad_norm=0.05, loss_scale=scale)
+        norms = []
+        for index, (x, y) in enumerate(batches(5)):
+            if rehearsed and index in (0, 3):
+                with contextlib.suppress(_CutError), sink.without_effect():
+                    if cut:
+                        sink.begin(1)
+                        sink.arm(0, sink.phases[0])
+                        loss_of(model, x * 3, y).backward()
+                        raise _CutError
+                    run_step(model, sink, x * 3, y)
+                assert not sink.touched
+                assert not any(p.grad is not None for p in model.parameters())
+            norms.append(run_step(model, sink, x, y).clone())
+        ended.append((flat_masters(optimizer, model), torch.stack(norms)))
+        if scale is not None:
+            ended[-1] += (scale.value, scale.good_steps, scale.skipped_steps)
+    assert all(torch.equal(one, other) for one, other in zip(*ended, strict=True))

@@ -13,7 +13,7 @@ from rich.console import Console
 from strategy_fixtures import arguments, build, collate, rows_of
 
 from memfit import BudgetTrainer
-from memfit.errors import DoesNotFitError
+from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.progress import MemfitProgress
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
@@ -24,6 +24,8 @@ SINKS: dict[str, list[Any]] = {
     "kept": [Packing(), LowBitAdamW()],
     "kept8": [Packing(), LowBitAdamW(), GradientRelease("kept8")],
     "release": [Packing(), LowBitAdamW(), GradientRelease()],
+    "two_pass": [Packing(), LowBitAdamW(), GradientRelease("two_pass")],
+    "host": [Packing(), LowBitAdamW(), GradientRelease("host")],
 }
 
 
@@ -42,7 +44,7 @@ def trainer_of(
 def test_a_rehearsed_run_ends_with_the_weights_of_one_that_was_not(tmp_path, name):
     ended = []
     for budget in (None, "10GB"):
-        limits = MicroBatching(max_rows=8)
+        limits = MicroBatching()
         trainer = trainer_of(tmp_path, SINKS[name], budget, micro_batching=limits)
         torch.manual_seed(7)
         trainer.train()
@@ -67,6 +69,24 @@ def test_the_time_it_took_is_announced(tmp_path):
     assert trainer.rehearsal is not None
     assert 0 < trainer.rehearsal.step_seconds < 60
     assert "training: 4 steps, about" in written.getvalue()
+
+
+@pytest.mark.parametrize("name", ["kept", "kept8", "release"])
+def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
+    """A shortage that only the update meets is found before the first step."""
+    from memfit.optim.adamw import LowBitAdamW as Optimizer
+
+    trainer = trainer_of(tmp_path, SINKS[name], "10GB", micro_batching=MicroBatching())
+    trainer.may_plan_again = True
+    monkeypatch.setattr(Optimizer, "update_many", no_memory)
+    with pytest.raises(PlanMissedError) as caught:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert caught.value.short_bytes > 0.01 * 10e9
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42.00 MiB.")
 
 
 def test_what_does_not_fit_is_made_smaller_before_the_first_step(tmp_path, caplog):

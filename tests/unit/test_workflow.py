@@ -13,11 +13,12 @@ from transformers import TrainerControl
 from memfit import announce
 from memfit.api import finetune
 from memfit.config import RunConfig
-from memfit.errors import OutputError, TraceError
+from memfit.errors import OutputError, RunStoppedError, TraceError
 from memfit.interrupt import StopAfterStep
 from memfit.memory.components import Component
 from memfit.planner import here
 from memfit.probe import MeasureOneStep
+from memfit.runtime import rehearsal
 from memfit.stored import resumed_config, with_absolute_paths
 
 CPU = torch.device("cpu")
@@ -134,3 +135,50 @@ def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
     with pytest.raises(TraceError):
         finetune(table, output_dir=tmp_path / "promised", budget="1GB", **options)
     assert not (tmp_path / "promised").exists()
+
+
+def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first two plans need more than predicted; the run trains by the third."""
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    try_it, tried = rehearsal._Stage._try, []
+
+    def fail_twice(stage: Any, *args: Any, **named: Any) -> Any:
+        limit = stage._trainer.plan.digest.budget_bytes
+        if limit not in tried:
+            tried.append(limit)
+        return (None, "no memory") if len(tried) <= 2 else try_it(stage, *args, **named)
+
+    monkeypatch.setattr(rehearsal._Stage, "_try", fail_twice)
+    result = finetune(
+        table, output_dir=tmp_path / "run", budget="1GB", model=tiny_model_dir, max_length=16,
+        max_steps=2,
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert said.count("planned again with") == 2
+    assert result.summary.training["steps"] == 2
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    # Each is planned for 1 % and 20 MiB less than the one before.
+    assert tried[0] - tried[1] == pytest.approx(0.01 * 1e9 + 20 * 2**20, rel=0.01)
+    assert tried[0] - tried[2] == pytest.approx(2 * (0.01 * 1e9 + 20 * 2**20), rel=0.01)
+
+
+def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    monkeypatch.setattr(torch.optim.AdamW, "step", no_memory)
+    with pytest.raises(RunStoppedError, match=r"beside step 1.*Tried to allocate 20.00 MiB"):
+        finetune(
+            table, output_dir=tmp_path / "run", model=tiny_model_dir, max_length=16, max_steps=2,
+            exact=True,
+        )  # fmt: skip

@@ -13,7 +13,11 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
-from memfit.memory.context import measured_context_bytes, predicted_context_bytes
+from memfit.memory.context import (
+    LOADED_LATER_BYTES,
+    measured_context_bytes,
+    predicted_context_bytes,
+)
 from memfit.messages import t
 from memfit.units import GIB, MIB
 
@@ -133,6 +137,8 @@ def this_card(index: int = 0) -> DeviceProfile | None:
     if known is None:
         capability = (found.major, found.minor)
         known = _profile_like(found.name, capability, found.multi_processor_count)
+    if context_bytes is not None:
+        context_bytes += LOADED_LATER_BYTES
     return dataclasses.replace(
         known,
         name=found.name,

@@ -4,15 +4,23 @@ It grows with the card, since every thread it can run at once gets a stack, and 
 handle and kernel that is loaded. On an H200 (benchmarks/memory_gpu.py): 527 MiB at first, 619 with
 the first kernel, 64 more with each of two cuBLAS handles (8 where their workspaces are small), 751
 to 785 in training. A measured value replaces the prediction wherever there is a GPU to ask.
+
+A measurement counts only when the libraries are loaded: before the first product of each thread it
+misses both handles. `load_libraries` makes them, small, whatever the process did before.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
 from memfit.memory import nvml
-from memfit.memory.workspace import drop_workspaces, handle_workspace_bytes
+from memfit.memory.workspace import (
+    drop_workspaces,
+    handle_workspace_bytes,
+    small_workspaces,
+)
 from memfit.units import KIB, MIB
 
 _BASE_BYTES = 8 * MIB
@@ -20,9 +28,12 @@ _PER_THREAD_BYTES = 2.31 * KIB
 _KERNELS_BYTES = 18 * MIB
 _HANDLES = 2  # one forward, one backward
 _OUTSIDE = 2  # a handle holds twice its workspace outside the allocator; a small one, once
-_STREAMS_BYTES = 64 * MIB
+_STREAMS_BYTES = 70 * MIB
 """The first stream of one's own makes torch create all 32 of its pool, each with a queue on the
-card. On an H200, beside launched runs: 66 to 76 MB, what kernels take left out."""
+card: 73.4 MB in every run on an H200."""
+LOADED_LATER_BYTES = 8 * MIB
+"""Kernels that a training loads after the libraries: its own, another batch shape's, those of an
+evaluation. On an H200: 2 to 6 MB beyond what is measured before the first step."""
 _GRAPH_BYTES_PER_KERNEL = 4_600
 """What the driver keeps for each kernel of each captured graph, outside the allocator: seven
 runs of five or six graphs of 970 to 2,070 kernels took 92 to 113 MB more than launched ones."""
@@ -84,8 +95,7 @@ def own_context_bytes(index: int = 0) -> int | None:
 def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
     """The context of this process on a device, what other processes hold left out; or None.
 
-    In a process that has not touched the device yet, `load` runs one small product of each
-    precision first, so that the libraries are counted.
+    With `load`, the libraries of a training step are loaded first, so that they are counted.
     """
     import torch
 
@@ -94,7 +104,10 @@ def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
     with nvml.open_device(index) as device:
         fresh = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         others_bytes = device.use().used_bytes if device is not None and fresh else None
-        _start(index, load=load and fresh)
+        if load:
+            load_libraries(index)
+        else:
+            torch.zeros(1, device=torch.device("cuda", index))
         if fresh:  # leave the allocator as empty as it was
             drop_workspaces()
             torch.cuda.empty_cache()
@@ -109,18 +122,23 @@ def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
     return total_bytes - free_bytes - reserved_bytes
 
 
-def _start(index: int, *, load: bool) -> None:
-    """Creates the context, and makes it load what a training step loads."""
+@functools.cache
+def load_libraries(index: int) -> None:
+    """Runs a small product of each precision, forward and backward, once in a process.
+
+    A handle keeps the size that CUBLAS_WORKSPACE_CONFIG has when it is made, outside torch's
+    allocator, and uses none of it: torch hands its own workspace over. So it is made small: 112 MiB
+    less of an H200's context for the rest of the process.
+    """
     import torch
 
     device = torch.device("cuda", index)
-    torch.zeros(1, device=device)
-    if load:
-        dtypes = [torch.float32, torch.float16]
-        if torch.cuda.get_device_capability(index) >= (8, 0):
-            dtypes.append(torch.bfloat16)
+    dtypes = [torch.float32, torch.float16]
+    if torch.cuda.get_device_capability(index) >= (8, 0):
+        dtypes.append(torch.bfloat16)
+    with small_workspaces(), torch.enable_grad():
         for dtype in dtypes:
             weight = torch.zeros(64, 64, device=device, dtype=dtype, requires_grad=True)
             normed = torch.nn.functional.layer_norm(weight @ weight, (64,))
             torch.autograd.grad(normed.sum(), weight)
-    torch.cuda.synchronize(index)
+        torch.cuda.synchronize(index)

@@ -11,7 +11,8 @@ one, `.step()` reads `.grad` like any optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,8 @@ class LowBitAdamW(Optimizer):
         self._small_set: set[Tensor] = set()
         self._complete = False
         self.stepping = False
+        self.is_shut = False
+        """Whether steps are computed without effect now."""
         self.sink: GradientSink | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -187,7 +190,26 @@ class LowBitAdamW(Optimizer):
             self._clock = StepClock(device, self.seed)
             self.grad_scale = torch.ones((), device=device)
             self.gate = torch.ones((), dtype=torch.bool, device=device)
+            self.open = torch.ones((), dtype=torch.bool, device=device)
         return self._clock
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Inside, whole steps are computed and change no weight and no state.
+
+        The gate is read on the device, so this holds for steps that graphs replay, too.
+        """
+        counters = self.clock.counters.clone()
+        self.is_shut = True
+        self.open.fill_(False)
+        self.gate.fill_(False)
+        try:
+            yield
+        finally:
+            self.is_shut = False
+            self.open.fill_(True)
+            self.gate.fill_(True)
+            self.clock.counters.copy_(counters)
 
     # ------------------------------------------------------------------------- stepping
 

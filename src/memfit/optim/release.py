@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,26 @@ class GradientRelease(GradientSink):
         return self._count == 1 and (self.max_grad_norm > 0 or self.loss_scale is not None)
 
     @property
+    def launches_first(self) -> bool:
+        """A guessed norm is made up for after the first step, which no graph does."""
+        return self.max_grad_norm > 0 and self.clip == "predicted" and not self._learned
+
+    @contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """As in the base; what norms are usual is not learnt."""
+        learned = self._learned
+        try:
+            with super().without_effect():
+                yield
+        finally:
+            self._learned = learned
+
+    @property
+    def _moves(self) -> bool:
+        """Whether an update made now changes weights."""
+        return not (self.capturing or self.optimizer.is_shut)
+
+    @property
     def _predicts(self) -> bool:
         return self._count == 1 and self.max_grad_norm > 0 and self.clip == "predicted"
 
@@ -78,7 +99,7 @@ class GradientRelease(GradientSink):
         """Until gradients arrive nothing is clipped and nothing has overflowed."""
         super().begin(micro_batches, replayed=replayed)
         self._set_scale(torch.zeros_like(self.norm))
-        self.optimizer.gate.fill_(True)
+        self.optimizer.gate.copy_(self.optimizer.open)
 
     def take(self, p: Tensor, grad: Tensor) -> None:
         """Update with the next few: one launch for all of them."""
@@ -118,7 +139,7 @@ class GradientRelease(GradientSink):
         params = [p for p, _ in self._pending]
         grads = [grad for _, grad in self._pending]
         self._pending, self._pending_bytes = [], 0
-        self.touched = self.touched or (bool(params) and not self.capturing)
+        self.touched = self.touched or (bool(params) and self._moves)
         if self.measures or self.loss_scale is not None:
             self._norm.measure_many(params, grads)
         if self.loss_scale is not None:
@@ -204,6 +225,11 @@ class TwoPassRelease(GradientRelease):
         return "rounding"
 
     @property
+    def launches_first(self) -> bool:
+        """The norm is measured, never guessed."""
+        return False
+
+    @property
     def measures(self) -> bool:
         """That is what the first pass is for."""
         return True
@@ -238,7 +264,7 @@ class TwoPassRelease(GradientRelease):
     def _flush(self) -> None:
         work: list[tuple[Tensor, Tensor | CodedGradient]] = [*self._pending]
         self._pending, self._pending_bytes = [], 0
-        self.touched = self.touched or (bool(work) and not self.capturing)
+        self.touched = self.touched or (bool(work) and self._moves)
         self.optimizer.update_many(work)
 
     def _settle(self) -> None:

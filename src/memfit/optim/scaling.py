@@ -50,6 +50,14 @@ class LossScale:
         self.value.mul_(factor).clamp_(*self._range)
         self.good_steps.copy_(torch.where(grow, 0, good))
 
+    def copied(self) -> dict[str, Tensor]:
+        """A copy of the state that stays on the device, for `load_state_dict`."""
+        return {
+            "value": self.value.clone(),
+            "good_steps": self.good_steps.clone(),
+            "skipped_steps": self.skipped_steps.clone(),
+        }
+
     def state_dict(self) -> dict[str, Tensor]:
         """On the host, for a checkpoint."""
         return {

@@ -102,6 +102,11 @@ class GradientSink(ABC):
         return self._norm.total
 
     @property
+    def launches_first(self) -> bool:
+        """Whether the training's first step must not be replayed from a graph."""
+        return False
+
+    @property
     def measures(self) -> bool:
         """Whether `norm` will be this step's."""
         return True
@@ -206,6 +211,22 @@ class GradientSink(ABC):
             self._rehearsing = False
             self._drop_gradients()
 
+    @contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """Whole steps inside, updates included, leave everything as it was, however they end."""
+        self.optimizer.init_state()
+        before = self.norm.clone()
+        scale = None if self.loss_scale is None else self.loss_scale.copied()
+        try:
+            with self.optimizer.shut():
+                yield
+        finally:
+            self.touched = False
+            self.abandon()
+            self.norm.copy_(before)
+            if self.loss_scale is not None and scale is not None:
+                self.loss_scale.load_state_dict(scale)
+
     def _drop_gradients(self) -> None:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -270,7 +291,9 @@ class GradientSink(ABC):
             self._norm.sum(self.loss_scale)
         self._set_scale(self.norm)
         if self.loss_scale is not None:
-            self.optimizer.gate.copy_(torch.isfinite(self.norm))
+            torch.logical_and(
+                torch.isfinite(self.norm), self.optimizer.open, out=self.optimizer.gate
+            )
 
     def _set_scale(self, norm: Tensor) -> None:
         """What gradients are multiplied by if their norm is this; an unknown norm clips nothing."""

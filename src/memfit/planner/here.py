@@ -12,7 +12,7 @@ from memfit.memory.cards import DeviceProfile
 from memfit.planner.given import fit_strategies
 from memfit.planner.plan import Checked, Plan, check
 from memfit.planner.search import Planning, make_plan
-from memfit.planner.values import Workload
+from memfit.planner.values import Pricer, Workload
 from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.watch import CpuReader, CudaReader
 from memfit.strategies import Strategy
@@ -43,17 +43,23 @@ def plan_here(
     exact: bool = False,
     allow: frozenset[str] = frozenset(),
     folder: Path | None = None,
+    reserve_bytes: int = 0,
+    pricer: Pricer | None = None,
 ) -> Planning:
-    """The fastest plan inside the budget; `folder` is where checkpoints will go."""
+    """The fastest plan inside the budget; `folder` is where checkpoints will go.
+
+    `reserve_bytes` of the budget are left free; `pricer` is that of an earlier plan for the same.
+    """
     card = card_here(device)
     with preserved_rng():
         return make_plan(
             workload,
-            budget_here(budget, device),
+            max(budget_here(budget, device) - reserve_bytes, 0),
             card,
             exact=exact,
             allow=allow,
             disk_bytes_free=None if folder is None else free_disk_bytes(folder),
+            pricer=pricer,
         )
 
 

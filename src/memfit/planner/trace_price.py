@@ -74,11 +74,11 @@ def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
 
 
 def context_bytes(run: Priced, card: DeviceProfile) -> int:
-    """What lies on the card outside the allocator."""
+    """What lies on the card outside the allocator; a run makes its handles small."""
     return run_context_bytes(
         card.context_bytes,
         card.capability,
-        {} if card.here else run.environment,
+        {} if card.here else {**SETTING, **os.environ},
         streams=run.streams or run.graphs > 0,
         graphed_kernels=run.graphs * run.graphed_kernels,
     )

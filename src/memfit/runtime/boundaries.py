@@ -88,13 +88,19 @@ class LayerBoundaries:
         self._forget()
         loss: Tensor | None = None
         failed = ""
+
+        def begin() -> None:
+            # In a frame of its own, which `let_go` clears: here it would keep all activations.
+            nonlocal loss, after
+            whole = forward()
+            loss, after = whole.detach(), RandomState.now(self._device)
+            backward(whole)
+
         for tries in range(TRIES + 1):
             try:
                 with contexts():
                     if self._from is None:
-                        whole = forward()
-                        loss, after = whole.detach(), RandomState.now(self._device)
-                        backward(whole)
+                        begin()
                     else:
                         self._go_on(forward)
             except Exception as error:

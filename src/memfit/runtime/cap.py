@@ -30,7 +30,10 @@ class Cap(Protocol):
         """From now on this is the limit; whether more than that is still held."""
 
     def keep(self) -> bool:
-        """The limit again, should more lie outside of it now; whether more than that is held."""
+        """Re-applies the limit if the context has grown. Returns True if more than it is held."""
+
+    def measure(self) -> bool:
+        """Measures the context, then `keep`."""
 
     def room_bytes(self) -> int | None:
         """What is left of it now; None where only counting would tell."""
@@ -69,6 +72,11 @@ class CudaCap:
         if self._allowed_bytes is None or self._allowed_bytes == allowed_bytes:
             return False
         return self.move(self._limit_bytes)
+
+    def measure(self) -> bool:
+        """Kernels were loaded or graphs captured."""
+        self.read.measure()
+        return self.keep()
 
     def room_bytes(self) -> int | None:
         """Between what tensors take and what they may."""
@@ -113,6 +121,10 @@ class CpuCap:
         return False
 
     def keep(self) -> bool:
+        """Nothing lies outside of it."""
+        return False
+
+    def measure(self) -> bool:
         """Nothing lies outside of it."""
         return False
 

@@ -37,7 +37,6 @@ from memfit.runtime.out_of_memory import (
     free_memory,
     is_out_of_memory,
     let_go,
-    retrying,
 )
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.sinking import GraphedExecutor, SinkExecutor
@@ -84,6 +83,7 @@ class Guard:
         self.tokens = 0
         """Trained on so far, padding left out where it is known."""
         self._evaluated: int | None = None
+        self._graphs = 0
 
     # ---- what the trainer calls ----
 
@@ -112,8 +112,7 @@ class Guard:
         """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
         self.look()
         executor = self._trainer.executor
-        with retrying(self._device):
-            lengths = lengths_of(batch, executor.trim)
+        lengths = lengths_of(batch, executor.trim)
         way = self.way_for(lengths)
         start = RandomState.now(self._device)
         while True:
@@ -161,9 +160,8 @@ class Guard:
             self.note(why, t("live.limit", bytes=format_both(before)), format_both(now))
             if now < before and self.when_squeezed is not None:
                 self.when_squeezed()
-        elif self.cap.keep():
-            self._trainer.executor.drop()
-            free_memory(self._device)
+        else:
+            self._keep_limit()
         if spilled := self.spill.spilled_bytes():
             limit = max(self.watch.limit_bytes - spilled, 0)
             why = t("live.why.spilled", bytes=format_both(spilled))
@@ -171,6 +169,21 @@ class Guard:
             self.note(why, before_said, format_both(limit))
             self.watch.limit_bytes = limit
             self.cap.move(limit)
+
+    def _keep_limit(self) -> None:
+        """Measure the context whenever another graph was captured: the driver keeps part of it."""
+        assert self.cap is not None
+        graphs = self._trainer.executor.captured_graphs
+        grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
+        self._graphs = graphs
+        if grown:
+            self._trainer.executor.drop()
+            free_memory(self._device)
+
+    def measure(self) -> None:
+        """Re-apply the limit with the context as it is now."""
+        if self.cap is not None and self.cap.measure():
+            free_memory(self._device)
 
     def note(self, why: str, before: str, after: str) -> None:
         """Write a change down."""
@@ -245,9 +258,14 @@ class Guard:
         return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
 
     @property
+    def context_bytes(self) -> int | None:
+        """What the process holds outside of torch's allocator; None on a CPU."""
+        return getattr(getattr(self.cap, "read", None), "context_bytes", None)
+
+    @property
     def usable_bytes(self) -> int:
         """What tensors may take: the context and the gaps between blocks left out."""
-        context_bytes = getattr(getattr(self.cap, "read", None), "context_bytes", None)
+        context_bytes = self.context_bytes
         if context_bytes is None:
             return int(self.limit_bytes * _WITHOUT_ERROR)
         return max(int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS) - _PAGES_BYTES, 0)

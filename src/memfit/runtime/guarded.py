@@ -33,6 +33,8 @@ class GuardedTraining(FullPrecisionExport):
     executor: StepExecutor
     budget: Budget | None
     plan: Plan | None
+    may_plan_again: bool = False
+    """Whether a plan whose rehearsal fails is to be given up, not adjusted: another can be made."""
     rehearsal: Rehearsal | None = None
     """What the largest batch showed before the first step."""
     _cap: Cap | None = None
@@ -75,11 +77,11 @@ class GuardedTraining(FullPrecisionExport):
         return optimizer
 
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        with retrying(self.args.device):
+        with retrying(self.args.device, last_resort=self._drop_graphs):
             return super()._clip_grad_norm(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        with retrying(self.args.device):
+        with retrying(self.args.device, last_resort=self._drop_graphs):
             return super()._get_grad_norm(*args, **kwargs)
 
     def prepare_steps(self, loader: Any) -> None:
@@ -91,6 +93,7 @@ class GuardedTraining(FullPrecisionExport):
             self.executor.drop()
             with self.executor.on_stream():
                 take_workspaces(self.args.device)
+            self.guard.measure()
         self.guard.watch_layers()
         bars = [bar for bar in self.callback_handler.callbacks if isinstance(bar, MemfitProgress)]
         if bars:

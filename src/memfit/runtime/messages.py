@@ -72,6 +72,12 @@ _WHILE: Mapping[str, Mapping[str, str]] = {
         "zh": "第 {step} 步显存不足，已经没有可以再缩小的（{way}）：{failed}；"
         "请给更大的 --budget、更短的 --max-length 或更小的模型",
     },
+    "stop.outside": {
+        "en": "out of memory beside step {step}, after memory was given back and the call "
+        "repeated: {failed}; give it a larger --budget, or close what else uses the card",
+        "zh": "第 {step} 步之外显存不足，释放后重试仍失败：{failed}；"
+        "请给更大的 --budget，或关闭占用显卡的其他程序",
+    },
     "stop.row": {
         "en": "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
         "choose a shorter --max-length or a smaller model",

@@ -87,12 +87,12 @@ def end_of_training() -> None:
 
 
 class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs an operator again, after `free`, when it found no memory.
+    """Runs an operator again, after `free(tries)`, when it found no memory.
 
     Only for the few operators of an update: every operator inside costs some microseconds.
     """
 
-    def __init__(self, free: Callable[[], None]) -> None:
+    def __init__(self, free: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._free = free
         self.retried = 0
@@ -107,18 +107,31 @@ class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if left == 0 or not is_out_of_memory(error):
                     raise
                 let_go(error)
+            self._free(OPERATOR_TRIES - left)
             self.retried += 1
-            self._free()
         raise AssertionError("the last try returns or raises")
 
 
 @contextlib.contextmanager
-def retrying(device: torch.device, note: Callable[[], None] | None = None) -> Iterator[None]:
-    """Every operator inside that finds no memory is run again; `note` hears if one was."""
+def retrying(
+    device: torch.device,
+    note: Callable[[], None] | None = None,
+    last_resort: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Every operator inside that finds no memory is run again; `note` hears if one was.
+
+    `last_resort` gives back what is only held to be faster, before the last try.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         yield  # nothing is executed, and so nothing half done
         return
-    mode = Retrying(lambda: free_memory(device))
+
+    def free(tries: int) -> None:
+        if tries == OPERATOR_TRIES - 1 and last_resort is not None:
+            last_resort()
+        free_memory(device)
+
+    mode = Retrying(free)
     with mode:
         yield
     if mode.retried and note is not None:

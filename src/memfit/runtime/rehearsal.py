@@ -1,9 +1,15 @@
 """The largest batch there can be, tried before the first step.
 
-It goes through forward and backward and leaves no trace: gradients are dropped, where a sink takes
-them too; no weight and no state moves; random numbers are put back. What does not fit is found
-here, and made smaller here. What was measured says how much memory a token takes, and how long the
-training will.
+    try       forward and backward of the worst batch, made smaller until it fits
+    learn     half of it, recomputed otherwise: what a token takes, and what of it a layer keeps
+    dress     the whole step as it will be run: graphs captured, the update made with its gate shut
+    evaluate  the longest rows of an evaluation
+    time      a usual batch, warm
+
+Nothing of it leaves a trace: no weight and no state moves, random numbers are put back. After it
+the process holds all it will hold: kernels are compiled, libraries loaded, the largest graph
+captured. A plan that does not fit then is given up (PlanMissedError) where the trainer can be made
+anew with another plan, and made smaller here where it cannot.
 """
 
 from __future__ import annotations
@@ -16,20 +22,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.errors import DoesNotFitError
+from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.messages import t
 from memfit.runtime.batching import Batch, lengths_of
 from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.lengths import row_lengths
 from memfit.runtime.live_bytes import LiveBytes
 from memfit.runtime.step import StepExecutor
-from memfit.runtime.ways import MemoryModel, Way, pieces_of
+from memfit.runtime.ways import MemoryModel, Pieces, Way, pieces_of
+from memfit.units import MIB
 
 if TYPE_CHECKING:
     from memfit.runtime.guarded import GuardedTraining
 
 LONG_SECONDS = 5.0
 """Nobody should wait for a second try of a step that takes this long."""
+_QUICK_SECONDS = 1.0
+"""On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
+_SHORT_SHARE = 0.01
+_SHORT_BYTES = 20 * MIB
+"""By how much a failed plan is taken to miss its limit, beside what its context has grown by."""
 _ROOMY = 0.5
 """A worst batch that needs no more than this of the limit leaves nothing to decide."""
 
@@ -39,7 +51,7 @@ class Rehearsal:
     """What was found out before the first step."""
 
     step_seconds: float
-    """Forward and backward of a usual batch."""
+    """A usual step, warm; without a sink its update is not in it."""
     peak_bytes: int
     """The highest moment of the largest batch."""
     worst_lengths: tuple[int, ...]
@@ -86,6 +98,10 @@ class _Stage:
             guard.worst_lengths = lengths
             self._tried = tried = self._until_it_fits(worst, lengths)
             self.learn_if_tight()
+            if self._device.type == "cuda" or tried.seconds <= _QUICK_SECONDS:
+                self._dress(worst, lengths)
+            self._evaluate()
+            guard.measure()
             seconds = self._usual_seconds(tried)
         return Rehearsal(seconds, tried.peak_bytes, tuple(lengths))
 
@@ -101,15 +117,7 @@ class _Stage:
     # ---- the batches ----
 
     def _longest(self) -> list[int]:
-        """The rows with most tokens; any where that cannot be told."""
-        try:
-            lengths = row_lengths(self._dataset)
-        except (KeyError, TypeError):  # rows of something else than tokens
-            lengths = []
-        order = range(len(self._dataset))
-        if len(lengths) == len(self._dataset):
-            order = sorted(order, key=lambda row: -lengths[row])  # type: ignore[assignment]
-        return list(order[: self._count])
+        return longest_rows(self._dataset, self._count)
 
     def _batch(self, rows: list[int]) -> Batch:
         batch: Batch = self._collate([self._dataset[row] for row in rows])
@@ -125,13 +133,60 @@ class _Stage:
             tried, failed = self._try(batch, way)
             if tried is not None:
                 return tried
-            smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
-            if smaller is None or smaller == way:
-                raise DoesNotFitError(t("live.stop.row", way=way, failed=failed))
-            tokens = replace(way, max_tokens=pieces.tokens)
-            guard.note(t("live.why.rehearsal", failed=failed), str(tokens), str(smaller))
+            self._make_smaller(way, pieces, failed)
 
-    def _try(self, batch: Batch, way: Way) -> tuple[_Tried | None, str]:
+    def _make_smaller(self, way: Way, pieces: Pieces, failed: str) -> None:
+        """What did not fit is run in another way from now on, or by another plan."""
+        guard = self._guard
+        if self._trainer.may_plan_again:
+            raise PlanMissedError(t("live.stop.row", way=way, failed=failed), self._short_bytes())
+        smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
+        if smaller is None or smaller == way:
+            raise DoesNotFitError(t("live.stop.row", way=way, failed=failed))
+        tokens = replace(way, max_tokens=pieces.tokens)
+        guard.note(t("live.why.rehearsal", failed=failed), str(tokens), str(smaller))
+
+    def _short_bytes(self) -> int:
+        """How much less another plan should use than this one was allowed to."""
+        plan, context_bytes = self._trainer.plan, self._guard.context_bytes
+        grown_bytes = 0
+        if plan is not None and plan.context_bytes is not None and context_bytes is not None:
+            grown_bytes = max(context_bytes - plan.context_bytes, 0)
+        return grown_bytes + _SHORT_BYTES + int(_SHORT_SHARE * self._guard.limit_bytes)
+
+    def _dress(self, worst: Batch, lengths: list[int]) -> None:
+        """The worst batch as it will be trained: with its update, and replayed where it will be."""
+        guard = self._guard
+        while True:
+            way = guard.way_for(lengths)
+            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            done, failed = self._try(worst, way, dressed=1)
+            guard.measure()
+            if done is not None:
+                return
+            self._make_smaller(way, pieces, failed)
+
+    def _evaluate(self) -> None:
+        """The longest rows that an evaluation will see; it is cut smaller where it must be."""
+        trainer = self._trainer
+        if self._device.type != "cuda" or trainer.args.eval_strategy == "no":
+            return
+        dataset = trainer.eval_dataset
+        if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__"):
+            return
+        loader: Any = trainer.get_eval_dataloader(dataset)
+        rows = longest_rows(loader.dataset, trainer.args.per_device_eval_batch_size)
+        batch = loader.collate_fn([loader.dataset[row] for row in rows])
+        model: Any = trainer.model
+        model.eval()
+        try:
+            with torch.no_grad():
+                trainer.prediction_step(model, batch, prediction_loss_only=False)
+        finally:
+            model.train()
+
+    def _try(self, batch: Batch, way: Way, *, dressed: int = 0) -> tuple[_Tried | None, str]:
+        """Forward and backward, or so many whole steps."""
         model, guard = self._trainer.model, self._guard
         lengths = lengths_of(batch, self._trainer.executor.trim)
         pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
@@ -139,7 +194,10 @@ class _Stage:
 
         def run(executor: StepExecutor) -> None:
             with peak.measuring():
-                executor.rehearse(model, batch)
+                if dressed:
+                    executor.dress(model, batch, dressed)
+                else:
+                    executor.rehearse(model, batch)
 
         started = time.perf_counter()
         failed = guard.attempt(run, way, pieces)
@@ -204,7 +262,10 @@ class _Stage:
         usual = self._batch([index * size // self._count for index in range(self._count)])
         lengths = lengths_of(usual, self._trainer.executor.trim)
         if tried.seconds <= LONG_SECONDS:
-            again, _ = self._try(usual, self._guard.way_for(lengths))
+            way, on_cuda = self._guard.way_for(lengths), self._device.type == "cuda"
+            if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
+                self._try(usual, way, dressed=2)
+            again, _ = self._try(usual, way, dressed=int(on_cuda))
             if again is not None:
                 return again.seconds
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
@@ -212,6 +273,18 @@ class _Stage:
     @property
     def _packed(self) -> bool:
         return self._trainer.executor.packed
+
+
+def longest_rows(dataset: Any, count: int) -> list[int]:
+    """The rows with most tokens; any where that cannot be told."""
+    try:
+        lengths = row_lengths(dataset)
+    except (KeyError, TypeError):  # rows of something else than tokens
+        lengths = []
+    order = range(len(dataset))
+    if len(lengths) == len(dataset):
+        order = sorted(order, key=lambda row: -lengths[row])  # type: ignore[assignment]
+    return list(order[:count])
 
 
 class PeakMeter:

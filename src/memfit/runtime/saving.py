@@ -38,6 +38,7 @@ from memfit.runtime.checkpoint import (
 )
 from memfit.runtime.loading import EffectiveLoading
 from memfit.runtime.manifest import write_manifest
+from memfit.runtime.out_of_memory import is_out_of_memory, let_go
 from memfit.runtime.scratch import place_for, publish, rotate, tidy
 from memfit.training_fields import SECRET_FIELDS
 
@@ -200,7 +201,11 @@ class SafeSaving(EffectiveLoading):
         except RunStoppedError as error:
             error.last_good = error.last_good or self.last_good_checkpoint
             raise
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                said = {"step": self.state.global_step + 1, "failed": let_go(error)}
+                what = t("live.stop.outside", **said)
+                raise RunStoppedError(what, self.last_good_checkpoint) from None
             if not is_device_lost(error):
                 raise
             reason = str(error).strip().splitlines()[0]

@@ -71,6 +71,15 @@ class SinkExecutor(StepExecutor):
             for part, share in parts:
                 super().micro_step(model, part, share)
 
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """With the update, whose gate is shut."""
+        sink = self.sink()
+        with sink.without_effect():
+            for _ in range(steps):
+                self.run(model, batch)
+                sink.finish()
+                model.zero_grad()
+
     def _end_backward(self, sink: GradientSink) -> None:
         if sink.updates_in_backward:
             with retrying(sink.optimizer.clock.device):
@@ -126,9 +135,21 @@ class GraphedExecutor(SinkExecutor):
         with self.on_stream():
             super().rehearse(model, batch)
 
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """One step more than asked for until a graph is there: the first is launched."""
+        if self.sink().launches_first:
+            return self.rehearse(model, batch)
+        super().dress(model, batch, steps if self._graph_memory().is_warm else steps + 1)
+        return None
+
     def on_stream(self) -> AbstractContextManager[None]:
         """The stream of the graphs."""
         return self._graph_memory().on_stream()
+
+    @property
+    def captured_graphs(self) -> int:
+        """Of whole steps and of single micro-batches."""
+        return sum(len(cache) for cache in self._caches.values())
 
     def drop(self) -> None:
         """Give the graphs' memory back."""

@@ -100,9 +100,23 @@ class StepExecutor:
         """Forward and backward as in `run`; the gradients are the caller's to drop."""
         self.run(model, batch)
 
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """Whole steps that change nothing, as far as that can be had; gradients as in `rehearse`.
+
+        Without a sink the update is left out: it would move the optimizer's state.
+        """
+        for _ in range(steps):
+            model.zero_grad()
+            self.rehearse(model, batch)
+
     def on_stream(self) -> AbstractContextManager[None]:
         """What is launched inside runs where the steps do."""
         return nullcontext()
+
+    @property
+    def captured_graphs(self) -> int:
+        """CUDA graphs that are held now."""
+        return 0
 
     def drop(self) -> None:
         """Give back memory that is only held to be faster."""

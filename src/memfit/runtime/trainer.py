@@ -250,7 +250,7 @@ class BudgetTrainer(GuardedTraining):
     def _finish_sink(self, model: nn.Module) -> torch.Tensor:
         """End the step here, since the norm is only now complete; the optimizer finds it done."""
         assert self.setup.sink is not None
-        with retrying(self.args.device):
+        with retrying(self.args.device, last_resort=self._drop_graphs):
             norm = self.setup.sink.finish()
         model.zero_grad()  # what is still kept would be taken for another step's
         return norm

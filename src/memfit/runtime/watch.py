@@ -91,11 +91,15 @@ class CudaReader:
             self._measured_bytes = measured_bytes
             self.context_bytes = max(self.context_bytes, measured_bytes)
 
+    def measure(self) -> None:
+        """Ask the driver now: something that lies in the context was loaded or captured."""
+        with contextlib.suppress(OSError):  # a driver that does not answer now
+            self._learn(own_context_bytes(self.index))
+
     def _measure_again(self) -> None:
         if time.monotonic() < self._due:
             return
-        with contextlib.suppress(OSError):  # a driver that does not answer now
-            self._learn(own_context_bytes(self.index))
+        self.measure()
         self._pause_seconds *= 2
         self._due = time.monotonic() + self._pause_seconds
 

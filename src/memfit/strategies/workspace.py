@@ -9,17 +9,13 @@ elsewhere where the memory is needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memfit.memory.workspace import drop_workspaces
+from memfit.memory.workspace import SMALL, VARIABLE, small_workspaces
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
-_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-_SMALL = ":4096:2:16:8"
-SETTING = {_VARIABLE: _SMALL}
+SETTING = {VARIABLE: SMALL}
 """What it puts into the environment."""
 _LARGE_FROM = (9, 0)
 
@@ -39,33 +35,12 @@ class SmallWorkspace(Strategy):
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
             return f"a {setup.device_type} has no cuBLAS"
-        if os.environ.get(_VARIABLE, _SMALL) != _SMALL:
-            return f"you set {_VARIABLE} yourself"
+        if os.environ.get(VARIABLE, SMALL) != SMALL:
+            return f"you set {VARIABLE} yourself"
         if setup.capability < _LARGE_FROM:
             return "this card's workspace is small already"
         return ""
 
     def change(self, setup: Setup) -> None:
         if setup.card is None:  # else this process has nothing to do with that card
-            setup.around_training.append(_small_workspaces)
-
-
-@contextlib.contextmanager
-def _small_workspaces() -> Iterator[None]:
-    """For one training: whatever else the process does launches its products as ever.
-
-    Torch tells cuBLAS the size it reads now, whatever the size of the workspace it has: one made
-    under the small setting would be written to far beyond its end under the large one.
-    """
-    if _VARIABLE in os.environ:  # whoever set it, to the same, keeps it
-        drop_workspaces()
-        yield
-        return
-    os.environ[_VARIABLE] = _SMALL
-    drop_workspaces()
-    try:
-        yield
-    finally:
-        del os.environ[_VARIABLE]
-        with contextlib.suppress(RuntimeError):  # of a card that no longer answers
-            drop_workspaces()
+            setup.around_training.append(small_workspaces)
