@@ -385,20 +385,7 @@ def timed(model: Any, label: str) -> tuple[float, float]:
     torch.cuda.synchronize()
     milliseconds = (time.perf_counter() - begin) * 20
     print(f"\n{label}: {milliseconds:.2f} ms a step, {peak:.0f} MiB above the weights")
-    _print_kernels(replay)
     return milliseconds, peak
-
-
-def _print_kernels(replay: Callable[[], Tensor]) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        replay()
-        torch.cuda.synchronize()
-    rows = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
-    for row in rows[:24]:
-        total, each = row.self_device_time_total / 1e3, row.self_device_time_total / row.count
-        print(f"{total:8.3f} ms {row.count:4d} x {each:6.1f} us {row.key[:80]}")
 
 
 def test_a_step_of_bert_large_is_faster_and_smaller(large: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,21 @@ SINKS = {
 }
 
 
+class Graphs(transformers.TrainerCallback):
+    """The token counts of the graphs there are after a step; they go with the training."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.tokens: dict[str, set[int]] = {}
+        self.held = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        executor = self.trainer.executor
+        self.held = max(self.held, getattr(executor, "captured_graphs", 0))
+        for name, cache in getattr(executor, "_caches", {}).items():
+            self.tokens.setdefault(name, set()).update(cache.tokens)
+
+
 def train(folder, strategies, clip, *, dropout=0.0, rows=None, **more):
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=16, max_steps=20, learning_rate=5e-4,
@@ -38,16 +54,19 @@ def train(folder, strategies, clip, *, dropout=0.0, rows=None, **more):
         model_of(dropout), args, train_dataset=rows or texts(), data_collator=collate,
         strategies=strategies, **more,
     )  # fmt: skip
+    graphs = Graphs()
+    graphs.trainer = trainer
+    trainer.add_callback(graphs)
     trainer.train()
-    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return graphs, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 @pytest.mark.parametrize("name", SINKS)
 def test_replayed_steps_train_as_launched_ones(tmp_path, name):
     clip = 0.0 if name == "release" else 0.5
     _, launched = train(tmp_path, [Packing(), *SINKS[name]], clip)
-    trainer, replayed = train(tmp_path, [Packing(), *SINKS[name], CudaGraphs(64)], clip)
-    assert trainer.executor._caches["whole"].tokens
+    graphs, replayed = train(tmp_path, [Packing(), *SINKS[name], CudaGraphs(64)], clip)
+    assert graphs.tokens["whole"]
     assert replayed == pytest.approx(launched, abs=1e-2)
     assert replayed[-1] < replayed[0] - 0.1
 
@@ -56,8 +75,8 @@ def test_micro_batches_are_replayed_too(tmp_path):
     strategies = [Packing(), LowBitAdamW(), GradientRelease("kept8")]
     micro = MicroBatching(max_tokens=150)
     _, launched = train(tmp_path, strategies, 0.5, micro_batching=micro)
-    trainer, replayed = train(tmp_path, [*strategies, CudaGraphs(64)], 0.5, micro_batching=micro)
-    assert trainer.executor._caches["micro"].tokens
+    graphs, replayed = train(tmp_path, [*strategies, CudaGraphs(64)], 0.5, micro_batching=micro)
+    assert graphs.tokens["micro"]
     assert replayed == pytest.approx(launched, abs=1e-2)
 
 
@@ -65,6 +84,6 @@ def test_every_replay_draws_fresh_dropout(tmp_path):
     row = texts(1)[0]
     strategies = [Packing(), LowBitAdamW(), GradientRelease(), CudaGraphs(64)]
     args = {"dropout": 0.3, "rows": [row] * 320}
-    trainer, losses = train(tmp_path, strategies, 0.0, **args)
+    graphs, losses = train(tmp_path, strategies, 0.0, **args)
     assert len(set(losses[2:])) == len(losses[2:])
-    assert len(trainer.executor._caches["whole"]) == 1
+    assert graphs.held == 1
