@@ -1,0 +1,699 @@
+"""`memfit train` as a person runs it: whole runs, each a process of its own, watched from outside.
+
+    python benchmarks/whole_runs.py --data ChnSentiCorp_htl_all.csv --vocab vocab.txt --jobs 4
+    python benchmarks/whole_runs.py --cpu                    # small models, without a card
+    python benchmarks/whole_runs.py --stock --data … --vocab …
+    python benchmarks/whole_runs.py --seeds 5 --data … --real m3e-small=FOLDER --plans 4GB 2GB
+
+NVML is asked 200 times a second what a run holds, its terminal is read as it writes, some runs are
+killed with -9 and resumed, and every result is loaded by plain transformers in another process.
+Models have real shapes and random weights unless `--real NAME=FOLDER` gives pre-trained ones.
+
+Rows may be measured in several goes: `--append` keeps the rows of other names in the file, and
+every row names its commit and date. With `--jobs` above 1, seconds are not comparable and marked
+so. `--stock` and `--seeds` are explained in _whole_stock_pairs.py and _whole_seeds.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _whole_cases import CASES, CPU_CASES, Case
+from _whole_process import Ended, watched
+from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
+from _whole_watch import CardWatch, open_card
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+SENTENCE, OTHER = "服务人员都很亲切", "房间很脏，空调太吵"
+DOES_NOT_FIT = 3
+WORKER_SECONDS = 300
+_PREDICTED = re.compile(r"([\d.]+) (GB|MiB|KiB) .*at the peak by prediction")
+_UNITS = {"GB": 10**9, "MiB": 2**20, "KiB": 2**10}
+_DURATION = r"(?:(\d+) h )?(?:(\d+) min ?)?(?:([\d.]+) (ms|s))?"
+_ABOUT = re.compile(r"about " + _DURATION)
+
+
+# ---- helpers in other processes ----
+
+
+class Worker:
+    """The process of _whole_worker.py. A request that hangs ends it; the next starts another."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._environment = environment
+        self._log = log
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer; an `error` where there is none."""
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                if select.select([process.stdout], [], [], WORKER_SECONDS)[0]:
+                    line = process.stdout.readline()
+                    if line:
+                        found: dict[str, Any] = json.loads(line)
+                        return found
+            except OSError:
+                pass
+            self._end()
+            return {"error": f"no answer to {request.get('do')}; see {self._log}"}
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            with self._log.open("a") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(HERE / "_whole_worker.py")], env=self._environment,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                )  # fmt: skip
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._process = None
+
+
+@dataclass
+class Bench:
+    """What all runs share: folders, tables, models, the card."""
+
+    options: argparse.Namespace
+    work: Path
+    card: CardWatch | None
+    environment: dict[str, str]
+    tables: dict[str, Path] = field(default_factory=dict)
+    vocabulary: Path = Path()
+    real: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        no_card = {**self.environment, "CUDA_VISIBLE_DEVICES": ""}
+        self.maker = Worker(no_card, self.work / "maker.log")
+        # On two cores a second import of torch costs more than waiting for the first.
+        self.loader = self.maker
+        if not self.options.cpu:
+            self.loader = Worker(self.environment, self.work / "loader.log")
+        self._writing = threading.Lock()
+        self.real = dict(one.split("=", 1) for one in self.options.real)
+        self._prepare_data()
+
+    def _prepare_data(self) -> None:
+        options = self.options
+        rows = options.rows if options.rows > 0 else None
+        characters = 2_000 if options.cpu else 20_000
+        if options.data:
+            reviews = read_reviews(options.data, rows)
+        else:
+            reviews = make_reviews(rows or 7_000, characters)
+        self.tables = write_tables(reviews, self.work / "tables")
+        if options.vocab:
+            self.vocabulary = options.vocab
+        else:
+            self.vocabulary = self.work / "vocab.txt"
+            self.vocabulary.write_text("\n".join(make_vocabulary(characters)), encoding="utf-8")
+
+    def make_models(self, names: list[str]) -> None:
+        """Starts making the folders, in this order, in the background."""
+        kind = "tiny" if self.options.cpu else "made"
+        pool = ThreadPoolExecutor(1)
+        for name in dict.fromkeys(names):
+            if name not in self.real and name not in self.made:
+                self.made[name] = pool.submit(self._make, name, self.models / f"{kind}-{name}")
+        pool.shutdown(wait=False)
+
+    @property
+    def models(self) -> Path:
+        """Where made models are kept."""
+        return self.options.models or self.work / "models"
+
+    def _make(self, name: str, folder: Path) -> Path:
+        if not (folder / "config.json").is_file():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            vocabulary = str(self.vocabulary)
+            answer = self.maker.ask(
+                do="make", model=name, folder=str(folder), vocabulary=vocabulary,
+                tiny=self.options.cpu,
+            )  # fmt: skip
+            if "error" in answer:
+                raise RuntimeError(f"{name} was not made: {answer}")
+        return folder
+
+    def model(self, name: str) -> str:
+        """The folder of a model, waited for."""
+        return self.real.get(name) or str(self.made[name].result())
+
+    def run(self, words: list[str], folder: Path, **how: Any) -> Ended:
+        """One process, watched."""
+        return watched(
+            words, folder=folder, card=self.card, environment=self.environment,
+            timeout_seconds=self.options.timeout, **how,
+        )  # fmt: skip
+
+    def memfit(self, words: list[str], folder: Path, **how: Any) -> Ended:
+        """`memfit ...`, watched."""
+        return self.run([sys.executable, "-m", "memfit", *words], folder, **how)
+
+    def close(self) -> None:
+        """Ends what was started."""
+        for worker in {self.maker, self.loader}:
+            worker.close()
+        if self.card is not None:
+            self.card.close()
+
+
+# ---- one case ----
+
+
+def run_case(bench: Bench, case: Case) -> dict[str, Any]:
+    """Trains, kills and resumes where asked, loads and asks the result; all that was seen."""
+    folder = bench.work / "runs" / re.sub(r"[^\w.]+", "-", case.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    words = case.command(str(bench.tables[case.task]), bench.model(case.model), str(folder))
+    processes = [bench.memfit(words, folder, kill_at=case.kill_at)]
+    if processes[0].killed_at is not None:
+        again = ["train", "--resume", "--output-dir", str(folder)]
+        processes.append(bench.memfit(again, folder))
+    found = described(case, folder, processes)
+    if found["exit_code"] == 0:
+        found |= asked(bench, case, folder)
+    found["outcome"] = outcome(case, found)
+    if found["outcome"] == "lost" or bench.options.keep_output:
+        found["output_tail"] = [one.said.text[-4000:] for one in processes]
+    if not bench.options.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def described(case: Case, folder: Path, processes: list[Ended]) -> dict[str, Any]:
+    """What was measured of the run, beside what it said of itself."""
+    first, last = processes[0], processes[-1]
+    summary = read_json(folder / "summary.json")
+    begun = first.progress.begun or summary
+    memory, plan = summary.get("memory") or begun.get("memory") or {}, begun.get("plan") or {}
+    final = summary.get("plan") or plan
+    predicted = ((begun.get("memory") or {}).get("predicted") or {}).get("device_bytes")
+    printed = printed_bytes(first)
+    if printed is not None and (predicted is None or abs(printed / predicted - 1) > 0.02):
+        predicted = printed
+    held = [one.held["highest_bytes"] for one in processes if one.held]
+    if held:
+        held_bytes, by = max(held), (first.held or {})["by"]
+    else:
+        measured = memory.get("measured") or {}
+        held_bytes, by = measured.get("device_bytes"), "the run's own count of tensors"
+    budget_bytes = memory.get("budget_bytes") or asked_bytes(case.budget)
+    said_seconds = said_beforehand(first)
+    return {
+        "case": asdict(case), "exit_code": last.exit_code,
+        "processes": [one.as_json() for one in processes],
+        "budget_bytes": budget_bytes, "predicted_bytes": predicted, "printed_bytes": printed,
+        "held_bytes": held_bytes, "held_by": by,
+        "held_over_predicted": ratio(held_bytes, predicted),
+        "held_over_budget": ratio(held_bytes, budget_bytes),
+        "time": {**said_seconds, "summary": summary.get("seconds")},
+        "metrics": summary.get("metrics"), "steps": (summary.get("training") or {}).get("steps"),
+        "max_steps": last.progress.max_steps,
+        "fidelity": final.get("fidelity"), "strategies": final.get("strategies"),
+        "micro_batching": final.get("micro_batching"), "planned_strategies": plan.get("strategies"),
+        "plan_toml": read_text(folder / "plan.toml"),
+        "adjustments": adjustments(folder), "notes": notes(processes),
+    }  # fmt: skip
+
+
+def asked(bench: Bench, case: Case, folder: Path) -> dict[str, Any]:
+    """What plain transformers and, for some, `memfit predict` make of the result."""
+    pair = OTHER if case.task == "pairs" else None
+    found: dict[str, Any] = {}
+    if bench.card is not None and not bench.card.tells_apart:
+        bench.loader.close()  # its memory would be the next run's
+    found["loaded"] = bench.loader.ask(do="load", folder=str(folder), text=SENTENCE, pair=pair)
+    if case.predict or bench.options.predict_all:
+        words = [sys.executable, "-m", "memfit", "predict", str(folder), "--json"]
+        done = subprocess.run(
+            [*words, *predict_words(case, bench.work)], capture_output=True, text=True,
+            env=bench.environment, timeout=bench.options.timeout, check=False,
+        )  # fmt: skip
+        answer = done.stdout[-2000:] or done.stderr[-2000:]
+        with contextlib.suppress(ValueError):
+            answer = json.loads(done.stdout)
+        found["predicted"] = {"exit_code": done.returncode, "answer": answer}
+    return found
+
+
+def predict_words(case: Case, work: Path) -> list[str]:
+    """The sentence, or a file of a pair."""
+    if case.task != "pairs":
+        return [SENTENCE]
+    table = work / "pair.csv"
+    table.write_text(f'review,other\n{SENTENCE},"{OTHER}"\n', encoding="utf-8")
+    return ["--file", str(table)]
+
+
+def outcome(case: Case, found: dict[str, Any]) -> str:
+    """`finished`, `does not fit` (said before the first step), or `lost`."""
+    begun = any(one["seconds"]["first_step"] is not None for one in found["processes"])
+    if found["exit_code"] == DOES_NOT_FIT and not begun:
+        return "does not fit"
+    loads = "error" not in found.get("loaded", {"error": "never loaded"})
+    answers = found.get("predicted", {}).get("exit_code", 0) == 0
+    whole = found["steps"] is not None and found["steps"] == found["max_steps"]
+    ended = found["exit_code"] == 0 and loads and answers and whole
+    if ended and case.kill_at is not None and len(found["processes"]) == 1:
+        return "finished, never killed"
+    return "finished" if ended else "lost"
+
+
+# ---- what a run said ----
+
+
+def printed_bytes(process: Ended) -> int | None:
+    """The prediction as it was printed, the last time before the first step."""
+    found = None
+    for at, line in process.said.lines:
+        match = _PREDICTED.search(line)
+        if match and before_first_step(process, at):
+            found = round(float(match[1]) * _UNITS[match[2]])
+    return found
+
+
+def said_beforehand(process: Ended) -> dict[str, Any]:
+    """How long it would take, as said last before the first step, and how long it took."""
+    told: list[dict[str, Any]] = []
+    for at, line in process.said.lines:
+        for match in _ABOUT.finditer(line):
+            seconds = duration(match)
+            if seconds is not None and before_first_step(process, at):
+                told.append({"at": round(at, 2), "seconds": seconds, "line": line.strip()})
+    found: dict[str, Any] = {"said": told}
+    last = process.progress.last_step_at
+    if told and last is not None and process.killed_at is None:
+        taken = last - told[-1]["at"]
+        found |= {
+            "said_seconds": told[-1]["seconds"],
+            "taken_seconds": round(taken, 2),
+            "to_the_end_seconds": round(process.seconds - told[-1]["at"], 2),
+            "said_over_taken": ratio(told[-1]["seconds"], taken),
+        }
+    return found
+
+
+def duration(match: re.Match[str]) -> float | None:
+    """Seconds of '2 h 05 min', '3 min 20 s', '12 s', '40 ms'."""
+    hours, minutes, rest, unit = match.groups()
+    if hours is None and minutes is None and rest is None:
+        return None
+    seconds = float(rest or 0) / (1000 if unit == "ms" else 1)
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + seconds
+
+
+def before_first_step(process: Ended, at: float) -> bool:
+    """Whether that second was before the first step ended."""
+    first = process.progress.first_step_at
+    return first is None or at <= first
+
+
+def notes(processes: list[Ended]) -> list[str]:
+    """Lines that tell of a changed plan, memory that ran out, or an error."""
+    told = re.compile(r"^(note|warning|memfit:)|out of memory|instead|again|bug in memfit", re.I)
+    lines = (line.strip() for one in processes for _, line in one.said.lines)
+    return list(dict.fromkeys(line[:300] for line in lines if told.search(line)))[:20]
+
+
+def adjustments(folder: Path) -> list[Any]:
+    """What the guard changed while it trained."""
+    found = []
+    for line in (read_text(folder / "progress.jsonl") or "").splitlines():
+        with contextlib.suppress(ValueError):
+            logged = json.loads(line).get("logged") or {}
+            found += [value for key, value in logged.items() if "adjust" in key]
+    return found
+
+
+def asked_bytes(budget: str) -> int | None:
+    """A budget that names bytes; of others only the run knows what they come to."""
+    from memfit.units import parse_budget
+
+    return parse_budget(budget).bytes
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Rounded; None where one is unknown."""
+    return round(one / other, 4) if one is not None and other else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What the file says; nothing where there is none."""
+    text = read_text(path)
+    try:
+        found: dict[str, Any] = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return found
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text; None where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+# ---- the result file ----
+
+
+class ResultFile:
+    """Rows by their names; written after each, so that a cut-off go loses nothing."""
+
+    def __init__(self, path: Path, *, append: bool, commit: str) -> None:
+        self.path = path
+        self.commit = commit
+        self.values: dict[str, Any] = read_json(path) if append else {}
+        self.values.setdefault("machine", None)
+        self.values.setdefault("runs", [])
+        self._lock = threading.Lock()
+
+    def machine(self, stamp: dict[str, Any]) -> None:
+        """Where it is measured; every row of this go names its time and commit beside."""
+        with self._lock:
+            self.values["machine"] = stamp
+            self._write()
+
+    def add(self, row: dict[str, Any], part: str = "runs") -> None:
+        """In the place of an earlier row of that name."""
+        row = {"name": row["name"], "commit": self.commit, "date": now(), **row}
+        with self._lock:
+            rows = self.values.setdefault(part, [])
+            names = [one["name"] for one in rows]
+            if row["name"] in names:
+                rows[names.index(row["name"])] = row
+            else:
+                rows.append(row)
+            self._write()
+
+    def _write(self) -> None:
+        self.values["summary"] = summarize(self.values["runs"])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.values, indent=1, ensure_ascii=False)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(self.path)
+
+
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many were lost or above their budget, and how far predictions were off."""
+    off = sorted(
+        abs(run["held_over_predicted"] - 1)
+        for run in runs
+        if run["held_over_predicted"] is not None
+    )
+    timed = [run["time"].get("said_over_taken") for run in runs]
+    timed = sorted(abs(one - 1) for one in timed if one is not None)
+    plans = Counter(
+        ", ".join(run["strategies"] or ()) for run in runs if run["outcome"].startswith("finished")
+    )
+    return {
+        "runs": len(runs),
+        "lost": [run["name"] for run in runs if run["outcome"] == "lost"],
+        "does_not_fit": [run["name"] for run in runs if run["outcome"] == "does not fit"],
+        "over_budget": [run["name"] for run in runs if (run["held_over_budget"] or 0) > 1],
+        "prediction_off_median": off[len(off) // 2] if off else None,
+        "prediction_off_worst": off[-1] if off else None,
+        "time_off_worst": timed[-1] if timed else None,
+        "longest_silence_seconds": max(
+            (one["longest_silence_seconds"] for run in runs for one in run["processes"]),
+            default=None,
+        ),
+        "plans_most_often_chosen": plans.most_common(5),
+    }
+
+
+def now() -> str:
+    """The minute, in UTC."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def commit_here() -> str:
+    """The commit of the tree, marked where files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=HERE, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    found = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src")
+    return (found or "unknown") + ("+changes" if changed else "")
+
+
+# ---- all of them ----
+
+
+def run_all(bench: Bench, cases: list[Case], results: ResultFile) -> None:
+    """Side by side as far as asked for and as the driver can tell processes apart."""
+    options, jobs = bench.options, bench.options.jobs
+    alone = bench.card is not None and not bench.card.tells_apart
+    if alone and jobs > 1:
+        print("the driver does not tell processes apart: one run at a time", flush=True)
+        jobs = 1
+    bench.make_models([case.model for case in cases])
+    stamped = ThreadPoolExecutor(1).submit(lambda: bench.loader.ask(do="stamp"))
+    if alone:
+        results.machine(stamped.result())
+        bench.loader.close()
+    deadline = time.monotonic() + options.deadline if options.deadline else None
+    done = 0
+    lock = threading.Lock()
+
+    def one(case: Case) -> None:
+        nonlocal done
+        if deadline is not None and time.monotonic() > deadline:
+            print(f"not begun, for lack of time: {case.name}", flush=True)
+            return
+        started = time.monotonic()
+        try:
+            found = run_case(bench, case)
+        except Exception as error:
+            found = failed(case, error)
+        found |= {"name": case.name, "jobs": jobs, "bench_seconds": time.monotonic() - started}
+        found["weights"] = "real" if case.model in bench.real else "random"
+        results.add(found)
+        with lock:
+            done += 1
+            print(f"[{done}/{len(cases)}] {sentence(found)}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, cases))
+    if not alone:
+        results.machine(stamped.result())
+
+
+def failed(case: Case, error: Exception) -> dict[str, Any]:
+    """A row for a case that this script could not run."""
+    nothing = dict.fromkeys(
+        ("exit_code", "budget_bytes", "predicted_bytes", "held_bytes", "held_over_predicted",
+         "held_over_budget", "metrics", "steps", "fidelity", "strategies")
+    )  # fmt: skip
+    told = f"{type(error).__name__}: {error}"
+    more: dict[str, Any] = {"processes": [], "time": {}, "adjustments": [], "notes": [told]}
+    return {"case": asdict(case), **nothing, **more, "outcome": "lost"}
+
+
+def sentence(run: dict[str, Any]) -> str:
+    """One line for who waits."""
+    sizes = f"held {gb(run['held_bytes'])} of {gb(run['budget_bytes'])} GB"
+    sizes += f", predicted {gb(run['predicted_bytes'])}"
+    told = f"{run['name']}: {run['outcome']}, {sizes}, {run['bench_seconds']:.0f} s"
+    if run["outcome"] == "lost":
+        told += "".join(f"\n    {line}" for line in run["notes"][-4:])
+    return told
+
+
+def gb(size: int | None) -> str:
+    """For a table whose head names the unit."""
+    if size is None:
+        return "-"
+    return f"{size / 1e9:.2f}" if size >= 5e8 else f"{size / 1e9:.4f}"
+
+
+COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("run", lambda run: str(run["name"])),
+    ("outcome", lambda run: str(run["outcome"])),
+    ("budget", lambda run: gb(run["budget_bytes"])),
+    ("said", lambda run: gb(run["predicted_bytes"])),
+    ("held", lambda run: gb(run["held_bytes"])),
+    ("held/said", lambda run: told_ratio(run["held_over_predicted"])),
+    ("silent s", lambda run: seconds_of(run, "longest_silence_seconds")),
+    ("1st step s", lambda run: seconds_of(run, "seconds", "first_step")),
+    ("end s", lambda run: seconds_of(run, "seconds", "end")),
+    ("said/took", lambda run: told_ratio(run["time"].get("said_over_taken"))),
+    ("metric", lambda run: metric(run)),
+    ("adjusted", lambda run: str(len(run["adjustments"]))),
+    ("plan", lambda run: f"{run['fidelity']}: {', '.join(run['strategies'] or ())}"),
+)
+
+
+def told_ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def seconds_of(run: dict[str, Any], *keys: str) -> str:
+    """The largest of the run's processes."""
+    found = []
+    for process in run["processes"]:
+        value: Any = process
+        for key in keys:
+            value = value[key]
+        if value is not None:
+            found.append(value)
+    return f"{max(found):.1f}" if found else "-"
+
+
+def metric(run: dict[str, Any]) -> str:
+    metrics = run["metrics"] or {}
+    name = next((one for one in ("f1", "mse") if one in metrics), None)
+    return f"{name} {metrics[name]:.3f}" if name else "-"
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """All rows in columns."""
+    rows = [[head for head, _ in COLUMNS], *([make(run) for _, make in COLUMNS] for run in runs)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def environment() -> dict[str, str]:
+    """As a person's shell has it, with this checkout's memfit, in English and offline."""
+    source = str(HERE.parent / "src")
+    paths = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    paths = [str(Path(one).resolve()) for one in paths]
+    return {
+        **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([source, *paths])),
+        "MEMFIT_LANG": "en", "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color",
+    }  # fmt: skip
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases asked for; an unknown name is an error."""
+    cases = {case.name: case for case in (CPU_CASES if options.cpu else CASES)}
+    if not options.only:
+        return list(cases.values())
+    names = [name.strip() for name in options.only.split(",")]
+    unknown = [name for name in names if name not in cases]
+    if unknown:
+        raise SystemExit(f"no such case: {', '.join(unknown)}; there are: {', '.join(cases)}")
+    return [cases[name] for name in names]
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, help="a CSV with `label` (0 or 1) and `review`; else one is made up")
+    add("--vocab", type=Path, help="a BERT vocabulary; else one of made-up texts' characters")
+    add("--rows", type=int, help="of the table (0: all; else 1600, with --cpu 96)")
+    add("--real", action="append", default=[], metavar="NAME=FOLDER", help="pre-trained weights")
+    add("--only", help="names of cases, separated by commas")
+    add("--jobs", type=int, default=1)
+    add("--out", type=Path, help="the result file")
+    add("--append", action="store_true", help="keep the file's other rows")
+    add("--commit", help="where this is no git checkout")
+    add("--timeout", type=float, default=240.0, help="seconds of one process")
+    add("--deadline", type=float, help="seconds after which no further case begins")
+    add("--models", type=Path, help="a folder that keeps made models")
+    add("--work", type=Path, help="a folder for tables and runs, else a temporary one")
+    add("--keep", action="store_true", help="keep the run folders")
+    add("--keep-output", action="store_true", help="keep the end of every run's output")
+    add("--predict-all", action="store_true", help="`memfit predict` after every case")
+    add("--cpu", action="store_true", help="small models, without a card")
+    add("--list", action="store_true", help="only name the cases")
+    add("--stock", action="store_true", help="the time of two runs beside a stock bf16 script's")
+    add("--seeds", type=int, help="paired seeds: F1 of --plans beside stock fp32 AdamW")
+    add("--plans", nargs="*", default=["4GB"], help="budgets, with flags, or plan.toml files")
+    options = parser.parse_args()
+    if options.rows is None:
+        whole = options.stock or options.seeds
+        options.rows = 0 if whole else 96 if options.cpu else 1600
+    if options.out is None:
+        options.out = RESULTS / ("whole_runs_cpu.json" if options.cpu else "whole_runs_h200.json")
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    if options.list:
+        print("\n".join(case.name for case in chosen(options)))
+        return
+    cases = chosen(options)
+    card = None if options.cpu else open_card()
+    if card is None and not options.cpu:
+        raise SystemExit("no card to watch: NVML (pip install nvidia-ml-py) names none; try --cpu")
+    results = ResultFile(options.out, append=options.append, commit=options.commit or commit_here())
+    with contextlib.ExitStack() as stack:
+        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.mkdir(parents=True, exist_ok=True)
+        shell = environment()
+        shell.setdefault("MEMFIT_CACHE", str(work / "cache"))
+        if options.cpu:
+            shell["CUDA_VISIBLE_DEVICES"] = ""
+        bench = Bench(options, work, card, shell)
+        stack.callback(bench.close)
+        if options.seeds:
+            import _whole_seeds
+
+            _whole_seeds.compare(bench, results)
+        elif options.stock:
+            import _whole_stock_pairs
+
+            _whole_stock_pairs.compare(bench, results)
+        else:
+            run_all(bench, cases, results)
+            print(table(results.values["runs"]))
+            print(json.dumps(results.values["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
