@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    Qwen3Config,
+    TrainingArguments,
+)
 
 from memfit import traced
 from memfit.errors import ConfigError
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
+from memfit.memory.depth import with_layers
 from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
 from memfit.memory.segments import Segments
 from memfit.memory.trace import Tracker
@@ -325,3 +331,17 @@ def test_outside_of_a_trace_nobody_is_told() -> None:
     assert traced.hosted(tensor) is tensor
     with traced.on_host():
         traced.resized(tensor)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_model_of_two_layers_is_traced_at_any_depth_where_layers_have_types(layers: int) -> None:
+    config = Qwen3Config(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=8, vocab_size=9, pad_token_id=0,
+    )  # fmt: skip
+    assert config.layer_types == ["full_attention"] * 2
+    shaped = with_layers(config, layers)
+    assert shaped.layer_types == ["full_attention"] * layers
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(shaped)
+    assert len(model.model.layers) == layers

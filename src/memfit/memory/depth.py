@@ -63,13 +63,17 @@ def fingerprint(layer: Any) -> tuple[Any, ...]:
 
 
 def with_layers(config: Any, count: int) -> Any:
-    """The configuration of the same model with only its first `count` layers."""
+    """The configuration of the same model with its first `count` layers.
+
+    A model of two layers is traced with three as well: lists of a value a layer (`layer_types`)
+    go on with the last one.
+    """
     shallow = copy.deepcopy(config)
     text = shallow.get_text_config()
     full = text.num_hidden_layers
     for key, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == full:
-            setattr(text, key, value[:count])
+            setattr(text, key, value[:count] + value[-1:] * max(count - full, 0))
     text.num_hidden_layers = count
     return shallow
 
