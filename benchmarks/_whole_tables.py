@@ -14,13 +14,13 @@ FIRST_CHARACTER = 0x4E00
 MADE_CHARACTERS = 20_000
 
 
-def read_reviews(table: Path, rows: int | None) -> list[tuple[int, str]]:
+def read_reviews(table: Path) -> list[tuple[int, str]]:
     """Labels and texts of a CSV with the columns `label` and `review`, the classes mixed."""
     with table.open(encoding="utf-8", newline="") as file:
         found = [(int(row["label"]), row["review"]) for row in csv.DictReader(file)]
     reviews = [one for one in found if one[1]]
     random.Random(0).shuffle(reviews)
-    return reviews[:rows]
+    return reviews
 
 
 def make_reviews(rows: int, characters: int = MADE_CHARACTERS) -> list[tuple[int, str]]:

@@ -7,11 +7,13 @@
 
 NVML is asked 200 times a second what a run holds, its terminal is read as it writes, some runs are
 killed with -9 and resumed, and every result is loaded by plain transformers in another process.
-Models have real shapes and random weights unless `--real NAME=FOLDER` gives pre-trained ones.
+Models have real shapes and random weights unless `--real NAME=FOLDER` gives pre-trained ones; a
+NAME that is no model here adds cases of its own, on all rows, for their F1 (`--only real`).
 
 Rows may be measured in several goes: `--append` keeps the rows of other names in the file, and
 every row names its commit and date. With `--jobs` above 1, seconds are not comparable and marked
-so. `--stock` and `--seeds` are explained in _whole_stock_pairs.py and _whole_seeds.py.
+so. `--stock` and `--seeds` are explained in _whole_stock_pairs.py and
+_whole_seeds.py.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _whole_cases import CASES, CPU_CASES, Case
+from _whole_cases import CASES, CPU_CASES, MADE_MODELS, Case, real_cases
 from _whole_process import Ended, watched
 from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
 from _whole_watch import CardWatch, open_card
@@ -139,10 +141,12 @@ class Bench:
         rows = options.rows if options.rows > 0 else None
         characters = 2_000 if options.cpu else 20_000
         if options.data:
-            reviews = read_reviews(options.data, rows)
+            reviews = read_reviews(options.data)
         else:
             reviews = make_reviews(rows or 7_000, characters)
-        self.tables = write_tables(reviews, self.work / "tables")
+        self.tables = write_tables(reviews[:rows], self.work / "tables")
+        if self.real:
+            self.tables["full"] = write_tables(reviews, self.work / "full")["single"]
         if options.vocab:
             self.vocabulary = options.vocab
         else:
@@ -190,10 +194,14 @@ class Bench:
         """`memfit ...`, watched."""
         return self.run([sys.executable, "-m", "memfit", *words], folder, **how)
 
-    def close(self) -> None:
-        """Ends what was started."""
+    def close_workers(self) -> None:
+        """Ends the helpers; a later request starts them again."""
         for worker in {self.maker, self.loader}:
             worker.close()
+
+    def close(self) -> None:
+        """Ends what was started."""
+        self.close_workers()
         if self.card is not None:
             self.card.close()
 
@@ -617,10 +625,14 @@ def environment() -> dict[str, str]:
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases asked for; an unknown name is an error."""
-    cases = {case.name: case for case in (CPU_CASES if options.cpu else CASES)}
+    names = [one.partition("=")[0] for one in options.real]
+    more = [case for name in names if name not in MADE_MODELS for case in real_cases(name)]
+    cases = {case.name: case for case in (*more, *(CPU_CASES if options.cpu else CASES))}
     if not options.only:
         return list(cases.values())
     names = [name.strip() for name in options.only.split(",")]
+    if "real" in names:  # all of them, whatever they are called
+        names = [*(case.name for case in more), *(name for name in names if name != "real")]
     unknown = [name for name in names if name not in cases]
     if unknown:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are: {', '.join(cases)}")
@@ -652,6 +664,7 @@ def parsed() -> argparse.Namespace:
     add("--list", action="store_true", help="only name the cases")
     add("--stock", action="store_true", help="the time of two runs beside a stock bf16 script's")
     add("--seeds", type=int, help="paired seeds: F1 of --plans beside stock fp32 AdamW")
+    add("--learning-rate", type=float, default=2e-5, help="of --seeds")
     add("--plans", nargs="*", default=["4GB"], help="budgets, with flags, or plan.toml files")
     options = parser.parse_args()
     if options.rows is None:

@@ -1,0 +1,81 @@
+"""Whole runs on a CPU, by the benchmark that measures them on a card."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KILLED, SEVERAL = "BERT killed", "Qwen3 multi-label"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run that is killed and resumed, and one of a decoder with several labels."""
+    folder = tmp_path_factory.mktemp("whole")
+    out = folder / "whole.json"
+    words = ["--cpu", "--only", f"{KILLED},{SEVERAL}", "--jobs", "2", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "whole_runs.py"), *words, "--work", str(folder)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    assert SEVERAL in done.stdout  # the table printed last
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {run["name"]: run for run in result["runs"]}
+
+
+def test_none_is_lost_or_over_its_budget(
+    result: dict[str, Any], runs: dict[str, dict[str, Any]]
+) -> None:
+    assert sorted(runs) == [KILLED, SEVERAL]
+    summary = result["summary"]
+    told = {name: (run["notes"], run.get("output_tail")) for name, run in runs.items()}
+    assert (summary["lost"], summary["over_budget"]) == ([], []), told
+    for run in runs.values():
+        assert 0 < run["held_bytes"] <= run["budget_bytes"]
+        assert 0.85 < run["held_over_predicted"] < 1.15
+        assert run["commit"]
+    assert result["machine"]["versions"]["torch"]
+
+
+def test_a_run_that_was_killed_is_resumed_to_its_last_step(runs: dict[str, dict[str, Any]]) -> None:
+    killed, resumed = runs[KILLED]["processes"]
+    assert killed["exit_code"] == -9
+    at, of = killed["killed_at_step"]
+    assert of / 2 <= at < of
+    begun, ended, steps = resumed["steps"]
+    assert 0 < begun <= at
+    assert ended == steps == of
+    assert (resumed["exit_code"], resumed["killed_at_step"]) == (0, None)
+    assert runs[KILLED]["steps"] == of
+
+
+def test_what_is_left_is_loaded_by_transformers_and_asked(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs[KILLED]["loaded"]["class"] == "BertForSequenceClassification"
+    assert runs[SEVERAL]["loaded"]["class"] == "Qwen3ForSequenceClassification"
+    assert len(runs[SEVERAL]["loaded"]["logits"]) == 4
+    (answer,) = runs[SEVERAL]["predicted"]["answer"]
+    assert sorted(answer["scores"]) == ["food", "price", "room", "staff"]
+
+
+def test_times_and_silences_are_measured_from_outside(runs: dict[str, dict[str, Any]]) -> None:
+    for run in runs.values():
+        for process in run["processes"]:
+            seconds = process["seconds"]
+            order = [seconds[name] for name in ("first_output", "first_step", "last_step", "end")]
+            assert order == sorted(order)
+            assert order[0] > 0
+            assert seconds["first_output"] <= process["longest_silence_seconds"] + 0.05
+            longest = process["longest_without_new_words_seconds"]
+            assert process["longest_silence_seconds"] <= longest + 0.05 <= seconds["end"] + 1
