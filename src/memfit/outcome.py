@@ -34,6 +34,7 @@ def save_model(trainer: BudgetTrainer, target: Path) -> None:
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     adapted = hasattr(model, "merge_and_unload")
     if adapted:
+        trainer.widen_weights()
         model = model.merge_and_unload()
     tokenizer: Any = trainer.processing_class
     with staged_files(target) as folder:

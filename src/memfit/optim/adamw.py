@@ -317,7 +317,10 @@ class LowBitAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the clock and the loss scale under "memfit"."""
         self._wait_for_host()
-        return {**super().state_dict(), "memfit": checkpoint.own_state(self)}
+        packed = super().state_dict()
+        if self.state_on_host:
+            packed["state"] = checkpoint.stored_apart(packed["state"])
+        return {**packed, "memfit": checkpoint.own_state(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bit for bit: torch's own would cast every state to the parameter's dtype."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from memfit.optim.formats import join_master
 from memfit.optim.layout import flat
+from memfit.optim.pinned import apart
 from memfit.optim.small import fp32_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ def own_state(optimizer: LowBitAdamW) -> dict[str, Any]:
     if optimizer.sink is not None:
         own["sink"] = optimizer.sink.state_dict()
     return own
+
+
+def stored_apart(state: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The same state without a copy, no two host tensors in one storage: torch.save takes it."""
+    return {
+        index: {name: apart(value) if value.is_cpu else value for name, value in entry.items()}
+        for index, entry in state.items()
+    }
 
 
 def _format(optimizer: LowBitAdamW) -> dict[str, int]:

@@ -8,6 +8,7 @@ do it too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,18 +65,28 @@ class Arena:
 
 
 class HostMemory:
-    """Zeroed tensors for the kernels of one device; all of it is given back at once."""
+    """Zeroed tensors for the kernels of one device; all of it is given back at once.
+
+    They are views of a few large storages, whatever their types. `apart` gives each a storage.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._arena = Arena(_zeroed)
+        self._arena = Arena(partial(_zeroed, pinned=device.type == "cuda"))
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements, zeroed."""
-        if not self._pinned:
+        if traced.device() is not None:
             return traced.hosted(torch.zeros(count, dtype=dtype, device="cpu"))
         return self._arena.take(count * dtype.itemsize).view(dtype)
 
 
-def _zeroed(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+def apart(tensor: Tensor) -> Tensor:
+    """Returns a host tensor over the same bytes whose storage holds these bytes alone.
+
+    torch.save writes whole storages, and refuses one that is seen as different types.
+    """
+    return torch.from_numpy(tensor.detach().numpy())
+
+
+def _zeroed(nbytes: int, *, pinned: bool) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)

@@ -34,18 +34,35 @@ class FullPrecisionExport(WatchedTraining):
     def export_weights(self, folder: Path) -> bool:
         """Write the masters over half-precision weights in a saved model; whether there are any."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        halved = any(p.dtype in _HALF and p.requires_grad for p in model.parameters())
-        joined = getattr(optimizer, "fp32_state_dict", None)
-        if joined is None or not halved or not hasattr(model, "save_pretrained"):
+        state = self._joined(model) if hasattr(model, "save_pretrained") else None
+        if state is None:
             return False
-        if self._masters_are_older:
-            state = {name: _widened(value) for name, value in model.state_dict().items()}
-        else:
-            state = joined(model, device="cpu")
         model.save_pretrained(str(folder), state_dict=state)
         _say_float32(folder / "config.json")
         return True
+
+    def widen_weights(self) -> None:
+        """Put the masters in the place of half-precision weights, on the host: training is over.
+
+        Adapters are merged into them there, where the sum loses no bits and the card no memory.
+        """
+        model: Any = self.accelerator.unwrap_model(self.model)
+        state = self._joined(model)
+        if state is not None:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                parameter.data = state[name]
+
+    def _joined(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        """The model's state in float32 on the host; None where it was trained in float32."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        halved = any(p.dtype in _HALF and p.requires_grad for p in model.parameters())
+        joined = getattr(optimizer, "fp32_state_dict", None)
+        if joined is None or not halved:
+            return None
+        if self._masters_are_older:
+            return {name: _widened(value) for name, value in model.state_dict().items()}
+        state: dict[str, torch.Tensor] = joined(model, device="cpu")
+        return state
 
     def _load_best_model(self) -> None:
         """With the optimizer's state of that moment, which holds the rest of each weight."""

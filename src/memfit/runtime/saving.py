@@ -150,7 +150,7 @@ class SafeSaving(EffectiveLoading):
         return self._last_good
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with _reading(resume_from_checkpoint):
+        with _reading(resume_from_checkpoint), _same_parameters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -191,7 +191,8 @@ class SafeSaving(EffectiveLoading):
             )
             self.state.best_model_checkpoint = None
             return
-        super()._load_best_model()
+        with _same_parameters(self.model):
+            super()._load_best_model()
 
     @contextlib.contextmanager
     def _ending_in_words(self) -> Iterator[None]:
@@ -230,6 +231,29 @@ def without_secrets(args: transformers.TrainingArguments) -> transformers.Traini
         if getattr(copied, name, None) is not None:
             setattr(copied, name, None)
     return copied
+
+
+@contextlib.contextmanager
+def _same_parameters(model: nn.Module | None) -> Iterator[None]:
+    """Weights are loaded into the parameters that are there, in the type these have.
+
+    peft replaces adapters by float32 ones while it loads them (`autocast_adapter_dtype`, which
+    the Trainer leaves on): the optimizer would know nothing of these.
+    """
+    assert model is not None
+    before = [
+        (module, name, parameter, parameter.data)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    yield
+    with torch.no_grad():
+        for module, name, parameter, data in before:
+            loaded = module._parameters[name]
+            if loaded is not None and (loaded is not parameter or loaded.dtype != data.dtype):
+                parameter.data = data.copy_(loaded)
+                module._parameters[name] = parameter
 
 
 @contextlib.contextmanager
