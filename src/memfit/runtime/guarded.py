@@ -16,6 +16,7 @@ from memfit.runtime.libraries import take_workspaces
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.rehearsal import Rehearsal, rehearse
+from memfit.runtime.savable import check_savable
 from memfit.runtime.step import StepExecutor
 from memfit.runtime.updates import allocate_state, careful
 from memfit.runtime.watch import CpuReader, CudaReader, Read, Watch
@@ -37,6 +38,8 @@ class GuardedTraining(FullPrecisionExport):
     """Whether a plan whose rehearsal fails is to be given up, not adjusted: another can be made."""
     rehearsal: Rehearsal | None = None
     """What the largest batch showed before the first step."""
+    checkpoint_bytes: int = 0
+    """What a checkpoint takes on the disk, known before the first step; 0 where none is written."""
     _cap: Cap | None = None
 
     def guard_training(self, used: frozenset[str], *, keeps_plan: bool) -> None:
@@ -89,6 +92,8 @@ class GuardedTraining(FullPrecisionExport):
         optimizer: Any = self.optimizer
         if optimizer is not None:
             allocate_state(getattr(optimizer, "optimizer", optimizer))
+        if self.args.should_save:
+            self.checkpoint_bytes = check_savable(self)
         if self.args.device.type == "cuda":
             self.executor.drop()
             with self.executor.on_stream():

@@ -118,6 +118,25 @@ _CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
         "en": "cannot go on from {path}: {reason}",
         "zh": "无法从 {path} 继续：{reason}",
     },
+    "save.refused": {
+        "en": "{what} cannot be saved, so no training was begun: {reason}; mend it, or write no "
+        "checkpoints with --save-strategy no",
+        "zh": "{what}无法保存，训练没有开始：{reason}；请修正，或用 --save-strategy no 不写检查点",
+    },
+    "save.room": {
+        "en": "a checkpoint takes {needs} and {folder} has {free} free, so no training was begun; "
+        "make room, name another --output-dir, or write no checkpoints with --save-strategy no",
+        "zh": "一个检查点需要 {needs}，而 {folder} 只剩 {free}，训练没有开始；请腾出空间、"
+        "换一个 --output-dir，或用 --save-strategy no 不写检查点",
+    },
+    "saved.model": {"en": "the model", "zh": "模型"},
+    "saved.arguments": {"en": "what the training arguments hold", "zh": "训练参数"},
+    "saved.optimizer": {"en": "the optimizer's state", "zh": "优化器的状态"},
+    "saved.schedule": {"en": "the learning rate schedule's state", "zh": "学习率调度的状态"},
+    "saved.scaler": {"en": "the loss scale", "zh": "损失缩放的状态"},
+    "saved.random": {"en": "the state of the random numbers", "zh": "随机数的状态"},
+    "saved.callback": {"en": "the state of the callback {name}", "zh": "回调 {name} 的状态"},
+    "saved.state": {"en": "the Trainer's state", "zh": "Trainer 的状态"},
     "resume.nothing": {
         "en": "nothing to resume: no complete checkpoint in {folder}",
         "zh": "没有可以继续的：{folder} 里没有完整的检查点",

@@ -173,6 +173,15 @@ class HostAdamW(Optimizer):
 
         self._staging.down(gradient.reshape(-1), deliver)
 
+    def init_state(self) -> None:
+        """Make all state on the host, which the first gradients would make."""
+        with torch.no_grad():
+            for p in self._parameters():
+                if p.requires_grad:
+                    hosted = self._host(p)
+                    with traced.on_host():
+                        self._state_of(hosted)
+
     def _host(self, p: Tensor) -> Hosted:
         if p not in self._hosted:
             master = self.state.get(p, {}).get("master")
