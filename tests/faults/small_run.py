@@ -60,7 +60,8 @@ def trainer_in(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Lo
         "include_num_input_tokens_seen": "all",
     }  # fmt: skip
     own = {name: settings.pop(name) for name in ("strategies", "on_nan") if name in settings}
-    trainer = Logged(
+    kind = settings.pop("trainer_class", Logged)
+    trainer: Logged = kind(
         settings.pop("model", None) or model_of(),
         TrainingArguments(str(folder), **{**defaults, **settings}),
         settings.pop("collator", collate),

@@ -331,3 +331,129 @@ def test_the_command_ends_with_1_and_says_how_to_go_on(
         f"the last good checkpoint is {out / 'checkpoints' / 'checkpoint-2'}; "
         f"go on with: memfit train --resume --output-dir '{out}'"
     ]
+
+
+# ---- fp16: an overflow of scaled gradients is nothing unusual ----
+
+
+class Loud(BertForSequenceClassification):
+    """Its gradient is so large that the loss scale a run begins with overflows."""
+
+    factor = 2.0**10
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **more: Any
+    ) -> Any:
+        output = super().forward(input_ids, attention_mask, labels=labels, **more)
+        if self.training:
+            output.loss = output.loss * self.factor
+        return output
+
+
+def loud(factor: float = 2.0**10) -> Loud:
+    plain = model_of(dropout=0.0)
+    model = Loud(plain.config)
+    model.load_state_dict(plain.state_dict())
+    model.factor = factor
+    return model
+
+
+FP16 = LowBitAdamW(dtype="float16")
+FP16_SINKS = {
+    "kept": [FP16],
+    "kept8": [FP16, GradientRelease("kept8")],
+    "host": [FP16, GradientRelease("host")],
+    "two_pass": [FP16, GradientRelease("two_pass")],
+    "release": [FP16, GradientRelease()],
+}
+
+
+def loud_run(folder: Path, sink: str, *callbacks: TrainerCallback, **settings: Any) -> Logged:
+    """Twelve epochs of an fp16 run whose first steps overflow, however gradients are kept."""
+    clip = 0.0 if sink == "release" else 1.0
+    defaults = {"num_train_epochs": 12, "max_grad_norm": clip, "eval_strategy": "no"}
+    trainer = trainer_in(
+        folder, *callbacks, model=loud(), strategies=FP16_SINKS[sink], **{**defaults, **settings}
+    )
+    if sink in ("two_pass", "release"):
+        trainer.micro_batching = type(trainer.micro_batching)()
+    return trainer
+
+
+@pytest.mark.parametrize("sink", FP16_SINKS)
+def test_fp16_steps_that_overflow_are_left_out_and_the_run_learns(
+    tmp_path: Path, sink: str
+) -> None:
+    trainer = loud_run(tmp_path / "run", sink, kept := Weights(), save_strategy="no")
+    kept.after[0] = model_of(dropout=0.0).half().state_dict()
+    trainer.train()
+    scale = trainer.setup.sink.loss_scale
+    skipped = int(scale.skipped_steps)
+    assert skipped >= 3
+    assert float(scale.value) == 2.0**14 / 2**skipped
+    if sink != "release":  # which moves what lies above the overflow
+        stood = [n for n in range(1, len(kept.after)) if same(kept.after[n], kept.after[n - 1])]
+        assert stood[:3] == [1, 2, 3]
+        assert len(stood) == skipped
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_the_scale_that_was_found_outlives_the_run(tmp_path: Path) -> None:
+    whole = loud_run(tmp_path / "whole", "kept", num_train_epochs=3)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        loud_run(tmp_path / "cut", "kept", PowerCut(), num_train_epochs=3).train()
+    resumed = loud_run(tmp_path / "cut", "kept", num_train_epochs=3)
+    resumed.train(resume_from_checkpoint=True)
+    mine, theirs = (t.setup.sink.loss_scale.state_dict() for t in (resumed, whole))
+    assert mine == theirs
+    assert int(mine["skipped_steps"]) >= 3
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_a_logged_overflow_leaves_a_state_that_is_json(tmp_path: Path) -> None:
+    trainer = loud_run(tmp_path / "run", "kept", num_train_epochs=2)
+    trainer.train()
+    last = tmp_path / "run" / f"checkpoint-{2 * STEPS_AN_EPOCH}"
+
+    def refuse(number: str) -> None:
+        raise AssertionError(f"{number} is not JSON")
+
+    text = (last / "trainer_state.json").read_text()
+    logged = [e for e in json.loads(text, parse_constant=refuse)["log_history"] if "loss" in e]
+    overflowed = int(trainer.setup.sink.loss_scale.skipped_steps)
+    assert sum("grad_norm" not in entry for entry in logged) == overflowed >= 3
+
+
+@pytest.mark.parametrize("sink", ["kept", "kept8", "release"])
+def test_an_overflow_that_no_smaller_scale_cures_ends_the_run(tmp_path: Path, sink: str) -> None:
+    settings = {"num_train_epochs": 12, "save_strategy": "no"}
+    trainer = loud_run(tmp_path / "run", sink, **settings)
+    trainer.model.factor = 2.0**40
+    with pytest.raises(LossError, match=r"the gradient is (inf|nan) in step 15 \(rows "):
+        trainer.train()
+    assert float(trainer.setup.sink.loss_scale.value) == 1.0
+
+
+def test_an_overflow_is_skipped_by_accelerates_scaler_and_the_run_learns(tmp_path: Path) -> None:
+    """fp16 computation over fp32 weights, as the Trainer's own fp16 has it on a card."""
+
+    class Scaled(Logged):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+        def compute_loss_context_manager(self) -> Any:
+            return torch.autocast("cpu", torch.float16)
+
+    trainer = trainer_in(
+        tmp_path / "run", kept := Weights(), trainer_class=Scaled, model=loud(),
+        num_train_epochs=12, eval_strategy="no", save_strategy="no",
+    )  # fmt: skip
+    trainer.train()
+    scaler = trainer.accelerator.scaler
+    assert scaler.get_scale() < 2.0**18
+    assert same(kept.after[2], model_of(dropout=0.0).state_dict())
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])

@@ -272,7 +272,7 @@ def test_the_update_is_adamws_on_the_gradients_that_came(weights: bool, dtype: A
             master.grad = sums[p]
         norm = nn.utils.clip_grad_norm_(list(masters.values()), 0.5)
         sums.clear()
-        assert float(optimizer.finish()) == float(norm)
+        assert float(optimizer.measure()) == float(norm)
         optimizer.step()
         reference.step()
     state = model.state_dict()

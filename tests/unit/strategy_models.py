@@ -167,7 +167,7 @@ def train(
             model(**batch_for(model, seed=10 * number + part)).loss.backward()
         if isinstance(optimizer, HostAdamW):
             assert all(p.grad is None for p in model.parameters())
-            norms.append(float(optimizer.finish()))
+            norms.append(float(optimizer.measure()))
         else:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()

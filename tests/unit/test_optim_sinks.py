@@ -296,3 +296,30 @@ def test_a_step_without_effect_changes_no_bit_of_the_training(
         if scale is not None:
             ended[-1] += (scale.value, scale.good_steps, scale.skipped_steps)
     assert all(torch.equal(one, other) for one, other in zip(*ended, strict=True))
+
+
+@pytest.mark.parametrize("sink", ["kept", "kept8", "host"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_weight_first_used_in_a_later_micro_batch_gets_that_gradient_alone(
+    sink: str, replayed: bool
+) -> None:
+    """As with layers that are dropped at random, or branches."""
+    if replayed and sink != "kept8":
+        pytest.skip("whose micro-batches are not replayed")
+    model, _, attached = with_sink(sink)
+    reference, _, kept = with_sink("kept")
+    for index, (x, y) in enumerate(batches(3)):
+        norms = []
+        for one, into in ((model, attached), (reference, kept)):
+            one.load_state_dict(make_model().to(torch.bfloat16).state_dict())
+            into.begin(2, **({"replayed": True} if replayed and into is attached else {}))
+            for part, (rows, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+                into.arm(part)
+                hidden = rows.bfloat16()
+                # The first layer is left out of the first micro-batch.
+                first = one[0](hidden) if part else hidden.repeat(1, 2)
+                logits = one[1:](first).float()
+                (nn.functional.cross_entropy(logits, labels) / 2).backward()
+                into.end_backward()
+            norms.append(float(into.finish()))
+        assert norms[0] == pytest.approx(norms[1], rel=0.01), index

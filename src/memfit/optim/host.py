@@ -74,11 +74,13 @@ class HostGradients(GradientSink):
             _, arrived = self._in_flight.popleft()
             torch.cuda.current_stream().wait_event(arrived)
 
-    def _settle(self) -> None:
+    def _decide(self) -> None:
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
             self._in_flight.clear()
-        self._decide()
+        super()._decide()
+
+    def _settle(self) -> None:
         for p, start, chunk in self._fetched():
             self.optimizer.update(p, chunk, start)
 

@@ -27,10 +27,15 @@ class KeptGradients(GradientSink):
     name = "kept"
     hooked = False
 
-    @property
-    def measures(self) -> bool:
-        """Only where somebody needs it: the Trainer may clip by itself."""
-        return self.max_grad_norm > 0 or self.loss_scale is not None
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """As in the base; all gradients are in `.grad` then, where callbacks look for them."""
+        is_first = not self._measured
+        norm = self._measure()
+        if is_first and self._measured and not self.capturing:
+            for arena in self.optimizer.small:
+                arena.show()
+        return norm
 
     def take(self, p: Tensor, grad: Tensor) -> None:
         """Never called, since nothing watches backward."""
@@ -49,15 +54,21 @@ class KeptGradients(GradientSink):
                     self.optimizer.ensure_state(p)
         super().begin(micro_batches, replayed=replayed)
 
+    def _decide(self) -> None:
+        self._norm.measure_many(*self._large_gradients())
+        super()._decide()
+
     def _settle(self) -> None:
-        params = [p for p in self.optimizer.large if p.grad is not None]
-        grads = [flat(p.grad, "gradient") for p in params if p.grad is not None]
-        if self.measures:
-            self._norm.measure_many(params, grads)
-        self._decide()
+        params, grads = self._large_gradients()
         self.optimizer.update_many(list(zip(params, grads, strict=True)))
         for p in params:
             p.grad = None
+        for arena in self.optimizer.small:
+            arena.take_back()
+
+    def _large_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        params = [p for p in self.optimizer.large if p.grad is not None]
+        return params, [flat(p.grad, "gradient") for p in params if p.grad is not None]
 
 
 class KeptInt8(GradientSink):
@@ -73,14 +84,21 @@ class KeptInt8(GradientSink):
         super().__init__(*args, **kwargs)
         self._kept: dict[Tensor, CodedGradient] = {}
         self._due: dict[Tensor, None] = {}
-        self._keep: Tensor | None = None
+        self._captured: dict[Tensor, None] = {}
+        """Parameters that captured micro-batches have a gradient for."""
+        self._is_replayed = False
+        self._keep: tuple[Tensor, Tensor] | None = None
         self._memory: HostMemory | None = None
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Make the buffers once; they live as long as the sink, so graphs may use them."""
         super().begin(micro_batches, replayed=replayed)
-        self._due = dict.fromkeys(self.optimizer.large) if replayed else {}
+        self._due = dict(self._captured) if replayed else {}
+        self._is_replayed = replayed
         self.allocate()
+        if replayed:
+            # A graph cannot know which gradient is its parameter's first in a step.
+            torch._foreach_zero_([kept.scales for kept in self._kept.values()])
 
     def allocate(self) -> None:
         """The buffers."""
@@ -95,20 +113,26 @@ class KeptInt8(GradientSink):
             yield
 
     def prepare(self, index: int) -> None:
-        """The first micro-batch overwrites what the last step left."""
+        """As in the base; the two numbers that a kept sum may be multiplied by are made once."""
         super().prepare(index)
         if self._keep is None:
-            self._keep = torch.zeros((), device=self.optimizer.clock.device)
-        if not self.capturing:
-            self._keep.fill_(float(index > 0))
+            nothing = torch.zeros((), device=self.optimizer.clock.device)
+            self._keep = (nothing, torch.ones_like(nothing))
 
     def take(self, p: Tensor, grad: Tensor) -> None:
-        """Add to the kept sum."""
+        """Add to the kept sum; a step's first gradient overwrites what the last step left.
+
+        That need not be in its first micro-batch: layers may be left out of some.
+        """
         assert self._keep is not None
+        nothing, all_of_it = self._keep
+        keep = all_of_it if self._is_replayed or p in self._due else nothing
         self._due[p] = None
+        if self.capturing and self._is_replayed:
+            self._captured[p] = None
         optimizer = self.optimizer
         how = Addition(
-            keep=self._keep,
+            keep=keep,
             key=optimizer.clock.key,
             stream=_KEPT_STREAMS + optimizer.stream_of(p),
             block=optimizer.block,
@@ -117,7 +141,6 @@ class KeptInt8(GradientSink):
         pick_kernels(optimizer.backend, p).accumulate(self._buffer(p), grad, how)
 
     def _settle(self) -> None:
-        self._decide()
         self.optimizer.update_many([(p, self._kept[p]) for p in self._due])
         self._due.clear()
 

@@ -62,7 +62,7 @@ class GradientRelease(GradientSink):
     @property
     def measures(self) -> bool:
         """Micro-batches that are never added up have no common norm."""
-        return self._count == 1 and (self.max_grad_norm > 0 or self.loss_scale is not None)
+        return self._count == 1
 
     @property
     def launches_first(self) -> bool:
@@ -163,8 +163,8 @@ class GradientRelease(GradientSink):
         super().end_backward()
         self._flush()
 
-    def _settle(self) -> None:
-        """Small parameters move now, clipped by the true norm."""
+    def _decide(self) -> None:
+        """Small parameters, which have not moved yet, are clipped by the true norm."""
         gate = self.optimizer.gate
         if self.loss_scale is not None:
             gate.logical_and_(torch.isfinite(self._norm.slots.sum()))
@@ -177,6 +177,9 @@ class GradientRelease(GradientSink):
                 self._clip_first_step()
             self.prediction.learn(self._true_norms(), self.norm, gate)
             self._learned = True
+
+    def _settle(self) -> None:
+        """Backward has made all updates of large parameters."""
 
     def _clip_first_step(self) -> None:
         """With moments that began at zero, clipping afterwards is scaling them: exact.
@@ -247,7 +250,7 @@ class TwoPassRelease(GradientRelease):
         if not self._armed:
             raise RuntimeError("two_pass: arm(0, 'measure') and a backward come first")
         self._norm.measure_small()
-        self._decide()
+        GradientSink._decide(self)
         for arena in self.optimizer.small:
             arena.clear()
         self.phase = phase
@@ -267,7 +270,7 @@ class TwoPassRelease(GradientRelease):
         self.touched = self.touched or (bool(work) and self._moves)
         self.optimizer.update_many(work)
 
-    def _settle(self) -> None:
+    def _decide(self) -> None:
         if self.phase == "measure":
             raise RuntimeError(
                 "two_pass: the step ended after the measuring pass; call arm(0, 'apply') "

@@ -32,12 +32,23 @@ class LossScale:
         self.value = torch.tensor(float(initial), device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.is_at_its_end = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether this step's gradients overflow at the smallest scale: no other will help."""
         self._growth, self._backoff = growth, backoff
         self._interval, self._range = growth_interval, (smallest, largest)
 
     def apply(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss.float() * self.value
+
+    @torch.no_grad()
+    def judge(self, finite: Tensor) -> None:
+        """Note before the update whether an overflow is more than a scale that is too large."""
+        self.is_at_its_end.copy_(~finite & (self.value <= self._range[0]))
+
+    def judged(self, norm: Tensor | None) -> Tensor:
+        """A norm that is only not finite where no smaller scale would make it so."""
+        return torch.where(self.is_at_its_end, torch.inf if norm is None else norm, 0.0)
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:

@@ -16,7 +16,8 @@ Every sink runs the same loop, and none ever waits for the host:
             sink.arm(index, phase)
             loss.backward()
             sink.end_backward()
-    sink.finish()               # or optimizer.step(); sink.norm is the global norm
+    sink.measure()              # the global norm; no large weight has moved for it
+    sink.finish()               # or optimizer.step(): the updates
 
 A plain loop (backward, step) works too: what is not called is inferred. For a captured
 graph: `begin`, `arm`, `end_backward` and `finish` put only device work into it; before each
@@ -77,7 +78,7 @@ class GradientSink(ABC):
         self.loss_scale = loss_scale
         self.phase = "apply"
         self._norm = GlobalNorm(optimizer)
-        self._begun, self._armed = False, False
+        self._begun, self._armed, self._measured = False, False, False
         self._count = 1
         self._taken: set[Tensor] = set()
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -121,7 +122,7 @@ class GradientSink(ABC):
                 "use kept8, host or kept"
             )
         self._count = micro_batches
-        self._begun, self._armed = True, replayed
+        self._begun, self._armed, self._measured = True, replayed, False
         self.touched = False
         self._taken.clear()
         self.prepare(0)
@@ -159,16 +160,32 @@ class GradientSink(ABC):
             arena.gather()
 
     @torch.no_grad()
-    def finish(self) -> Tensor:
-        """End the step: norm, clipping, the updates still due, loss scale. Returns the norm."""
+    def measure(self) -> Tensor:
+        """All gradients are there: decide clipping and skipping, once. Returns the norm."""
+        return self._measure()
+
+    def _measure(self) -> Tensor:
         if not self._begun:
             if not self._has_gradients():
                 return self.norm
             self.begin()
-        if not self._armed:
-            self.arm(0)
-        self.end_backward()
-        self._norm.measure_small()
+        if not self._measured:
+            if not self._armed:
+                self.arm(0)
+            self.end_backward()
+            self._norm.measure_small()
+            self._decide()
+            if self.loss_scale is not None:
+                self.loss_scale.judge(self.optimizer.gate)
+            self._measured = True
+        return self.norm
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """End the step: `measure`, the updates still due, loss scale. Returns the norm."""
+        self._measure()
+        if not self._begun:
+            return self.norm
         self._settle()
         for arena in self.optimizer.small:
             arena.update(self.optimizer.scalars())
@@ -176,7 +193,7 @@ class GradientSink(ABC):
             finite = self.optimizer.gate
             self.optimizer.clock.rewind(~finite)
             self.loss_scale.update(finite)
-        self._begun, self._armed = False, False
+        self._begun, self._armed, self._measured = False, False, False
         self._taken.clear()
         self.optimizer.stepping = False
         return self.norm
@@ -189,7 +206,7 @@ class GradientSink(ABC):
             raise RuntimeError("weights have moved in this step; it can only be finished")
         if self._begun and self._counted is not None:
             self.optimizer.clock.counters.copy_(self._counted)
-        self._begun, self._armed = False, False
+        self._begun, self._armed, self._measured = False, False, False
         self._counted = None
         self._taken.clear()
         self.optimizer.stepping = False
@@ -248,7 +265,7 @@ class GradientSink(ABC):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Decide clipping and skipping, and make the updates of large parameters still due."""
+        """Make the updates of large parameters that are still due."""
 
     def _next_micro_batch(self) -> None:
         """A gradient came a second time: another micro-batch has begun without `arm`."""

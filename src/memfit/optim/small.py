@@ -33,6 +33,7 @@ class SmallParameters:
         )
         self._work_views = self.views(self._work)
         self._seen: set[int] = set()
+        self._shown: list[tuple[int, Tensor, int]] = []
         self._masks: dict[frozenset[int], Tensor] = {}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -54,6 +55,24 @@ class SmallParameters:
             self.params[i].grad = None
         self._seen.update(present)
 
+    def show(self) -> None:
+        """Put what was gathered into `.grad` again, for whoever looks before the update."""
+        dtype = self.params[0].dtype
+        # Not the buffer itself, even in fp32: changes come back through `take_back`.
+        views = self.views(self.grad.to(dtype, copy=True))
+        for i in self._seen:
+            self.params[i].grad = views[i]
+            self._shown.append((i, views[i], views[i]._version))
+
+    def take_back(self) -> None:
+        """Take a changed `.grad` as the gradient, and free all."""
+        gathered = self.views(self.grad)
+        for i, shown, version in self._shown:
+            now, self.params[i].grad = self.params[i].grad, None
+            if now is not None and (now is not shown or now._version != version):
+                gathered[i].copy_(now)
+        self._shown.clear()
+
     def expect_all(self) -> None:
         """Graphs will gather: every parameter counts as seen."""
         self._seen.update(range(len(self.params)))
@@ -65,6 +84,7 @@ class SmallParameters:
     def clear(self) -> None:
         """Forget what was gathered."""
         self.grad.zero_()
+        self._shown.clear()
         self._seen.clear()
 
     def update(self, scalars: StepScalars) -> None:

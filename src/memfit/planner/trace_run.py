@@ -265,9 +265,9 @@ class TracedRun:
         setup = self.setup
         with self._tracker.accounting(Component.OPTIMIZER):
             if setup.sink is not None:
-                setup.sink.finish()
-                setup.model.zero_grad()
+                setup.sink.measure()
                 self._optimizer.step()
+                setup.model.zero_grad()
                 return
             if (setup.args.max_grad_norm or 0) > 0:
                 norm: Any = torch.nn.utils.clip_grad_norm_

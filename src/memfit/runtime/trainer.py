@@ -239,21 +239,24 @@ class BudgetTrainer(GuardedTraining):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.setup.sink is not None:
-            return self._finish_sink(model)
+            return self._measured_norm()
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.setup.sink is not None and grad_norm is None:
-            grad_norm = self._finish_sink(model)
+        if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
+            return None  # which the Trainer does not log
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
-    def _finish_sink(self, model: nn.Module) -> torch.Tensor:
-        """End the step here, since the norm is only now complete; the optimizer finds it done."""
-        assert self.setup.sink is not None
+    def _measured_norm(self) -> torch.Tensor | None:
+        """The norm of what the sink has taken, if it has one; the optimizer's step moves weights.
+
+        (Those that backward has not moved already: docs/python-api.md says which.)
+        """
+        sink = self.setup.sink
+        assert sink is not None
         with retrying(self.args.device, last_resort=self._drop_graphs):
-            norm = self.setup.sink.finish()
-        model.zero_grad()  # what is still kept would be taken for another step's
-        return norm
+            norm = sink.measure()
+        return norm if getattr(sink, "measures", True) else None
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """As the Trainer's, which walks through all parameters at every step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,14 +48,22 @@ class WatchedTraining(SafeSaving):
             # All ranks must decide alike; the norm is that of all of them already.
             loss = self.accelerator.reduce(loss.detach().clone(), reduction="mean")
         inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        sink: Any = self.setup.sink
+        if (scale := getattr(sink, "loss_scale", None)) is not None:
+            norm = scale.judged(norm)
         return self.watch.after_backward(
             self.state.global_step + 1,
             loss,
             # An overflow of scaled gradients is nothing unusual: the scaler skips and scales down.
-            # A sink that nobody asks to clip has no norm.
-            norm if scaler is None and getattr(self.setup.sink, "measures", True) else None,
-            inner if self.setup.sink is None and scaler is None else None,
+            norm if scaler is None else None,
+            inner if sink is None and scaler is None else None,
         )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, without the norm of a step that overflowed: JSON has no word for it."""
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            logs = {name: value for name, value in logs.items() if name != "grad_norm"}
+        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the Trainer's; a sink is told to skip where that was asked for."""

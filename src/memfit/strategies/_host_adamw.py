@@ -110,7 +110,7 @@ class HostAdamW(Optimizer):
     """AdamW whose state, master weights and gradients are in host memory.
 
     Its checkpoints are those of `torch.optim.AdamW`, with a `master` where the model's weights
-    are not fp32. `finish()` clips and returns the global norm, adding up in the `order` of the
+    are not fp32. `measure()` clips and returns the global norm, adding up in the `order` of the
     model; `step()` calls it if nobody did.
     """
 
@@ -199,7 +199,7 @@ class HostAdamW(Optimizer):
         self.norm = None
 
     @torch.no_grad()
-    def finish(self) -> Tensor:
+    def measure(self) -> Tensor:
         """All gradients are in: clip them by their global norm, once, and return that norm."""
         if self.norm is None:
             self._staging.flush()
@@ -227,7 +227,7 @@ class HostAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish()
+        self.measure()
         if self._before_step is not None:
             self._before_step()
         for group in self.param_groups:
