@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from strategy_models import (
     CLIP,
     LateLink,
@@ -20,7 +23,10 @@ from strategy_models import (
     weights_of,
 )
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
+import small_training
+from memfit import BudgetTrainer, TrainingArguments
 from memfit.errors import ConfigError
 from memfit.strategies._host_adamw import HostAdamW
 from memfit.strategies._hosted import PlainLink, Staging
@@ -265,3 +271,93 @@ def test_too_little_host_memory_is_said_before_anything_is_moved(
         reason = OptimizerOffload(weights=weights).unavailable(setup)
         assert (reason == "") is fits
         assert fits or "of the computer's memory" in reason
+
+
+# ---- in a Trainer: the best model, and a second training ----
+
+
+@pytest.fixture
+def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as the device: copies, masters and updates are those of a card."""
+    monkeypatch.setattr(OptimizerOffload, "unavailable", lambda *_: "")
+
+
+class Masters(TrainerCallback):
+    """The model in full precision after every step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, Tensor]] = {}
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):  # noqa: ARG002
+        inner = getattr(optimizer, "optimizer", optimizer)
+        exported = inner.fp32_state_dict(model).items()
+        self.after[state.global_step] = {name: value.clone() for name, value in exported}
+
+
+def offloaded(folder: Path, strategy: OptimizerOffload, **settings: Any) -> BudgetTrainer:
+    """Four steps, saved and evaluated after each; the second is the best."""
+    scores = iter([0.5, 0.9, 0.2, 0.1] * 3)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=8, max_steps=4, save_strategy="steps",
+        save_steps=1, eval_strategy="steps", eval_steps=1, learning_rate=1e-2,
+        metric_for_best_model="score", greater_is_better=True, report_to="none", use_cpu=True,
+        disable_tqdm=True, **settings,
+    )  # fmt: skip
+    trainer = BudgetTrainer(
+        small_training.model_of(dropout=0.0), args, small_training.collate,
+        small_training.texts(), small_training.texts(4), strategies=[strategy],
+        compute_metrics=lambda _: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+@pytest.mark.usefixtures("on_this_cpu")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_best_model_is_saved_with_its_own_masters(tmp_path: Path, dtype: Any) -> None:
+    trainer = offloaded(
+        tmp_path / "run", OptimizerOffload(dtype=dtype), load_best_model_at_end=True
+    )
+    trainer.add_callback(masters := Masters())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    best = masters.after[2]
+    assert all(saved[name].dtype == torch.float32 for name in saved)
+    assert all(torch.equal(saved[name], best[name]) for name in saved)
+    assert not all(torch.equal(saved[name], masters.after[4][name]) for name in saved)
+
+
+@pytest.mark.usefixtures("on_this_cpu")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_trainer_that_is_resumed_a_second_time_goes_on_from_the_checkpoint(
+    tmp_path: Path, dtype: Any
+) -> None:
+    trainer = offloaded(tmp_path / "run", OptimizerOffload(dtype=dtype))
+    trainer.add_callback(masters := Masters())
+    trainer.train()
+    first = dict(masters.after)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert masters.after.keys() == first.keys()
+    for step in (3, 4):
+        again = masters.after[step]
+        assert again is not first[step]
+        assert all(torch.equal(again[name], first[step][name]) for name in again), step
+
+
+def test_weights_loaded_after_the_last_step_are_what_is_exported() -> None:
+    model = build("bert")
+    setup = setup_for(model, learning_rate=1e-2)
+    OptimizerOffload(dtype="bfloat16").attach(setup, LateLink(), LateLink())
+    assert setup.make_optimizer is not None
+    optimizer: Any = setup.make_optimizer([{"params": list(model.parameters())}], setup.args)
+    model(**batch_for(model)).loss.backward()
+    optimizer.step()
+    state = saved(optimizer)
+    model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+    for loaded in (False, True):
+        if loaded:  # state of other weights: what is loaded later than it counts
+            optimizer.load_state_dict(state)
+        exported = optimizer.fp32_state_dict(model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(exported[name], value.float()), (loaded, name)

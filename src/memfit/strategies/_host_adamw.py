@@ -81,9 +81,14 @@ class Hosted:
         else:
             target.add_(piece)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody else has changed the parameter since the last step."""
+        return self._fingerprint() == self._seen
+
     def refresh(self) -> None:
         """Weights that somebody else has changed (a loaded checkpoint) are taken over."""
-        if self._fingerprint() != self._seen:
+        if not self.is_current:
             source = self.parameter.detach().flatten() if self.home is None else self.home
             self.weights.copy_(source)
             self._seen = self._fingerprint()
@@ -184,11 +189,19 @@ class HostAdamW(Optimizer):
 
     def _host(self, p: Tensor) -> Hosted:
         if p not in self._hosted:
-            master = self.state.get(p, {}).get("master")
-            master = self._masters.of(p) if master is None else master
             with traced.on_host():
-                self._hosted[p] = Hosted(p, master, self._homes.get(p))
+                self._hosted[p] = Hosted(p, self._master_of(p), self._homes.get(p))
         return self._hosted[p]
+
+    def _master_of(self, p: Tensor) -> Tensor | None:
+        """The fp32 weights of a parameter; None where its own are all there is to know."""
+        if (hosted := self._hosted.get(p)) is not None:
+            return hosted.weights if hosted.is_current else None
+        loaded = self.state.get(p, {}).get("master")
+        if loaded is None:
+            return self._masters.of(p)
+        home = self._homes.get(p)
+        return _standing_for(p.detach().flatten() if home is None else home, loaded.flatten())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients on the host are dropped too."""
@@ -286,7 +299,9 @@ class HostAdamW(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self.zero_grad()
         for p, hosted in self._hosted.items():
-            self._masters.keep(p, hosted.weights)
+            # Weights in fp32 are their own masters; others may have been loaded just before this.
+            if p.dtype != torch.float32 and hosted.is_current:
+                self._masters.keep(p, hosted.weights)
         self._hosted.clear()
         self.state.clear()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -306,15 +321,20 @@ class HostAdamW(Optimizer):
         result = {}
         for name, value in model.state_dict().items():
             if value.dtype in (torch.bfloat16, torch.float16):
-                p = parameters.get(name, value)
-                hosted = self._hosted.get(p)
-                master = self._masters.of(p) if hosted is None else hosted.weights
+                master = self._master_of(parameters.get(name, value))
                 value = (value if master is None else master.view(value.shape)).float()
             result[name] = value.detach().to(device)
         return result
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
+
+
+def _standing_for(weights: Tensor, master: Tensor) -> Tensor:
+    """A master where it rounds to the weights that are there, else these weights themselves."""
+    weights = weights.cpu()
+    agrees = master.to(weights.dtype) == weights
+    return master if bool(agrees.all()) else torch.where(agrees, master, weights.float())
 
 
 def _buckets(members: Iterable[Hosted]) -> Iterator[list[Hosted]]:
