@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 }
 # These make nothing, or make it from the first gradient itself.
 LATE = ("SGD", "SGD momentum", "Adafactor")
+
+
+ROOM = 2 * 4 * (35 + 9)
+"""Enough for the first two parameters at a time."""
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -116,10 +121,16 @@ def test_an_update_that_fails_at_any_operator_ends_as_if_it_had_not(kind):
 def test_where_little_is_free_parameters_are_updated_a_few_at_a_time(kind):
     few, all_at_once = parameters(), parameters()
     one, other = KINDS[kind](few), KINDS[kind](all_at_once)
-    room = 2 * 4 * (35 + 9)
-    careful(one, CPU, lambda: room)
     calls: list[int] = []
-    one.register_step_pre_hook(lambda *_: calls.append(sum(p.grad is not None for p in few)))
+    plain = one.step
+
+    @functools.wraps(plain)
+    def counted(**named: Any) -> Any:
+        calls.append(sum(p.grad is not None for p in few))
+        return plain(**named)
+
+    one.step = counted  # type: ignore[method-assign]
+    careful(one, CPU, lambda: ROOM)
     for step in range(3):
         for params, optimizer in ((few, one), (all_at_once, other)):
             give_gradients(params, step)
@@ -127,6 +138,58 @@ def test_where_little_is_free_parameters_are_updated_a_few_at_a_time(kind):
     assert calls == ([3] if "fused" in kind else [2, 1]) * 3
     assert all(torch.equal(p, q) for p, q in zip(few, all_at_once, strict=True))
     assert same_state(one, other)
+
+
+class CountsItsSteps(Optimizer):
+    """As schedule-free optimizers do: one count a group, on which the update depends."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(group["lr"] / group["k"] * p.grad)
+
+
+class AdamWWithACount(AdamW):
+    """A user's subclass of an optimizer that keeps nothing a group."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [CountsItsSteps, AdamWWithACount])
+def test_an_optimizer_that_may_count_its_steps_makes_one_an_update(kind):
+    few, all_at_once = parameters(), parameters()
+    one, other = kind(few), kind(all_at_once)
+    careful(one, CPU, lambda: ROOM)
+    for step in range(3):
+        for params, optimizer in ((few, one), (all_at_once, other)):
+            give_gradients(params, step)
+            optimizer.step()
+    assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    assert one.param_groups[0].get("k", 3) == 3
+    assert all(torch.equal(p, q) for p, q in zip(few, all_at_once, strict=True))
+
+
+def test_hooks_of_a_step_hear_of_one_an_update():
+    params = parameters()
+    optimizer = AdamW(params)
+    heard = []
+    optimizer.register_step_post_hook(lambda *_: heard.append(params[0].grad is not None))
+    careful(optimizer, CPU, lambda: ROOM)
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    assert heard == [True] * 3
 
 
 def test_a_careful_step_is_still_what_a_schedule_expects():

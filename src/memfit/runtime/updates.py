@@ -7,6 +7,8 @@ Update. An operator that finds no memory has written nothing, so it is run again
 given back (out_of_memory.Retrying): what is half done is never left. What the update needs for
 itself is as large as the gradients it is given at once; where that much is not free, it is given
 fewer at a time. Each parameter's update knows nothing of the others, so the numbers are the same.
+That is known of torch's own optimizers; another one may count its steps, or hear of them by hooks,
+and is given all gradients in one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers.optimization import Adafactor
 
 from memfit.runtime.out_of_memory import retrying
 
@@ -76,7 +79,7 @@ def careful(
     @functools.wraps(plain)
     def step(self: Optimizer, closure: Any = None, **named: Any) -> Any:
         # A closure wants all gradients at once. A fused kernel needs nothing for itself.
-        whole = closure is not None or self.defaults.get("fused") or not _has_gradients(self)
+        whole = closure is not None or self.defaults.get("fused") or not _splits(self)
         with retrying(device):
             parts = [] if whole else list(_parts(self, room_bytes()))
             if len(parts) <= 1:
@@ -90,9 +93,12 @@ def careful(
     setattr(optimizer, _MARK, True)
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    """An optimizer whose gradients go into a sink has none when its step is called."""
-    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+def _splits(optimizer: Optimizer) -> bool:
+    """Whether several calls of its step, each on some parameters, make the same update as one."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") or kind is Adafactor
+    heard = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return known and not heard
 
 
 def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor]]:
