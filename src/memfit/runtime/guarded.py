@@ -76,7 +76,7 @@ class GuardedTraining(FullPrecisionExport):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the Trainer's; a step that has begun is finished."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        careful(optimizer, self.args.device, self._room_bytes)
+        careful(optimizer, self.args.device, self._room_bytes, self._drop_graphs)
         return optimizer
 
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

@@ -68,9 +68,15 @@ class _gradients_of_nothing:  # noqa: N801 - reads as a context
 
 
 def careful(
-    optimizer: Optimizer, device: torch.device, room_bytes: Callable[[], int | None]
+    optimizer: Optimizer,
+    device: torch.device,
+    room_bytes: Callable[[], int | None],
+    last_resort: Callable[[], None] | None = None,
 ) -> None:
-    """Have this optimizer's step finished once begun; `room_bytes` is what is free for it."""
+    """Have this optimizer's step finished once begun; `room_bytes` is what is free for it.
+
+    `last_resort` gives back what is only held to be faster (out_of_memory.retrying).
+    """
     if hasattr(optimizer, _MARK):
         return
     # A bound method, as the learning rate's schedule wants to find it.
@@ -80,7 +86,7 @@ def careful(
     def step(self: Optimizer, closure: Any = None, **named: Any) -> Any:
         # A closure wants all gradients at once. A fused kernel needs nothing for itself.
         whole = closure is not None or self.defaults.get("fused") or not _splits(self)
-        with retrying(device):
+        with retrying(device, last_resort=last_resort):
             parts = [] if whole else list(_parts(self, room_bytes()))
             if len(parts) <= 1:
                 return plain(closure, **named) if closure is not None else plain(**named)
