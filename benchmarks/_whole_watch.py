@@ -128,7 +128,11 @@ class CardWatch:
         """Whether a process of ours that holds a context is in the driver's list."""
         command = [sys.executable, "-c", _PROBE]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         ) as probe:
             assert probe.stdin is not None
             assert probe.stdout is not None

@@ -31,8 +31,7 @@ def make(model: str, folder: str, vocabulary: str, *, tiny: bool) -> dict[str, A
     from transformers import AutoConfig, AutoModel
     from transformers.initialization import no_init_weights
 
-    words = Path(vocabulary).read_text(encoding="utf-8").splitlines()
-    family, settings = model_config(model, vocabulary=len(words), tiny=tiny)
+    family, settings = model_config(model, vocabulary=_tokens(Path(vocabulary)), tiny=tiny)
     config = AutoConfig.for_model(family, **settings)
     with no_init_weights():
         made = AutoModel.from_config(config, dtype=torch.float32)
@@ -83,11 +82,15 @@ def _save_tokenizer(folder: Path, vocabulary: Path, *, segments: bool) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "config.json").write_text(json.dumps({"model_type": "bert"}))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    lines = len(vocabulary.read_text(encoding="utf-8").splitlines())
-    if len(tokenizer) != lines:
+    if len(tokenizer) != (lines := _tokens(vocabulary)):
         raise RuntimeError(f"the tokenizer has {len(tokenizer)} tokens of {lines} in {vocabulary}")
     tokenizer.save_pretrained(folder)
     shutil.rmtree(source)
+
+
+def _tokens(vocabulary: Path) -> int:
+    """Lines end with \\n alone: some tokens are line separators of Unicode."""
+    return len(vocabulary.read_text(encoding="utf-8").rstrip("\n").split("\n"))
 
 
 def load(folder: str, text: str, pair: str | None) -> dict[str, Any]:

@@ -50,8 +50,9 @@ RESULTS = HERE / "results"
 SENTENCE, OTHER = "服务人员都很亲切", "房间很脏，空调太吵"
 DOES_NOT_FIT = 3
 WORKER_SECONDS = 300
-_PREDICTED = re.compile(r"([\d.]+) (GB|MiB|KiB) .*at the peak by prediction")
-_UNITS = {"GB": 10**9, "MiB": 2**20, "KiB": 2**10}
+# The second of two readings has more digits: 0.01 GB (9.6 MiB).
+_PREDICTED = re.compile(r"([\d.]+) ([KMGT]iB)\)? at the peak by prediction")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DURATION = r"(?:(\d+) h )?(?:(\d+) min ?)?(?:([\d.]+) (ms|s))?"
 _ABOUT = re.compile(r"about " + _DURATION)
 
