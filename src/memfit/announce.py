@@ -11,6 +11,7 @@ from memfit.messages import language, t
 from memfit.reasons import called
 from memfit.safe_text import encodable, printable
 from memfit.units import Budget, format_both, parse_budget
+from memfit.waiting import make_way
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ def voice(quiet: bool) -> Callable[[Any], None]:
     lines, tables = plain_console(), terminal.console(stderr=True)
 
     def say(what: Any) -> None:
+        make_way()
         if isinstance(what, str):
             lines.print(printable(what))
         else:
@@ -144,12 +146,6 @@ def plan_sentence(plan: Plan) -> str:
         return str(plan.fidelity)
     between = "、" if language() == "zh" else ", "
     return t("run.plan", fidelity=plan.fidelity, strategies=between.join(names))
-
-
-def time_sentence(plan: Plan) -> str:
-    """A step, an epoch and the run, as predicted; empty where the plan was not explained."""
-    said = [one.sentence(language()) for one in plan.decisions if one.message == "time"]
-    return said[0] if said else ""
 
 
 def device_name(device: torch.device) -> str:

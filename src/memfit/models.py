@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +54,23 @@ def check_model_folder(config: ModelConfig) -> None:
     if foreign:
         raise ModelError(t("error.model.weights.foreign", folder=folder, foreign=foreign[0]))
     raise ModelError(t("error.model.weights", folder=folder))
+
+
+def start_reading_weights(config: ModelConfig) -> None:
+    """Has the weights of a folder read from the disk while there is something else to do.
+
+    Only into the system's cache, where whoever loads them finds them.
+    """
+    if config.from_scratch or not hasattr(os, "posix_fadvise"):
+        return
+    files = [*Path(config.model).glob("*.safetensors"), *Path(config.model).glob("*.bin")]
+    threading.Thread(target=_read_ahead, args=(files,), daemon=True).start()
+
+
+def _read_ahead(files: list[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from memfit.files import (
     why_not_written,
 )
 from memfit.messages import language, t
-from memfit.models import check_model_folder
+from memfit.models import check_model_folder, start_reading_weights
 from memfit.report import terminal
 from memfit.results import (
     MemorySummary,
@@ -51,6 +52,7 @@ from memfit.results import (
 from memfit.settings import check_training, training_arguments
 from memfit.stored import last_checkpoint, with_absolute_paths
 from memfit.units import format_both, format_bytes
+from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainingArguments
@@ -118,6 +120,7 @@ def train_classifier(
         say(t("run.finished.already", folder=config.output_dir))
         return finished
     with (
+        telling(quiet=quiet),
         claim_output_folder(str(config.output_dir), resume=resume) as claim,
         followed(claim, watch=watch),
     ):
@@ -140,6 +143,12 @@ def _write_report(folder: Path) -> None:
     from memfit.report.page import write_report
 
     write_report(folder)
+
+
+def _import_libraries() -> None:
+    """What preparing a run needs, loaded here so that the wait for it has its own name."""
+    for name in ("transformers", "transformers.trainer", "memfit.runtime.trainer"):
+        importlib.import_module(name)
 
 
 @dataclass
@@ -194,17 +203,21 @@ class _Run:
 
     def _finish(self) -> RunResult:
         started = time.perf_counter()
+        start_reading_weights(self.config.model)
         if self.resume:
-            self.found = last_checkpoint(self.claim.folder, self.say)
-        with self.clock.measure("data"):
+            with doing(t("run.wait.libraries")):
+                self.found = last_checkpoint(self.claim.folder, self.say)
+        with self.clock.measure("data"), doing(t("run.wait.read")):
             text = self._read()
+        with self.clock.measure("import"), doing(t("run.wait.libraries")):
+            _import_libraries()
         with announce.no_progress_bars():
             self._prepare(text)
             tokens = self.tokens
             trainer = self._trained(text)
             with self.clock.measure("evaluate"):
                 evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
-            with self.clock.measure("save"):
+            with self.clock.measure("save"), doing(t("run.wait.save")):
                 outcome.save_model(trainer, self.claim.path)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
@@ -212,7 +225,8 @@ class _Run:
         self.clock.seconds["total"] = total
         summary = self._summary(trainer, text, tokens, evaluation)
         write_summary(self.claim.path, summary)
-        _write_report(self.claim.path)
+        with doing(t("run.wait.report")):
+            _write_report(self.claim.path)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
 
     def _read(self) -> TextData:
@@ -235,7 +249,9 @@ class _Run:
         )
         with self.clock.measure("load"):
             self.settings, self.tokenizer = load_settings(self.config.model, labels)
-            self.tokens = tokenize(text, self.tokenizer, max_length)
+            rows = f"{len(text.train) + len(text.validation):,}"
+            with doing(t("run.wait.tokenize", rows=rows)):
+                self.tokens = tokenize(text, self.tokenizer, max_length)
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         with self.clock.measure("plan"):
             self.choosing = self._choosing(text)
@@ -248,7 +264,7 @@ class _Run:
             self._announce(trainer, text, self.tokens)
             self.record.begin(self._summary(trainer, text, self.tokens, None))
             try:
-                with self.clock.measure("train"):
+                with self.clock.measure("train"), doing(""):
                     self._train(trainer)
                 return trainer
             except PlanMissedError as error:
@@ -272,7 +288,7 @@ class _Run:
         labels, max_length = text.labels, self.config.data.max_length
         tokens, arguments, tokenizer = self.tokens, self.arguments, self.tokenizer
         free_memory(arguments.device)
-        with self.clock.measure("load"):
+        with self.clock.measure("load"), doing(t("run.wait.load")):
             set_seed(arguments.seed)  # the head's first weights are random
             model = load_weights(self.config.model, self.settings, tokenizer, max_length)
         trainer = BudgetTrainer(
@@ -338,7 +354,7 @@ class _Run:
         )
 
     def _plan(self) -> Plan | None:
-        with terminal.waiting(t("planned.waiting"), quiet=self.quiet):
+        with doing(t("planned.waiting")):
             plan = self.choosing.choose(self.given_plan)
         return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
 
@@ -355,8 +371,6 @@ class _Run:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
             self.say(line("memory", t("run.memory", needs=needs, share=share)))
-        if self.plan is not None and (time_said := announce.time_sentence(self.plan)):
-            self.say(line("time", time_said))
 
     def _train(self, trainer: BudgetTrainer) -> None:
         with atomic_writer(self.claim.folder.config) as file:

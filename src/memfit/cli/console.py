@@ -14,6 +14,7 @@ from typing import Any
 from memfit.files import plain
 from memfit.messages import t
 from memfit.safe_text import escaped_json, printable, without_tokens
+from memfit.waiting import make_way
 
 
 def set_up_streams() -> None:
@@ -56,6 +57,7 @@ def debugging() -> bool:
 
 def say(text: str) -> None:
     """One line on the way."""
+    make_way()
     print(printable(text), file=sys.stderr, flush=True)
 
 

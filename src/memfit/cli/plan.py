@@ -14,6 +14,7 @@ from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import DoesNotFitError, OutputError
 from memfit.messages import language, t
 from memfit.units import format_both
+from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
     from memfit.planner.missing import NothingFitsError
@@ -69,7 +70,7 @@ def plan(
     from memfit.report import planned, terminal
 
     run = RunConfig.build(config, **options)
-    with console.only_results_on_stdout(), terminal.waiting(t("planned.waiting")):
+    with console.only_results_on_stdout(), telling(), doing(t("planned.waiting")):
         task = planning.prepare(run, gpu)
         try:
             made = task.plan()
@@ -116,13 +117,12 @@ def _check(
 ) -> None:
     from memfit import planning
     from memfit.planner.plan import Plan
-    from memfit.report import terminal
     from memfit.run_plan import does_not_fit_sentence
 
     plan = Plan.read(Path(path))
     stored, card = planning.stored_options(plan.run)
     run = RunConfig.build(config, **{**stored, **options})
-    with console.only_results_on_stdout(), terminal.waiting(t("planned.waiting")):
+    with console.only_results_on_stdout(), telling(), doing(t("planned.waiting")):
         task = planning.prepare(run, gpu or card)
         checked = task.check(plan)
     if as_json:

@@ -13,6 +13,7 @@ from memfit.cli.options import Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
 from memfit.messages import t
+from memfit.waiting import doing, make_way, telling
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
@@ -51,10 +52,23 @@ def train(
 ) -> None:
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
+    with telling(quiet=quiet), doing(t("run.wait.prepare")):
+        _train(data or [], config, resume, watch, options, as_json=as_json, quiet=quiet)
+
+
+def _train(
+    given: list[str],
+    config: str | None,
+    resume: bool,
+    watch: bool,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     from memfit import api
     from memfit.many import is_many
 
-    given = data or []
     if len(given) > 1 or (resume and is_many(options.get("output_dir"))):
         _train_many(given, config, resume, watch, options, as_json=as_json, quiet=quiet)
         return
@@ -67,6 +81,7 @@ def train(
             watch=watch,
             **options,
         )
+    make_way()
     if as_json:
         console.show_json({"output_dir": result.output_dir, **result.summary.to_dict()})
         return
@@ -100,6 +115,7 @@ def _train_many(
         result = api.finetune_many(
             data, config=config, resume=resume, watch=watch, quiet=quiet, **options
         )
+    make_way()
     if as_json:
         console.show_json(result.to_dict())
     else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,23 +24,44 @@ if TYPE_CHECKING:
 _LENGTH = "length_before_cutting"
 _BATCH_ROWS = 1000
 _EQUAL_BINS = 9
+_PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
 def tokenize(text_data: TextData, tokenizer: Any, max_length: int) -> TokenizedData:
     """Training and validation rows as token ids, and the lengths of both together."""
     import numpy as np
 
-    train, train_lengths = _tokenized(text_data.train, tokenizer, max_length)
-    validation, validation_lengths = _tokenized(text_data.validation, tokenizer, max_length)
+    with all_cores():
+        train, train_lengths = _tokenized(text_data.train, tokenizer, max_length)
+        validation, validation_lengths = _tokenized(text_data.validation, tokenizer, max_length)
     lengths = np.concatenate([train_lengths, validation_lengths])
     return TokenizedData(train, validation, summarize_lengths(lengths, max_length))
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Lets a fast tokenizer use every core, and data-loading workers that fork later none.
+
+    A variable that the user set stays as it is; the command itself sets it to "false".
+    """
+    before = os.environ.get(_PARALLEL)
+    if before not in (None, "false"):
+        yield
+        return
+    os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        # Unset, the library would warn in every worker.
+        os.environ[_PARALLEL] = "false"
 
 
 def tokenize_dataset(
     dataset: Dataset, tokenizer: Any, max_length: int
 ) -> tuple[Dataset, LengthSummary]:
     """One dataset with `text`, optional `text_pair` and optional `label` as token ids."""
-    tokenized, lengths = _tokenized(dataset, tokenizer, max_length)
+    with all_cores():
+        tokenized, lengths = _tokenized(dataset, tokenizer, max_length)
     return tokenized, summarize_lengths(lengths, max_length)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from memfit.errors import DataError
 from memfit.messages import t
+from memfit.waiting import is_told
 
 _numbers = itertools.count()
 _PREFIX, _LOCK = "memfit-data-", ".in-use"
@@ -119,10 +120,18 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def progress_bar(what: str, total_rows: int | None = None) -> Any:
-    """A bar on a terminal, once the work has taken two seconds; none in a log file."""
+    """A bar on a terminal, once the work has taken two seconds; none in a log file.
+
+    Where `waiting` tells what is being done, that line is enough.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: Any = tqdm  # its own signature has no types
     return bar(
-        desc=what, total=total_rows, unit=" rows", delay=QUIET_SECONDS, disable=None, leave=False
+        desc=what,
+        total=total_rows,
+        unit=" rows",
+        delay=QUIET_SECONDS,
+        leave=False,
+        disable=is_told() or None,
     )

@@ -7,9 +7,7 @@ control characters prints as what it is and never acts on the terminal.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 MAX_WIDTH = 100
 SMALL_MATRIX = 10
 MOST_CLASSES = 20
-_PATIENCE_SECONDS = 2.0
 _GAP = 2
 _NAMES = ("result", "training", "predicted", "measured", "model", "report", "summary")
 
@@ -56,24 +53,6 @@ def console(*, stderr: bool = False) -> Console:
     # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
     encodable(sys.stderr if stderr else sys.stdout)
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-@contextmanager
-def waiting(text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Says in a terminal what is going on, once it takes longer than anybody expects."""
-    out = console(stderr=True)
-    if quiet or not (out.is_terminal and out.is_interactive):
-        yield
-        return
-    status = out.status(Text(text))
-    begin = threading.Timer(_PATIENCE_SECONDS, status.start)
-    begin.daemon = True
-    begin.start()
-    try:
-        yield
-    finally:
-        begin.cancel()
-        status.stop()
 
 
 def shorten(text: object, cells: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from memfit.messages import t
 from memfit.runtime.cap import Cap, CpuCap, CudaCap
 from memfit.runtime.export import FullPrecisionExport
 from memfit.runtime.guard import Guard
@@ -21,6 +22,7 @@ from memfit.runtime.step import StepExecutor
 from memfit.runtime.updates import allocate_state, careful
 from memfit.runtime.watch import CpuReader, CudaReader, Read, Watch
 from memfit.units import Budget
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
@@ -70,7 +72,10 @@ class GuardedTraining(FullPrecisionExport):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, inside the budget."""
-        with self.guard.held(*self._limits()):
+        loader: Any = kwargs.get("dataloader", args[0] if args else None)
+        rows = len(loader.dataset) if hasattr(getattr(loader, "dataset", None), "__len__") else 0
+        said = t("run.wait.evaluate", rows=f"{rows:,}")
+        with self.guard.held(*self._limits()), doing(said):
             return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -105,7 +110,8 @@ class GuardedTraining(FullPrecisionExport):
             self.guard.adjustments.say = bars[0].say
         if self.budget is None or self.args.torch_compile or self.args.world_size > 1:
             return  # a compiled step wants the same shapes, and ranks want to fail together
-        self.rehearsal = rehearse(self, loader)
+        with doing(t("run.wait.rehearse")):
+            self.rehearsal = rehearse(self, loader)
         for bar in bars:
             if self.rehearsal is not None and bar.step_seconds is None:
                 bar.step_seconds = self.rehearsal.step_seconds

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit import waiting
 from memfit.messages import has, t
 from memfit.safe_text import encodable
 from memfit.units import format_bytes, format_seconds
@@ -63,7 +64,8 @@ class _TwoLines(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        yield Text(self.status, no_wrap=True, overflow="ellipsis")
+        # What goes on between steps: an evaluation, a checkpoint.
+        yield Text(waiting.sentence() or self.status, no_wrap=True, overflow="ellipsis")
 
 
 class MemfitProgress(TrainerCallback):
@@ -130,6 +132,7 @@ class MemfitProgress(TrainerCallback):
             self._task = self._bar.add_task(
                 "", total=state.max_steps, completed=state.global_step, pace=""
             )
+            waiting.shown_by_bar(True)
             self._bar.start()
 
     def on_step_end(
@@ -196,6 +199,8 @@ class MemfitProgress(TrainerCallback):
         """One line above the bar."""
         if self._bar is not None:
             self._bar.refresh()
+        else:
+            waiting.make_way()
         # A log file gets lines whole, however long.
         self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
@@ -203,6 +208,7 @@ class MemfitProgress(TrainerCallback):
         """Give the terminal back; also after a training that was interrupted."""
         if self._bar is not None:
             self._bar.stop()
+            waiting.shown_by_bar(False)
         self._bar = self._read_memory = None
 
     # ---- what is shown ----

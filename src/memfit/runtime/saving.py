@@ -41,6 +41,7 @@ from memfit.runtime.manifest import write_manifest
 from memfit.runtime.out_of_memory import is_out_of_memory, let_go
 from memfit.runtime.scratch import place_for, publish, rotate, tidy
 from memfit.training_fields import SECRET_FIELDS
+from memfit.waiting import doing
 
 _STATE_FILE = "trainer_state.json"
 # After one of these every further call to the device fails, whatever it is.
@@ -69,6 +70,10 @@ class SafeSaving(EffectiveLoading):
         return self._last_good or newest_listed(str(self.args.output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with doing(t("run.wait.checkpoint")):
+            self._save_whole(model, trial)
+
+    def _save_whole(self, model: nn.Module, trial: Any) -> None:
         self.before_saving()
         final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         best_before = self.state.best_model_checkpoint
