@@ -159,3 +159,22 @@ def test_it_takes_neither_time_nor_memory() -> None:
     assert _serialised_bytes(state) == pytest.approx(1.2e9, rel=1e-3)
     assert time.perf_counter() - started < 1
     assert psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_a_checkpoint_that_finds_no_memory_is_written_after_room_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_in(tmp_path, max_steps=1)
+    write, made = trainer._save_optimizer_and_scheduler, []
+
+    def once_without_memory(folder: str) -> None:
+        if not made:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        write(folder)
+
+    trainer._save_optimizer_and_scheduler = once_without_memory
+    monkeypatch.setattr(type(trainer), "make_room", lambda _: made.append(1))
+    trainer.train()
+    assert made == [1]
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file()
+    assert not list(tmp_path.glob("*unfinished*"))

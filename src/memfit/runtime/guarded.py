@@ -14,7 +14,7 @@ from memfit.runtime.cap import Cap, CpuCap, CudaCap
 from memfit.runtime.export import FullPrecisionExport
 from memfit.runtime.guard import Guard
 from memfit.runtime.libraries import take_workspaces
-from memfit.runtime.out_of_memory import retrying
+from memfit.runtime.out_of_memory import free_memory, retrying
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.rehearsal import Rehearsal, rehearse
 from memfit.runtime.savable import check_savable
@@ -69,6 +69,11 @@ class GuardedTraining(FullPrecisionExport):
     def _drop_graphs(self) -> None:
         with contextlib.suppress(RuntimeError):  # of a card that no longer answers
             self.executor.drop()
+
+    def make_room(self) -> None:
+        """Give back the graphs and what the allocator keeps."""
+        self._drop_graphs()
+        free_memory(self.args.device)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, inside the budget."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,30 @@ class SafeSaving(EffectiveLoading):
         """Written or continued from by this run; else the newest that is there."""
         return self._last_good or newest_listed(str(self.args.output_dir))
 
+    def make_room(self) -> None:
+        """Called when a checkpoint found no memory on the device; it is then written once more."""
+
+    def _with_room(self, work: Callable[[], None]) -> None:
+        """Whatever a checkpoint needs on the device is worth more than what makes steps faster."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error)
+        self.make_room()
+        return work()
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with doing(t("run.wait.checkpoint")):
             self._save_whole(model, trial)
 
     def _save_whole(self, model: nn.Module, trial: Any) -> None:
-        self.before_saving()
+        self._with_room(self.before_saving)
         final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         best_before = self.state.best_model_checkpoint
         try:
-            self._write_beside(final, model, trial)
+            self._with_room(lambda: self._write_beside(final, model, trial))
             if self.args.should_save:
                 publish(final)
         except BaseException as error:
