@@ -226,3 +226,23 @@ def test_noise_of_a_slice_is_the_slice_of_the_noise_beyond_2_to_the_31() -> None
     part, _ = formats.noise(key, start + 512, 512)
     assert torch.equal(whole[512:], part)
     assert whole.unique().numel() > 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("drawn", [None, 0, 0xFFFF])
+def test_a_master_that_is_not_finite_is_never_rounded_to_a_number(
+    dtype: torch.dtype, correct: bool, drawn: int | None
+) -> None:
+    """Cards write NaN with all bits set: one more and it would be a zero."""
+    patterns = [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000, 0x7F800000, -0x800000]
+    bits = torch.tensor(patterns, dtype=torch.int32)
+    master = bits.view(torch.float32)
+    random16 = None if drawn is None else torch.full_like(bits, drawn)
+    weight, correction = formats.split_master(master, dtype, correct=correct, random16=random16)
+    found = formats.join_master(weight, correction)
+    assert torch.equal(torch.isnan(found), torch.isnan(master))
+    assert torch.equal(torch.isinf(weight), torch.isinf(master))
+    assert torch.equal(found[5:], master[5:])
+    if correction is not None:
+        assert not correction[:5].any()

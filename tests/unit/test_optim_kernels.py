@@ -283,6 +283,30 @@ def interpreted() -> None:
             kernels_triton.update_many([(shut, grad)], make_scalars(gate=False))
             print("gate", sum(codes_apart(before, shut).values()))
     interpreted_accumulation(kernels_triton, scalars)
+    interpreted_broken_weights(kernels_triton, scalars)
+
+
+def interpreted_broken_weights(kernels_triton: Any, scalars: StepScalars) -> None:
+    """Weights that are not finite, with all bits a card sets in a NaN."""
+    for dtype, correct in KINDS:
+        if dtype == torch.float32:
+            continue
+        reference, grad = make_state(3000, dtype, correct), make_grad(3000, dtype)
+        broken = torch.arange(4, 3000, 7)
+        reference.weight[broken] = torch.tensor(0x7FFF, dtype=torch.int16).view(dtype)
+        infinite = broken + 1
+        reference.weight[infinite] = torch.inf
+        if reference.correction is not None:
+            reference.correction[broken], reference.correction[infinite] = 127, 0
+        states = [copy_of(reference) for _ in range(2)]
+        kernels_torch.update(states[0], grad, scalars)
+        kernels_triton.update(states[1], grad, scalars)
+        for state in states:
+            print("broken", float((~torch.isnan(state.weight[broken])).sum()))
+            print("broken", float((~torch.isinf(state.weight[infinite])).sum()))
+        if reference.correction is not None:
+            one, other = (state.correction[broken] for state in states)
+            print("broken", float((one != other).sum()))
 
 
 def interpreted_accumulation(kernels_triton: Any, scalars: StepScalars) -> None:
@@ -336,6 +360,7 @@ def test_triton_kernels_give_the_same_codes_as_torch() -> None:
     assert worst["kept_norm"] < 1e-5
     assert worst["master"] <= 1.01
     assert worst["gate"] == 0
+    assert worst["broken"] == 0
 
 
 def compiled() -> None:

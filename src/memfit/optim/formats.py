@@ -24,6 +24,9 @@ from torch import Tensor
 
 SIGNED_LEVELS, UNSIGNED_LEVELS = 127, 255
 NOISE_BITS = 16
+FP16_INFINITY = 0x7C00
+NAN_BITS = 0x7FC00000
+"""The NaN that no rounding carries into a zero; cards write it as 0x7FFFFFFF."""
 
 # murmur3's finalizer: every input bit reaches every output bit.
 HASH_FACTOR_A, HASH_FACTOR_B = 0x85EBCA6B, 0xC2B2AE35
@@ -151,7 +154,7 @@ def split_master(
 def _split_bf16(
     master: Tensor, correct: bool, random16: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    bits = master.view(torch.int32)
+    bits = master.view(torch.int32).masked_fill(torch.isnan(master), NAN_BITS)
     if not correct:
         if random16 is None:
             return master.bfloat16(), None
@@ -176,7 +179,9 @@ def _split_fp16(
         # Towards zero, so that the place's width is that of the interval rounded in.
         bits = bits - (bits.view(torch.float16).float() > magnitude).to(torch.int16)
     ulp = _fp16_ulp(bits)
+    # Of what is not finite nothing is left over: the weight is all of it.
     rest = magnitude.sub_(bits.view(torch.float16).float()).div_(ulp)
+    rest.masked_fill_(bits >= FP16_INFINITY, 0.0)
     if not correct:
         assert random16 is not None
         bits = bits + (random16 < rest.mul_(2**NOISE_BITS)).to(torch.int16)

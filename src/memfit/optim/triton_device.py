@@ -16,6 +16,8 @@ from memfit.optim import formats
 
 _A = tl.constexpr(formats.HASH_FACTOR_A)
 _B = tl.constexpr(formats.HASH_FACTOR_B)
+_NAN = tl.constexpr(formats.NAN_BITS)
+_FP16_INFINITY = tl.constexpr(formats.FP16_INFINITY)
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def _load_master(w_ptr, c_ptr, at, mask, CORRECT: tl.constexpr):
 
 @triton.jit
 def _store_bf16(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexpr):
-    bits = master.to(tl.int32, bitcast=True)
+    bits = tl.where(master != master, _NAN, master.to(tl.int32, bitcast=True))
     if CORRECT:
         bits = (bits + (random16 & 0xFF)) & -256
         upper = (bits + 0x8000) >> 16
@@ -87,6 +89,7 @@ def _store_fp16(w_ptr, c_ptr, at, mask, master, random16, CORRECT: tl.constexpr)
     bits = size.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     if CORRECT:
         rest = (size - _fp16_value(bits)) / _fp16_ulp(bits)
+        rest = tl.where(bits >= _FP16_INFINITY, 0.0, rest)
         lift = (random16 & 0xFF).to(tl.float32) * (1.0 / 256.0)
         units = tl.floor(rest * 256.0 + lift)
         carry = (units > 127) & ((bits & 0x3FF) != 0x3FF)
