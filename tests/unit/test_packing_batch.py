@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memfit.errors import DataError
-from memfit.packing import PackedBatch, PackSpec, pack, weighted_loss
+from memfit.packing import PackedBatch, PackSpec, pack, text_lengths, weighted_loss
 
 IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 0, 0, 0], [4, 3, 2, 1, 6]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
@@ -167,6 +167,68 @@ def test_a_graphs_buffers_are_overwritten_in_place() -> None:
     assert torch.equal(static.row_weight, other.row_weight)
     with pytest.raises(ValueError, match="not padded to the same"):
         static.copy_from(pack(batch()))
+
+
+SHAPES = {"pad_to_tokens": 16, "pad_to_rows": 4, "max_seqlen": 6}
+
+
+def table(rows: int, start: float = 0.0) -> Tensor:
+    return start + torch.arange(rows * 2.0).view(rows, 2)
+
+
+def test_inputs_beside_the_texts_are_overwritten_too() -> None:
+    static = pack(batch(table=table(3), more={"ages": torch.tensor([1, 2, 3])}, k=2), **SHAPES)
+    kept = static.extras["table"], static.extras["more"]["ages"]
+    fresh = batch(table=table(3, 50.0), more={"ages": torch.tensor([7, 8, 9])}, k=2)
+    short = {name: x[:2] if isinstance(x, Tensor) else x for name, x in fresh.items()}
+    short["more"] = {"ages": torch.tensor([7, 8])}
+    static.copy_from(pack(short, **SHAPES))
+    assert static.extras["table"] is kept[0]
+    assert static.extras["more"]["ages"] is kept[1]
+    # Dummy rows get values the model is used to: those of the first row.
+    assert kept[0].tolist() == [[50, 51], [52, 53], [50, 51], [50, 51]]
+    assert kept[1].tolist() == [7, 8, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"table": table(3).double(), "k": 2},
+        {"table": torch.zeros(3, 5), "k": 2},
+        {"table": table(3), "k": 3},
+        {"k": 2},
+        {"table": table(3), "k": 2, "labels": torch.rand(3)},
+        {"table": table(3), "k": 2, "token_type_ids": torch.zeros_like(IDS)},
+    ],
+)
+def test_a_graph_is_not_handed_inputs_of_another_kind(other: dict[str, Any]) -> None:
+    static = pack(batch(table=table(3), k=2), **SHAPES)
+    same = pack(batch(table=table(3, 9.0), k=2), **SHAPES)
+    assert static.signature == same.signature is not None
+    unlike = pack(batch(**other), **SHAPES)
+    assert unlike.signature != static.signature
+    with pytest.raises(ValueError, match="other inputs"):
+        static.copy_from(unlike)
+
+
+def test_what_cannot_be_told_apart_has_no_signature() -> None:
+    assert pack(batch(thing=object())).signature is None
+    assert pack(batch(things=[{"a": {1, 2}}])).signature is None
+
+
+def test_a_batch_on_a_device_is_not_pinned() -> None:
+    flat = pack(batch(table=table(3))).to("meta")
+    assert flat.pin_memory().input_ids.is_meta
+
+
+def test_lengths_are_those_that_are_packed() -> None:
+    empty = MASK.clone()
+    empty[1] = 0
+    assert text_lengths(batch()) == [3, 2, 5]
+    assert text_lengths(batch(attention_mask=empty)) == list(
+        pack(batch(attention_mask=empty)).lengths
+    )
+    assert text_lengths({"input_ids": IDS}) == [5, 5, 5]
 
 
 def test_batches_travel_between_processes_and_devices() -> None:

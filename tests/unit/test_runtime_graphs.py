@@ -1,8 +1,16 @@
-"""Which token bucket a batch is filled up to; the graphs themselves need a GPU."""
+"""Which token bucket a batch is filled up to, and with what; graphs themselves need a GPU."""
 
 from collections import Counter
 
-from memfit.runtime.graphs import TokenBuckets
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from memfit.packing import pack, packed
+from memfit.runtime.batching import MicroBatching, Trim
+from memfit.runtime.graphs import Signatures, TokenBuckets
+from memfit.runtime.sinking import GraphedExecutor
+from small_training import collate, model_of, texts
 
 BUCKETS = TokenBuckets(256)
 
@@ -29,3 +37,52 @@ def test_the_largest_batch_there_can_be_is_captured_first():
     buckets = TokenBuckets(256, largest=4000)
     assert buckets.choose(900, set(), Counter()) == 4096
     assert buckets.choose(900, {4096}, Counter({1024: 1})) == 1024
+
+
+def packed_rows(**extras):
+    ids = torch.arange(5, 17).view(3, 4)
+    return pack({"input_ids": ids, "labels": torch.tensor([0, 1, 0]), **extras}, pad_to_rows=4)
+
+
+def test_inputs_the_training_began_with_are_captured_and_others_when_they_come_again():
+    signatures = Signatures()
+    usual = packed_rows(table=torch.zeros(3, 2))
+    other = packed_rows(table=torch.zeros(3, 5))
+    asked = (usual, usual, other, usual, other, packed_rows(), other)
+    assert [signatures.captures(batch) for batch in asked] == [
+        True, True, False, True, True, False, True,
+    ]  # fmt: skip
+    assert not any(signatures.captures(packed_rows(thing=object())) for _ in range(3))
+
+
+class Tabular(BertForSequenceClassification):
+    """A text beside some numbers, as a user's subclass would read them."""
+
+    def forward(self, table=None, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits + table.to(output.logits.dtype)
+        return output
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_step_is_packed_with_all_its_inputs_with_or_without_a_mask(masked):
+    model = Tabular(model_of(dropout=0.0).config).eval()
+    batch = collate([row for row in texts(20) if len(row["input_ids"]) > 20][:3])
+    batch["input_ids"] = batch["input_ids"][:, :20]
+    batch["attention_mask"] = batch["attention_mask"][:, :20]
+    batch["table"] = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    if not masked:
+        del batch["attention_mask"]
+    with packed(model) as packing, torch.no_grad():
+        executor = GraphedExecutor(
+            micro_batching=MicroBatching(), trim=Trim.RIGHT, weigh=lambda _: 3.0,
+            prepare=dict, loss=lambda *_: torch.zeros(()), backward=lambda _: None,
+            sink=lambda: None, packing=packing, device=torch.device("cpu"), rows=8,
+        )  # fmt: skip
+        part, share = executor.weighted_parts(batch)[0]
+        found = executor._packed(part, share)
+        logits = model(**found.inputs(labels=False)).logits
+        expected = model(**{n: x for n, x in batch.items() if n != "labels"}).logits
+    assert (found.rows, found.total_tokens) == (8, 256)
+    assert torch.allclose(logits[:3], expected, atol=1e-5)
+    assert float(found.row_weight.sum()) == pytest.approx(1.0)

@@ -1,6 +1,7 @@
 """How long rows are, and the largest batch the shuffle can draw."""
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from memfit.runtime.lengths import largest_batch, longest_row, row_lengths
 
@@ -20,3 +21,18 @@ def test_the_largest_batch_is_made_of_the_longest_rows():
 def test_rows_that_cannot_be_looked_at_count_as_the_longest_the_model_takes():
     assert row_lengths(iter(ROWS)) == []
     assert largest_batch(iter(ROWS), nn.Identity(), 2) == 1024
+
+
+class Stream(IterableDataset):
+    """One that knows how many rows will come, as the Trainer likes to know."""
+
+    def __iter__(self):
+        return iter(ROWS)
+
+    def __len__(self):
+        return len(ROWS)
+
+
+def test_a_stream_that_has_a_length_has_no_rows_to_look_at():
+    assert row_lengths(Stream()) == []
+    assert longest_row(Stream(), nn.Identity()) == 512

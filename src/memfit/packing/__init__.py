@@ -1,6 +1,6 @@
 """Padding-free batches for stock transformers classifiers."""
 
-from memfit.packing.batch import PackedBatch, PackSpec, pack, weighted_loss
+from memfit.packing.batch import PackedBatch, PackSpec, pack, text_lengths, weighted_loss
 from memfit.packing.families import pack_spec
 from memfit.packing.model import PackedModel, packed
 from memfit.packing.support import PackingSupport, can_pack
@@ -14,5 +14,6 @@ __all__ = [
     "pack",
     "pack_spec",
     "packed",
+    "text_lengths",
     "weighted_loss",
 ]

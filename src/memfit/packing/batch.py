@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +49,7 @@ class PackedBatch:
     """1 for a real row, 0 for a dummy: float32 [rows]."""
     labels: Tensor | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the collator gave, passed on untouched."""
+    """Whatever else the collator gave, passed on; what has one entry a row has one a dummy, too."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -89,8 +89,21 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory; a DataLoader calls this by its name."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        """The same batch in page-locked memory; a DataLoader calls this by its name.
+
+        What is on a device already stays there: accelerate sends whole batches of a stream.
+        """
+        return self._map(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor)
+
+    @property
+    def signature(self) -> Hashable | None:
+        """What a captured graph takes for granted beside the number of tokens and rows.
+
+        Shapes and types of all tensors, and the values of what is no tensor. None where such a
+        value cannot be told from another.
+        """
+        parts = (tuple(self.tokens), _signature(self.labels), _signature(self.extras))
+        return None if any(part is None for part in parts) else parts
 
     def copy_from(self, other: PackedBatch) -> None:
         """Overwrite this batch's tensors, which a captured graph reads, by those of another."""
@@ -102,10 +115,14 @@ class PackedBatch:
         self.row_weight.copy_(other.row_weight, non_blocking=True)
         if self.labels is not None and other.labels is not None:
             self.labels.copy_(other.labels, non_blocking=True)
+        if self.extras:
+            if self.signature is None or self.signature != other.signature:
+                raise ValueError("the two batches have other inputs beside their tokens")
+            _overwrite(self.extras, other.extras)
 
     def _map(self, change: Any) -> PackedBatch:
         def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, Tensor) else value
+            return _mapped(value, change)
 
         return replace(
             self,
@@ -113,7 +130,7 @@ class PackedBatch:
             cu_seqlens=change(self.cu_seqlens),
             row_weight=change(self.row_weight),
             labels=changed(self.labels),
-            extras={name: changed(value) for name, value in self.extras.items()},
+            extras=changed(self.extras),
         )
 
 
@@ -151,6 +168,8 @@ def pack(
     segments = _segments(lengths, pad_to_tokens, pad_to_rows, max_seqlen or longest)
     total = sum(segments)
     rows = pad_to_rows or len(lengths)
+    if rows > len(lengths):
+        extras = _with_dummies(extras, len(lengths), rows)
     # Dummies take a position every family has: the one of a text's first token.
     fill = {"position_ids": 0 if spec.padding_idx is None else spec.padding_idx + 1}
     cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32, device=ids.device)
@@ -167,6 +186,13 @@ def pack(
         labels=_padded_labels(batch.get("labels"), rows),
         extras=extras,
     )
+
+
+def text_lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Tokens of each row as `pack` counts them."""
+    _, mask = _ids_and_mask(batch)
+    lengths: list[int] = mask.sum(dim=1).tolist()
+    return lengths
 
 
 def weighted_loss(
@@ -253,6 +279,57 @@ def _padded(flat: Tensor, size: int, fill: float) -> Tensor:
     padded = flat.new_full((size, *flat.shape[1:]), fill)
     padded[: flat.shape[0]] = flat
     return padded
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same value with every tensor in it changed, however nested."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_mapped(part, change) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def _with_dummies(extras: dict[str, Any], count: int, rows: int) -> dict[str, Any]:
+    """Every dummy row gets the entries of the first real one: values the model is used to."""
+
+    def longer(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or len(tensor) != count:
+            return tensor
+        return torch.cat([tensor, tensor[:1].expand(rows - count, *tensor.shape[1:])])
+
+    padded: dict[str, Any] = _mapped(extras, longer)
+    return padded
+
+
+def _signature(value: Any) -> Hashable | None:
+    """What tells two values apart that a graph cannot be handed in turn."""
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        parts = [(name, _signature(part)) for name, part in sorted(value.items())]
+        return None if any(part is None for _, part in parts) else ("mapping", *parts)
+    if isinstance(value, list | tuple):
+        members = [_signature(part) for part in value]
+        return None if any(part is None for part in members) else ("list", *members)
+    if value is None or isinstance(value, bool | int | float | str):
+        return "value", type(value), value
+    return None
+
+
+def _overwrite(target: Any, source: Any) -> None:
+    """Copy every tensor into its place in a value of the same signature."""
+    if isinstance(target, Tensor):
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, Mapping):
+        for name, part in target.items():
+            _overwrite(part, source[name])
+    elif isinstance(target, list | tuple):
+        for part, new in zip(target, source, strict=True):
+            _overwrite(part, new)
 
 
 def _padded_labels(labels: Tensor | None, rows: int) -> Tensor | None:

@@ -8,7 +8,7 @@ batches are filled up with dummy tokens to a few bucket sizes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ import torch
 from memfit.packing import PackedBatch
 
 Body = Callable[[PackedBatch], torch.Tensor]
-Key = tuple[int, int, int]
+Key = tuple[int, int, int, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,26 @@ class TokenBuckets:
         if bucket in captured or seen[bucket] > 1 or not larger:
             return bucket
         return min(larger)
+
+
+class Signatures:
+    """Which batches are worth a graph, by their inputs beside the tokens.
+
+    What the training began with is captured at once. Inputs of another shape are launched first:
+    where shapes change from batch to batch, capturing each would take longer than the steps.
+    """
+
+    def __init__(self) -> None:
+        self._met: Counter[Hashable] = Counter()
+
+    def captures(self, batch: PackedBatch) -> bool:
+        """Whether this batch is to be run as a graph; each batch is asked for once."""
+        signature = batch.signature
+        if signature is None:
+            return False
+        is_first = not self._met
+        self._met[signature] += 1
+        return is_first or self._met[signature] > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +123,7 @@ class GraphCache:
 
     The body may change anything that lives on the device (weights, counters, random state):
     capturing executes nothing, so every call of `run` is exactly one step. What the body reads
-    from the host is frozen at capture.
+    from the host is frozen at capture; a batch that a graph cannot be handed is launched.
     """
 
     def __init__(self, body: Body, memory: GraphMemory) -> None:
@@ -111,6 +131,7 @@ class GraphCache:
         self._memory = memory
         self._device, self._stream = memory.device, memory.stream
         self._captured: dict[Key, _Captured] = {}
+        self._signatures = Signatures()
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -122,9 +143,10 @@ class GraphCache:
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One step on a batch from the host; its loss, on the device, yours to keep."""
-        key = (batch.total_tokens, batch.rows, batch.max_seqlen)
+        key = (batch.total_tokens, batch.rows, batch.max_seqlen, batch.signature)
+        captures = self._signatures.captures(batch)
         with self._memory.on_stream():
-            if not self._memory.is_warm:
+            if not self._memory.is_warm or not captures:
                 loss = self._body(batch.to(self._device, non_blocking=True))
                 self._memory.is_warm = True
                 return loss

@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 _CHUNK_ROWS = 10_000
+
+
+def has_rows(dataset: Any) -> bool:
+    """Whether rows can be looked at by their number; a stream may have a length, and no rows."""
+    if isinstance(dataset, IterableDataset):
+        return False
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0
 
 
 def row_lengths(dataset: Any) -> list[int]:
@@ -23,7 +31,7 @@ def row_lengths(dataset: Any) -> list[int]:
                 for start in chunks
                 for row in dataset[start : start + _CHUNK_ROWS]["input_ids"]
             ]
-    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
+    elif has_rows(dataset):
         rows = (dataset[index] for index in range(len(dataset)))
         return [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
     return []

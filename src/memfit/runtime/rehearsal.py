@@ -26,7 +26,7 @@ from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.messages import t
 from memfit.runtime.batching import Batch, lengths_of
 from memfit.runtime.checkpoint import preserved_rng
-from memfit.runtime.lengths import row_lengths
+from memfit.runtime.lengths import has_rows, row_lengths
 from memfit.runtime.live_bytes import LiveBytes
 from memfit.runtime.step import StepExecutor
 from memfit.runtime.ways import MemoryModel, Pieces, Way, pieces_of
@@ -70,7 +70,7 @@ class _Tried:
 def rehearse(trainer: GuardedTraining, loader: Any) -> Rehearsal | None:
     """The effective batch of the longest rows; None where rows cannot be looked at beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+    if not has_rows(dataset):
         return None
     stage = _Stage(trainer, dataset, loader.collate_fn)
     trainer.guard.when_squeezed = stage.learn_if_tight

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import MemfitError
-from memfit.packing import PackedBatch, PackedModel, weighted_loss
+from memfit.packing import PackedBatch, PackedModel, text_lengths, weighted_loss
 from memfit.runtime.batching import Batch, MicroBatch
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.checkpoint import preserved_rng
@@ -174,9 +174,9 @@ class GraphedExecutor(SinkExecutor):
         return self._memory[0]
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
-        mask = part.inputs["attention_mask"]
+        lengths = text_lengths(part.inputs)
         captured = set().union(*(cache.tokens for cache in self._caches.values()))
-        tokens, longest = int(mask.sum()), int(mask.sum(dim=1).max())
+        tokens, longest = sum(lengths), max(lengths)
         packed = self.packing.pack(
             part.inputs,
             pad_to_tokens=self.buckets.choose(tokens, captured, self._seen),
@@ -184,7 +184,7 @@ class GraphedExecutor(SinkExecutor):
             max_seqlen=-(-longest // 64) * 64,
         )
         packed = replace(packed, row_weight=packed.row_weight / share.total)
-        return packed.pin_memory()
+        return packed.pin_memory() if self.device.type == "cuda" else packed
 
     def _whole_step(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
         sink = self.sink()
