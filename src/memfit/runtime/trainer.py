@@ -223,6 +223,7 @@ class BudgetTrainer(GuardedTraining):
             clear_device_cache()
         if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
+        self.noise.begin_step(inputs)
         return self._seen(self.guard.run(model, inputs))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.runtime.health import LossWatch, check_weights, gate_sink, rows_of_step
+from memfit.runtime.noise import BatchNoise
 from memfit.runtime.saving import SafeSaving
 from memfit.runtime.stall import StallWatch
 
@@ -17,6 +18,7 @@ class WatchedTraining(SafeSaving):
     """What BudgetTrainer adds around each update; health.py says what is done and why."""
 
     watch: LossWatch
+    noise: BatchNoise
     _step_loss: Tensor | None = None
     _tr_loss: Tensor
     _globalstep_last_logged: int
@@ -25,6 +27,8 @@ class WatchedTraining(SafeSaving):
         """Begin, once the Trainer is made."""
         self.watch = LossWatch(on_nan, rows_of=self._rows_of, record=self._record_skipped)
         self.add_callback(StallWatch())
+        self.noise = BatchNoise()
+        self.add_callback(self.noise)
 
     def _seen(self, loss: Tensor) -> Tensor:
         """Keep a step's loss until its gradient is there, too; returns what the log adds up."""
