@@ -30,6 +30,7 @@ from memfit.runtime.adjust import Adjuster
 from memfit.runtime.adjustments import Adjustment, Adjustments
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.runtime.boundaries import LayerBoundaries
+from memfit.runtime.buffers import Buffers, BufferState
 from memfit.runtime.cap import Cap
 from memfit.runtime.live import LiveStrategies
 from memfit.runtime.out_of_memory import (
@@ -84,6 +85,8 @@ class Guard:
         """Trained on so far, padding left out where it is known."""
         self._evaluated: int | None = None
         self._graphs = 0
+        self._buffers = Buffers()
+        self._before: BufferState | None = None
 
     # ---- what the trainer calls ----
 
@@ -205,12 +208,15 @@ class Guard:
         self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: Pieces
     ) -> tuple[Tensor | None, str]:
         executor = self.executor_for(way)
+        before = self._before = self._buffers.now(self._trainer.model)
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.cap is not None:
             counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
         try:
             with counting:
-                return run(executor), ""
+                outcome = run(executor)
+            self._buffers.learn(before)
+            return outcome, ""
         except Exception as error:
             if self._trainer.args.world_size > 1 or not is_out_of_memory(error):
                 raise  # the other ranks would wait for this one
@@ -232,6 +238,8 @@ class Guard:
 
     def clear(self, model: nn.Module, *, free: bool = True) -> None:
         """As if the step had not begun, but for the random state."""
+        if self._before is not None:
+            self._before.restore()
         sink = self._trainer.setup.sink
         if sink is not None and hasattr(sink, "abandon"):
             sink.abandon()

@@ -7,8 +7,8 @@ GraphedExecutor   packed batches and the model's own loss: the whole step as a C
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from memfit.errors import MemfitError
 from memfit.packing import PackedBatch, PackedModel, text_lengths, weighted_loss
 from memfit.runtime.batching import Batch, MicroBatch
 from memfit.runtime.boundaries import LayerBoundaries
+from memfit.runtime.buffers import Buffers
 from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.graphs import GraphCache, GraphMemory, TokenBuckets
 from memfit.runtime.out_of_memory import retrying
@@ -38,6 +39,7 @@ class SinkExecutor(StepExecutor):
     """Whether a step of several micro-batches would be another update rule nobody allowed."""
     boundaries: LayerBoundaries | None = None
     """How a backward pass that moves weights is finished when it fails."""
+    buffers: Buffers = field(default_factory=Buffers)
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Backward into the sink; the optimizer's step then ends what is begun here."""
@@ -47,8 +49,7 @@ class SinkExecutor(StepExecutor):
         sink.begin(len(parts))
         for phase in sink.phases:
             losses = []
-            # A pass that only measures must see the dropout of the one that follows.
-            with preserved_rng() if phase != sink.phases[-1] else ExitStack():
+            with self._counting(model, phase == sink.phases[-1]):
                 for index, (part, share) in enumerate(parts):
                     sink.arm(index, phase)
                     losses.append(self.micro_step(model, part, share))
@@ -86,6 +87,15 @@ class SinkExecutor(StepExecutor):
                 sink.end_backward()
         else:
             sink.end_backward()
+
+    @contextmanager
+    def _counting(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        """A pass that only measures must see the dropout of the one that follows, and no more."""
+        with ExitStack() as around:
+            if not is_last:
+                around.enter_context(preserved_rng())
+                around.enter_context(self.buffers.preserved(model))
+            yield
 
     def _check(self, count: int) -> None:
         if self.single and count > 1:
@@ -190,7 +200,7 @@ class GraphedExecutor(SinkExecutor):
         sink = self.sink()
         sink.begin(1)
         for phase in sink.phases:
-            with preserved_rng() if phase != sink.phases[-1] else ExitStack():
+            with self._counting(model, phase == sink.phases[-1]):
                 loss = self._micro(model, inputs, 0, phase)
         sink.finish()
         model.zero_grad()  # gives kept gradients back to the graph's pool

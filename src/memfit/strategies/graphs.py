@@ -38,7 +38,9 @@ class CudaGraphs(Strategy):
         if setup.args.torch_compile:
             return "torch_compile is on"
         if setup.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha asks for noise by each batch's width, which is captured once"
+            return (
+                "neftune_noise_alpha asks for noise by each batch's width, which is captured once"
+            )
         return ""
 
     def change(self, setup: Setup) -> None:

@@ -1,0 +1,86 @@
+"""Buffers that a forward pass moves (batch norm's statistics), put back when a pass did not count.
+
+Most buffers never change. Which ones do is seen in the first pass that ends: until then all are
+copied, to the host; from then on only those, where they lie. A copy is made before every step of a
+model that has such buffers, and none for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    place: _Place
+    tensor: Tensor
+    copy: Tensor
+
+    @property
+    def has_moved(self) -> bool:
+        module, name = self.place
+        if module._buffers.get(name) is not self.tensor:
+            return True
+        # By value: batch norm's kernels write its statistics without counting a version.
+        return not torch.equal(self.tensor.to(self.copy.device), self.copy)
+
+
+class BufferState:
+    """The buffers as they were at one moment."""
+
+    def __init__(self, places: list[_Place], *, to_host: bool) -> None:
+        self._kept: list[_Kept] = []
+        for module, name in places:
+            tensor = module._buffers.get(name)
+            if tensor is not None:
+                copy = tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
+                self._kept.append(_Kept((module, name), tensor, copy))
+
+    @property
+    def moved(self) -> list[_Place]:
+        """Those that are others now, or hold other values."""
+        return [kept.place for kept in self._kept if kept.has_moved]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of them back."""
+        for kept in self._kept:
+            module, name = kept.place
+            module._buffers[name] = kept.tensor
+            kept.tensor.copy_(kept.copy)
+
+
+class Buffers:
+    """Knows which buffers of a model move, once a pass has shown it."""
+
+    def __init__(self) -> None:
+        self._moving: list[_Place] | None = None
+
+    def now(self, model: nn.Module) -> BufferState:
+        """The state of those that may move next."""
+        if self._moving is not None:
+            return BufferState(self._moving, to_host=False)
+        places = [(module, name) for module in model.modules() for name in module._buffers]
+        return BufferState(places, to_host=True)
+
+    def learn(self, before: BufferState) -> None:
+        """A whole pass has ended since."""
+        if self._moving is None:
+            self._moving = before.moved
+
+    @contextlib.contextmanager
+    def preserved(self, model: nn.Module) -> Iterator[None]:
+        """A pass inside leaves no trace."""
+        before = self.now(model)
+        try:
+            yield
+        finally:
+            self.learn(before)
+            before.restore()
