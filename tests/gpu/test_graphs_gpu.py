@@ -146,8 +146,11 @@ def train_tables(folder, strategies, rows, collator, **more):
     trainer = BudgetTrainer(
         model, args, train_dataset=rows, data_collator=collator, strategies=strategies, **more
     )
+    graphs = Graphs()
+    graphs.trainer = trainer
+    trainer.add_callback(graphs)
     trainer.train()
-    return trainer, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return graphs, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "without a mask"])
@@ -157,8 +160,8 @@ def test_replays_read_this_batchs_inputs_beside_the_texts(tmp_path, masked, spli
     more = {"micro_batching": MicroBatching(max_rows=5)} if split else {}
     args = (tabular_rows(), lambda rows: collate_tables(rows, masked))
     _, launched = train_tables(tmp_path, strategies, *args, **more)
-    trainer, replayed = train_tables(tmp_path, [*strategies, CudaGraphs(64)], *args, **more)
-    assert trainer.executor._caches["micro" if split else "whole"].tokens
+    graphs, replayed = train_tables(tmp_path, [*strategies, CudaGraphs(64)], *args, **more)
+    assert graphs.tokens["micro" if split else "whole"]
     assert replayed == pytest.approx(launched, abs=3e-2)
     assert replayed[-1] < 0.3
 
@@ -166,8 +169,8 @@ def test_replays_read_this_batchs_inputs_beside_the_texts(tmp_path, masked, spli
 def test_a_stream_is_trained_by_graphs_too(tmp_path):
     strategies = [Packing(), LowBitAdamW(), CudaGraphs(64)]
     rows = Stream(tabular_rows())
-    trainer, losses = train_tables(tmp_path, strategies, rows, collate_tables)
-    assert trainer.executor._caches["whole"].tokens
+    graphs, losses = train_tables(tmp_path, strategies, rows, collate_tables)
+    assert graphs.tokens["whole"]
     assert losses[-1] < 0.3
 
 
@@ -179,8 +182,8 @@ def test_inputs_whose_shape_changes_are_launched_and_trained_alike(tmp_path):
         return batch
 
     strategies = [Packing(), LowBitAdamW(), CudaGraphs(64)]
-    trainer, losses = train_tables(tmp_path, strategies, tabular_rows(), widened)
-    assert not trainer.executor._caches["whole"].tokens
+    graphs, losses = train_tables(tmp_path, strategies, tabular_rows(), widened)
+    assert graphs.held == 0
     assert losses[-1] < 0.3
 
 
