@@ -19,6 +19,10 @@ _GENERAL: Mapping[str, Mapping[str, str]] = {
         "zh": "{hours} 小时 {minutes:02d} 分",
     },
     "nearest": {"en": " Did you mean {name}?", "zh": "你是不是要写 {name}？"},
+    "stopped.model": {
+        "en": "{what}; the training itself had come to its end, and its model is saved in {folder}",
+        "zh": "{what}；训练本身已经完成，模型已保存在 {folder}",
+    },
     "stopped.nothing": {
         "en": "{what}; no checkpoint had been written",
         "zh": "{what}；还没有写过检查点",

@@ -39,7 +39,10 @@ class TraceError(MemfitError):
 
 
 class RunStoppedError(MemfitError):
-    """Training ended early; `last_good` is where it can go on from, `resume_with` how."""
+    """Training ended early; `last_good` is where it can go on from, `resume_with` how.
+
+    `model_in` is where the model was saved, if all steps had been trained.
+    """
 
     def __init__(
         self, what: str, last_good: Path | None = None, resume_with: str | None = None
@@ -48,8 +51,11 @@ class RunStoppedError(MemfitError):
         self.what = what
         self.last_good = last_good
         self.resume_with = resume_with
+        self.model_in: Path | None = None
 
     def __str__(self) -> str:
+        if self.model_in is not None:
+            return _said("stopped.model", what=self.what, folder=self.model_in)
         if self.last_good is None:
             return _said("stopped.nothing", what=self.what)
         how = "stopped.resume" if self.resume_with else "stopped.good"

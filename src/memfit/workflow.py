@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memfit import announce, outcome
 from memfit.config import RunConfig
 from memfit.errors import (
+    DeviceLostError,
     LossError,
     OutputError,
     PlanMissedError,
@@ -215,7 +216,7 @@ class _Run:
             self._prepare(text)
             tokens = self.tokens
             trainer = self._trained(text)
-            with self.clock.measure("evaluate"):
+            with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                 evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
             with self.clock.measure("save"), doing(t("run.wait.save")):
                 outcome.save_model(trainer, self.claim.path)
@@ -228,6 +229,27 @@ class _Run:
         with doing(t("run.wait.report")):
             _write_report(self.claim.path)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
+
+    @contextlib.contextmanager
+    def _model_kept(self, trainer: BudgetTrainer, *, ended: bool = False) -> Iterator[None]:
+        """Saves the model of a training that has `ended` or done all steps, if this fails."""
+        try:
+            yield
+        except (LossError, DeviceLostError):
+            raise  # there is no model worth keeping, or nothing to read it from
+        except Exception as error:
+            if not (ended or trainer.is_trained):
+                raise
+            try:
+                outcome.save_model(trainer, self.claim.path)
+            except Exception:
+                raise error from None  # what went wrong first says more
+            if isinstance(error, RunStoppedError):
+                error.model_in = self.claim.path
+                raise
+            stopped = RunStoppedError(f"{type(error).__name__}: {error}", self._last_good())
+            stopped.model_in = self.claim.path
+            raise stopped from error
 
     def _read(self) -> TextData:
         from memfit.data import read_table
@@ -264,7 +286,7 @@ class _Run:
             self._announce(trainer, text, self.tokens)
             self.record.begin(self._summary(trainer, text, self.tokens, None))
             try:
-                with self.clock.measure("train"), doing(""):
+                with self._model_kept(trainer), self.clock.measure("train"), doing(""):
                     self._train(trainer)
                 return trainer
             except PlanMissedError as error:

@@ -24,6 +24,13 @@ class FullPrecisionExport(WatchedTraining):
     """What BudgetTrainer changes in how a model is saved outside of checkpoints."""
 
     _masters_are_older: bool = False
+    _loads_best: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether all steps are done, and the weights not half replaced by the best ones."""
+        steps = self.state.max_steps
+        return 0 < steps <= self.state.global_step and not self._loads_best
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; outside of checkpoints in float32 where masters were trained."""
@@ -66,7 +73,12 @@ class FullPrecisionExport(WatchedTraining):
 
     def _load_best_model(self) -> None:
         """With the optimizer's state of that moment, which holds the rest of each weight."""
+        self._loads_best = True
         super()._load_best_model()
+        self._load_best_masters()
+        self._loads_best = False
+
+    def _load_best_masters(self) -> None:
         best = self.state.best_model_checkpoint
         if best is None or self.setup.make_optimizer is None:
             return
