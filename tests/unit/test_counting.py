@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit.memory.cards import find_card
-from memfit.memory.counting import Counting, current
+from memfit.memory.counting import Counting, _kind, current
 from memfit.memory.counts import StepCounts
 from memfit.memory.fake import fake_trace
 from memfit.memory.models import build_on_meta, empty_like, materialize, model_config
@@ -89,6 +90,57 @@ def test_attention_is_two_products_forward_and_five_backward() -> None:
     pairs = ROWS * heads * LENGTH * LENGTH
     expected = SHAPE["num_hidden_layers"] * 7 * 2 * pairs * width
     assert traced().full_attention_flops == expected
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+@pytest.mark.parametrize("shared_heads", [8, 2, 1])
+def test_heads_that_share_keys_do_the_work_of_heads_that_have_their_own(
+    kernel: str, shared_heads: int
+) -> None:
+    """Grouped-query attention: 3 texts, 8 heads of the query, keys of 16 and values of 24."""
+    query, key, value, out = (
+        torch.zeros(3, heads, tokens, width, device="meta", dtype=torch.bfloat16)
+        for heads, tokens, width in (
+            (8, 32, 16), (shared_heads, 40, 16), (shared_heads, 40, 24), (8, 32, 24),
+        )
+    )  # fmt: skip
+    pairs = 3 * 8 * 32 * 40
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    counter = Counting()
+    counter.see(forward, (query, key, value), {}, out)
+    assert counter.counts().half_attention_flops == 2 * pairs * (16 + 24)
+    counter.see(backward, (out, query, key, value), {}, (query, key, value))
+    expected = 2 * pairs * (16 + 24) + 2 * pairs * (3 * 16 + 2 * 24)
+    assert counter.counts().half_attention_flops == expected
+    assert not counter.guessed
+
+
+def test_attention_of_texts_side_by_side_counts_tokens_before_heads() -> None:
+    """The kernels below sdpa hold [rows, tokens, heads, width]."""
+    query = torch.zeros(3, 32, 8, 16, device="meta")
+    key = torch.zeros(3, 40, 2, 16, device="meta")
+    counter = Counting()
+    forward = torch.ops.aten._flash_attention_forward.default
+    counter.see(forward, (query, key, key, None, None, 32, 40), {}, query)
+    assert counter.counts().full_attention_flops == 3 * 8 * 32 * 40 * 4 * 16
+
+
+def test_a_formula_that_fails_is_replaced_by_a_guess_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: Any, **__: Any) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuses)
+    _kind.cache_clear()
+    try:
+        with Counting() as counter, counter.mode():
+            torch.mm(torch.zeros(8, 16), torch.zeros(16, 4))
+    finally:
+        _kind.cache_clear()
+    assert counter.counts().full_flops == 2 * 8 * 16 * 4
+    assert counter.guessed == {"mm"}
 
 
 def test_fp32_products_that_may_be_rounded_are_counted_apart() -> None:

@@ -110,6 +110,11 @@ class _Kind:
     mutated: tuple[int, ...]
     """Places of the arguments it writes to."""
     flops: Callable[..., int] | None
+    """torch's formula; None where it has none."""
+    attention: tuple[int, int, int] | None
+    """Places of query, key and value."""
+    known: bool = True
+    """Whether there is a schema to know all this by."""
 
 
 class Counting:
@@ -117,7 +122,8 @@ class Counting:
 
     `attended_tokens` is what a token of a packed batch attends to on average (the sum of squared
     lengths over the sum of lengths), for traces in which the texts' lengths have no values.
-    With `tf32` fp32 products may be rounded as the card likes.
+    With `tf32` fp32 products may be rounded as the card likes. `guessed` names the operators whose
+    arithmetic could not be counted.
     """
 
     def __init__(self, *, attended_tokens: float | None = None, tf32: bool = False) -> None:
@@ -127,6 +133,7 @@ class Counting:
         self._on_host: dict[int, weakref.ref[Any]] = {}
         self._outer: Counting | None = None
         self._recomputing_for: int | None = None
+        self.guessed: set[str] = set()
 
     def __enter__(self) -> Counting:
         global _current
@@ -216,7 +223,9 @@ class Counting:
         if nbytes == 0:
             return
         self._sums["launches"] += _launches(kind, args, read)
-        if kind.flops is None:
+        if not kind.known:
+            self.guessed.add(kind.name)
+        if kind.flops is None and kind.attention is None:
             self._sums["bytes_moved"] += nbytes
             return
         self._sums["product_bytes"] += nbytes
@@ -243,12 +252,24 @@ class Counting:
     def _flops(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
         packed = _PACKED_ATTENTION.get(kind.name)
         if packed is None or args[packed[1]] is None:
-            assert kind.flops is not None
-            return float(kind.flops(*args, **kwargs, out_val=out))
+            return self._whole_flops(kind, args, kwargs, out)
         query_at, offsets_at, longest_at, products = packed
         query = args[query_at]
         attended = self._pairs(args[offsets_at], args[longest_at], query.shape[-3])
         return float(2 * products * attended * query.shape[-2] * query.shape[-1])
+
+    def _whole_flops(
+        self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> float:
+        """By our formula, by torch's, or by a guess, whose operator is then `guessed`."""
+        try:
+            if kind.attention is not None:
+                return _attention_flops(kind.name, *(args[place] for place in kind.attention))
+            assert kind.flops is not None
+            return float(kind.flops(*args, **kwargs, out_val=out))
+        except Exception:  # a formula may assert anything of shapes it was not written for
+            self.guessed.add(kind.name)
+            return _guessed_flops(args, out)
 
     def _pairs(self, offsets: torch.Tensor, longest: int, tokens: int) -> float:
         """Pairs of a token and one it attends to, over all texts."""
@@ -309,7 +330,9 @@ class _Seeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _kind(func: Any) -> _Kind:
-    schema = func._schema
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _Kind(str(func), free=False, mutated=(), flops=None, attention=None, known=False)
     name = schema.name.split("::")[-1]
     is_view = any(
         one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
@@ -322,7 +345,44 @@ def _kind(func: Any) -> _Kind:
     flops = flop_registry.get(getattr(func, "overloadpacket", None))
     if flops is None and name.endswith("_"):
         flops = flop_registry.get(getattr(_aten, name.removesuffix("_"), None))
-    return _Kind(name, is_view or name in _FREE, mutated, flops)
+    return _Kind(name, is_view or name in _FREE, mutated, flops, _attention_places(schema, name))
+
+
+def _attention_places(schema: Any, name: str) -> tuple[int, int, int] | None:
+    if "attention" not in name:
+        return None
+    places = {one.name: place for place, one in enumerate(schema.arguments)}
+    try:
+        return places["query"], places["key"], places["value"]
+    except KeyError:
+        return None
+
+
+def _attention_flops(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> float:
+    """Arithmetic of an attention whose texts are padded; every head of the query counts.
+
+        forward     2 b h q k (d + e)        scores, and their product with the values
+        backward    2 b h q k (3 d + 2 e)    the scores again, and four gradients
+
+    for h heads of the query, q and k tokens, keys d and values e wide. Keys that several heads
+    share (grouped-query attention) are multiplied with each of these. torch's own formula
+    refuses them (2.11).
+    """
+    heads_at, tokens_at = (-3, -2) if name.startswith("_scaled_dot_product") else (-2, -3)
+    rows = math.prod(query.shape[:-3])
+    pairs = rows * query.shape[heads_at] * query.shape[tokens_at] * key.shape[tokens_at]
+    width, value_width = query.shape[-1], value.shape[-1]
+    if "backward" in name:
+        return 2.0 * pairs * (3 * width + 2 * value_width)
+    return 2.0 * pairs * (width + value_width)
+
+
+def _guessed_flops(args: tuple[Any, ...], out: Any) -> float:
+    """As if each number that comes out were a product over the first input's last dimension."""
+    inner = next((t.shape[-1] for t in tensors_in(args) if t.dim() > 1), 1)
+    return 2.0 * inner * sum(t.numel() for t in tensors_in(out))
 
 
 def _traffic(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor], out: Any) -> float:

@@ -85,6 +85,11 @@ class TracedPricer:
         """Why these cannot be used for the task on the card; empty where they can."""
         return self._problem(strategies)
 
+    @property
+    def guessed(self) -> tuple[str, ...]:
+        """Operators whose time is a guess, since nobody knows how to count what they do."""
+        return tuple(sorted(self._tracing.guessed))
+
     def learning_parameters(self, candidate: Candidate) -> int:
         """How many parameters learn."""
         split = self._split(candidate.strategies)

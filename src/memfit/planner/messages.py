@@ -257,6 +257,11 @@ _OUTCOMES: dict[str, dict[Language, str]] = {
         "{free}；"
         "请调低 --save-total-limit 或换一个文件夹",
     },
+    "note.guess": {
+        "en": "what {operators} compute could not be counted, so their time is a guess from the "
+        "sizes of what goes in and comes out",
+        "zh": "{operators} 的计算量无法统计，其时间按输入输出的大小估计",
+    },
     "used": {"en": "used: {name}", "zh": "使用：{name}"},
     "allow": {
         "en": "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",

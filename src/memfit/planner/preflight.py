@@ -1,4 +1,4 @@
-"""What a plan needs besides the device: host memory, and disk for its checkpoints."""
+"""What a plan needs besides the device (host memory, disk), and what in it is a guess."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ def disk_note(workload: Workload, price: Price, free_bytes: int | None) -> list[
         return []
     fields = {"needs": gb(needs), "count": str(count), "each": gb(each), "free": gb(free_bytes)}
     return [Decision("note.disk", fields)]
+
+
+def guess_note(operators: Sequence[str]) -> list[Decision]:
+    """That the time of some operators is a guess."""
+    if not operators:
+        return []
+    return [Decision("note.guess", {"operators": ", ".join(operators)})]
 
 
 def kept_checkpoints(workload: Workload) -> int:

@@ -20,7 +20,7 @@ from memfit.memory.cards import DeviceProfile
 from memfit.planner.explain import explain
 from memfit.planner.missing import does_not_fit
 from memfit.planner.plan import Decision, Plan, digest_of
-from memfit.planner.preflight import disk_note, fits_host, host_note
+from memfit.planner.preflight import disk_note, fits_host, guess_note, host_note
 from memfit.planner.space import Asked, candidates
 from memfit.planner.values import Candidate, Price, Pricer, Workload
 from memfit.runtime.batching import MicroBatching
@@ -113,6 +113,7 @@ def make_plan(
     notes = [
         *host_note(passed_over, found, host_free),
         *disk_note(workload, found, disk_bytes_free),
+        *guess_note(getattr(pricer, "guessed", ())),
     ]
     return Planning(
         chosen=plan_of(found, explain(found, asked, pricer, budget_bytes)),

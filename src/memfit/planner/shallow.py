@@ -56,6 +56,8 @@ class Tracing:
         self.workload, self.card = workload, card
         self._traced = cache(self._trace)
         self._alike = cache(self._with_rows)
+        self.guessed: set[str] = set()
+        """Operators of all traces so far whose arithmetic could not be counted."""
 
     def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
         """A step of so many layers, on the larger or the smaller of two micro-batches."""
@@ -64,7 +66,9 @@ class Tracing:
     def _trace(self, strategies: Strategies, layers: int, fewer: bool) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
-        return trace_step(self._alike(rows), candidate, self.card, tokens=tokens, layers=layers)
+        found = trace_step(self._alike(rows), candidate, self.card, tokens=tokens, layers=layers)
+        self.guessed |= found.guessed
+        return found
 
     @property
     def tokens(self) -> tuple[int, int]:

@@ -69,6 +69,8 @@ class StepTrace:
     biases: bool
     """Whether a linear layer has one: such layers run through another library."""
     traced_layers: tuple[int, ...]
+    guessed: frozenset[str] = frozenset()
+    """Operators whose arithmetic could not be counted."""
 
 
 def trace_step(
@@ -282,6 +284,7 @@ class _Traced:
     trainable_parameters: int
     host_bytes: int
     biases: bool
+    guessed: frozenset[str]
 
     def with_more(
         self, deeper: Sequence[_Traced], repeats: Sequence[int], segments: Segments
@@ -310,6 +313,7 @@ class _Traced:
             grown("trainable_parameters"),
             grown("host_bytes"),
             self.biases,
+            self.guessed.union(*(one.guessed for one in deeper)),
         )
 
     def step(self, rows: TracedRows, layers: tuple[int, ...]) -> StepTrace:
@@ -324,6 +328,7 @@ class _Traced:
             rows=rows,
             biases=self.biases,
             traced_layers=layers,
+            guessed=self.guessed,
         )
 
 
@@ -350,6 +355,7 @@ def _trace(
         trainable_parameters=sum(p.numel() for p in trained.parameters() if p.requires_grad),
         host_bytes=tracker.host_peak_bytes,
         biases=any(map(has_bias, trained.modules())),
+        guessed=frozenset(counter.guessed),
     )
 
 
