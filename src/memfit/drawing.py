@@ -6,8 +6,10 @@ colour now, so stand-ins are drawn with, and `var(--…)` takes their place at t
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
+import threading
 import warnings
 from collections.abc import Mapping
 from html import escape
@@ -130,6 +132,17 @@ def available() -> bool:
     except ImportError:
         return False
     return True
+
+
+def load_soon() -> None:
+    """Loads matplotlib in a thread; who draws then finds it there, or waits for the rest."""
+    threading.Thread(target=_load, daemon=True).start()
+
+
+def _load() -> None:
+    with contextlib.suppress(ImportError):
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
 
 
 class Drawing:

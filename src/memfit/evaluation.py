@@ -174,29 +174,37 @@ class _Labels:
     names: tuple[str, ...]
 
 
-def _class_rows(truth: Array, said: Array, names: Sequence[str]) -> tuple[ClassRow, ...]:
-    from sklearn.metrics import precision_recall_fscore_support
+def _scores(right: float, said: float, rows: float) -> tuple[float, float, float]:
+    """Precision, recall and F1 by counts; 0 where there is nothing to divide by.
 
-    table = precision_recall_fscore_support(
-        truth, said, labels=range(len(names)), average=None, zero_division=0
-    )
+    As scikit-learn has them, whose import alone takes longer than many an evaluation.
+    """
+    precision = right / said if said else 0.0
+    recall = right / rows if rows else 0.0
+    return precision, recall, 2 * right / (said + rows) if said + rows else 0.0
+
+
+def _class_rows(
+    right: Array, said: Array, rows: Array, names: Sequence[str]
+) -> tuple[ClassRow, ...]:
+    """One line a class, by how often it was rightly said, said, and there."""
+    counts = zip(right.tolist(), said.tolist(), rows.tolist(), strict=True)
     return tuple(
-        ClassRow(name, float(precision), float(recall), float(f1), int(rows))
-        for name, precision, recall, f1, rows in zip(names, *table, strict=True)
+        ClassRow(name, *_scores(*count), int(count[2]))
+        for name, count in zip(names, counts, strict=True)
     )
 
 
 def _single_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evaluation:
-    from sklearn.metrics import confusion_matrix
-
     if labels.min() < 0 or labels.max() >= len(names):
         wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
         listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
         said = {"label": wrong, "most": len(names) - 1, "names": listed}
         raise DataError(t("input.evaluate.label", **said))
     said = logits.argmax(axis=-1)
-    classes = _class_rows(labels, said, names)
-    confusion = confusion_matrix(labels, said, labels=range(len(names)))
+    confusion = np.zeros((len(names), len(names)), dtype=np.int64)
+    np.add.at(confusion, (labels.astype(np.int64), said), 1)
+    classes = _class_rows(confusion.diagonal(), confusion.sum(0), confusion.sum(1), names)
     binary = len(names) == 2
     # A class that is neither in the data nor among the answers has no F1 to average.
     met = classes[1:] if binary else _where(classes, confusion.sum(axis=0) + confusion.sum(axis=1))
@@ -223,23 +231,20 @@ def _mean(classes: Sequence[ClassRow]) -> dict[str, float]:
 
 
 def _multi_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evaluation:
-    from sklearn.metrics import precision_recall_fscore_support
-
     said, truth = probabilities(logits, "multi_label") >= THRESHOLD, labels >= 0.5
-    precision, recall, f1, _ = precision_recall_fscore_support(
-        truth, said, average="micro", zero_division=0
-    )
-    classes = _class_rows(truth, said, names)
+    right = said & truth
+    precision, recall, f1 = _scores(int(right.sum()), int(said.sum()), int(truth.sum()))
+    classes = _class_rows(right.sum(0), said.sum(0), truth.sum(0), names)
     return Evaluation(
         task="multi_label",
         rows=len(labels),
         metrics={
             # All labels of a row right, which is what scikit-learn calls accuracy here.
             "accuracy": float((said == truth).all(axis=1).mean()),
-            "f1": float(f1),
+            "f1": f1,
             "f1_macro": float(np.mean([row.f1 for row in classes])),
-            "precision": float(precision),
-            "recall": float(recall),
+            "precision": precision,
+            "recall": recall,
         },
         averaging="micro",
         classes=classes,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import announce, outcome
+from memfit import announce, drawing, outcome
 from memfit.config import RunConfig
 from memfit.errors import (
     DeviceLostError,
@@ -219,6 +219,8 @@ class _Run:
             with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                 evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
             with self.clock.measure("save"), doing(t("run.wait.save")):
+                # Disks need no interpreter: the library that draws the report is loaded meanwhile.
+                drawing.load_soon()
                 outcome.save_model(trainer, self.claim.path)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds

@@ -73,9 +73,12 @@ class FullPrecisionExport(WatchedTraining):
 
     def _load_best_model(self) -> None:
         """With the optimizer's state of that moment, which holds the rest of each weight."""
+        held = self.held_checkpoint()
         self._loads_best = True
         super()._load_best_model()
-        self._load_best_masters()
+        # Of a checkpoint the model holds already the optimizer holds the state, too.
+        if held is None or str(held) != self.state.best_model_checkpoint:
+            self._load_best_masters()
         self._loads_best = False
 
     def _load_best_masters(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from transformers.trainer_pt_utils import nested_concat
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from memfit.runtime.batching import IGNORED_LABEL, MicroBatch
 
@@ -30,6 +31,12 @@ def to_cpu(prediction: Prediction) -> Prediction:
     """The same off the device: an evaluation of any size keeps one batch there."""
     loss, logits, labels = (send_to_device(part, "cpu") for part in prediction)
     return loss, logits, labels
+
+
+def logits_and_labels(output: EvalLoopOutput | PredictionOutput) -> tuple[Any, Any]:
+    """Without the hidden states that some heads return after the logits."""
+    logits = output.predictions
+    return logits[0] if isinstance(logits, tuple) else logits, output.label_ids
 
 
 def _mean(losses: Sequence[torch.Tensor | None], weights: Sequence[float]) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ from memfit.runtime.checkpoint import (
     damage,
     newest_good,
     newest_listed,
+    step_of,
 )
 from memfit.runtime.loading import EffectiveLoading
 from memfit.runtime.manifest import write_manifest
@@ -60,6 +61,8 @@ class SafeSaving(EffectiveLoading):
     _writing: bool = False
     _push_due: bool = False
     _damaged: tuple[Path, ...] = ()
+    _written: Path | None = None
+    """The checkpoint this process wrote last."""
 
     def before_saving(self) -> None:
         """Called before each checkpoint; raise to keep one from being written."""
@@ -105,7 +108,7 @@ class SafeSaving(EffectiveLoading):
             raise SaveError(what, self.last_good_checkpoint) from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            self._last_good = final
+            self._last_good = self._written = final
             self._damaged = tuple(item for item in self._damaged if item != final)
             self._rotate(final)
         if self._push_due:
@@ -156,7 +159,7 @@ class SafeSaving(EffectiveLoading):
         folder = Path(str(self.args.output_dir))
         if self.args.should_save:
             tidy(folder)
-        self._last_good, self._damaged = None, ()
+        self._last_good, self._damaged, self._written = None, (), None
         if wanted is None or wanted is False:
             return None
         if wanted is True:
@@ -198,8 +201,27 @@ class SafeSaving(EffectiveLoading):
                 self._rotate(self._last_good)
         return started
 
+    def held_checkpoint(self) -> Path | None:
+        """The checkpoint whose weights the model holds: written here, and no step since.
+
+        None where the weights that train are not those that are saved (schedule-free optimizers).
+        """
+        two_sets = callable(getattr(self.optimizer, "eval", None))
+        written = self._written
+        if written is None or two_sets or step_of(written) != self.state.global_step:
+            return None
+        return written
+
     def _load_best_model(self) -> None:
-        """Only from a checkpoint that is whole."""
+        """Only from a checkpoint that is whole, and not where the model holds it already."""
+        held = self.held_checkpoint()
+        if held is not None and str(held) == self.state.best_model_checkpoint:
+            return
+        self._written = None
+        with doing(t("run.wait.best")):
+            self._load_whole()
+
+    def _load_whole(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if problem := damage(best):
             warnings.warn(

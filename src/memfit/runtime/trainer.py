@@ -26,6 +26,7 @@ from memfit.runtime.checkpoint import (
     preserved_rng,
     record_micro_batching,
     recorded_micro_batching,
+    step_of,
 )
 from memfit.runtime.effective import effective_arguments
 from memfit.runtime.guarded import GuardedTraining
@@ -34,6 +35,7 @@ from memfit.runtime.loss import ClassWeightedLoss, counted_labels
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.padding import quick
 from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
+from memfit.runtime.predictions import logits_and_labels
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
@@ -61,6 +63,7 @@ class BudgetTrainer(GuardedTraining):
     """
 
     model: PreTrainedModel
+    _keeps_predictions = False
 
     def __init__(
         self,
@@ -83,6 +86,8 @@ class BudgetTrainer(GuardedTraining):
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
         effective = effective_arguments(self.user_args)
         self._learning_flops: int | None = None
+        self._predictions: dict[int, tuple[Any, Any]] = {}
+        """By step: of the last evaluation, and of the best one."""
         own_loss = (
             type(self).compute_loss is not transformers.Trainer.compute_loss
             or class_weights is not None
@@ -297,10 +302,34 @@ class BudgetTrainer(GuardedTraining):
         predicted: predictions.Prediction = self.guard.evaluate(inputs, predict)
         return predicted
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's; what its own rows were predicted to be is kept."""
+        self._keeps_predictions = eval_dataset is None
+        try:
+            metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
+            return metrics
+        finally:
+            self._keeps_predictions = False
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, without a trace in the random numbers of the training."""
         with preserved_rng():
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
+        if self._keeps_predictions:
+            best = self.state.best_global_step
+            kept = {step: one for step, one in self._predictions.items() if step == best}
+            self._predictions = kept | {self.state.global_step: logits_and_labels(output)}
+        return output
+
+    def known_predictions(self) -> tuple[Any, Any] | None:
+        """Logits and labels of the evaluation rows by the model as it is now, if it was evaluated.
+
+        After a training that loads its best model, that is the evaluation of the best step.
+        """
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None:
+            return self._predictions.get(self.state.global_step)
+        return self._predictions.get(step_of(Path(best)) or -1)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """As the Trainer's; memfit's progress bar takes the place of the stock one."""
