@@ -21,6 +21,7 @@ from memfit.evaluation import (
     evaluate_predictions,
     probabilities,
 )
+from memfit.half_on_cpu import half_on_cpu
 from memfit.hub import source_of
 from memfit.messages import t
 from memfit.models import WEIGHT_FILES, check_model_folder, explain, load_config, load_tokenizer
@@ -90,8 +91,10 @@ class Classifier:
         _check_trained(config)
         where = _device(device)
         model = _load_weights(config, dtype).eval()
-        if where.type == "cpu" and model.dtype.itemsize < 4 and dtype is None:
-            model = model.float()  # half precision is slower on a CPU, and no smaller on disk
+        halved = where.type == "cpu" and model.dtype.itemsize < 4
+        if halved and (dtype is None or not half_on_cpu().works(dtype)):
+            # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
+            model = model.float()
         model.to(where)
         tokenizer = load_tokenizer(config)
         if model.config.pad_token_id is None:  # decoders find a text's end by it

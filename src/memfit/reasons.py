@@ -121,6 +121,10 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "all layers of {name} share their weights, which are needed all the time",
         "zh": "{name} 的所有层共享权重，时刻都要用到",
     },
+    "half.cpu": {
+        "en": "this CPU advertises {dtype} instructions that it does not run",
+        "zh": "这个 CPU 声称支持 {dtype} 指令，却不能执行",
+    },
     "bf16": {
         "en": "this CPU has no bfloat16 instructions",
         "zh": "这个 CPU 没有 bfloat16 指令",

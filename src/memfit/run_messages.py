@@ -87,6 +87,35 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "en": "stopping after this step; press Ctrl-C again to stop at once",
         "zh": "这一步完成后停止；再按一次 Ctrl-C 立即停止",
     },
+    "half.trying": {
+        "en": "trying half precision on this CPU, which is done once",
+        "zh": "正在试用这个 CPU 的半精度，只需一次",
+    },
+    "half.lowered": {
+        "en": "this CPU advertises AMX instructions that it does not run: half precision does "
+        "without them ({variable})",
+        "zh": "这个 CPU 声称支持 AMX 指令，却不能执行：半精度改用其他指令（{variable}）",
+    },
+    "half.none": {
+        "en": "this CPU advertises half-precision instructions that it does not run: memfit goes "
+        "on without {types}",
+        "zh": "这个 CPU 声称支持半精度指令，却不能执行：memfit 不使用 {types}",
+    },
+    "half.late": {
+        "en": "this CPU advertises AMX instructions that it does not run, and torch has begun to "
+        "use them: memfit goes on without half precision; set {variable} before Python starts "
+        "to have it",
+        "zh": "这个 CPU 声称支持 AMX 指令，却不能执行，而 torch 已经启用了它们："
+        "memfit 不使用半精度；若要使用，请在启动 Python 之前设置 {variable}",
+    },
+    "half.untried": {
+        "en": "whether this CPU runs half precision could not be tried: memfit goes on without it",
+        "zh": "无法试用这个 CPU 的半精度：memfit 不使用它",
+    },
+    "half.weights": {
+        "en": "the weights are {dtype}, and {reason}; load them in float32 (leave --dtype out)",
+        "zh": "权重是 {dtype}，而{reason}；请以 float32 加载（不要写 --dtype）",
+    },
     "interrupted": {"en": "interrupted", "zh": "已中断"},
     "bug": {
         "en": "this should not have happened: {error}\n"

@@ -35,6 +35,7 @@ from memfit.files import (
     plain,
     why_not_written,
 )
+from memfit.half_on_cpu import half_on_cpu
 from memfit.messages import language, t
 from memfit.models import check_model_folder, start_reading_weights
 from memfit.report import terminal
@@ -271,6 +272,9 @@ class _Run:
             head_only=self.config.model.freeze == "encoder",
             task=labels.task,
         )
+        if arguments.device.type == "cpu":
+            with terminal.waiting(t("run.half.trying"), quiet=self.quiet):
+                half_on_cpu()
         with self.clock.measure("load"):
             self.settings, self.tokenizer = load_settings(self.config.model, labels)
             rows = f"{len(text.train) + len(text.validation):,}"

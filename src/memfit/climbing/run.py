@@ -33,6 +33,7 @@ from memfit.planner.plan import Plan
 from memfit.planner.workload import user_set_of
 from memfit.probe import MeasureOneStep
 from memfit.runtime.cap import CudaCap
+from memfit.runtime.effective import leave_out_refused_half
 from memfit.runtime.lengths import row_lengths
 from memfit.runtime.out_of_memory import is_out_of_memory
 from memfit.runtime.trainer import BudgetTrainer
@@ -124,6 +125,8 @@ class Job:
             "processing_class": self.tokenizer, "callbacks": list(callbacks),
         }  # fmt: skip
         if plan is None:
+            if self.device.type == "cpu":
+                leave_out_refused_half(arguments)
             return transformers.Trainer(model, arguments, **named)
         return BudgetTrainer(
             model, arguments, budget=self.rung.budget, plan=plan,

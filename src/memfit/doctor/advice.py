@@ -39,6 +39,7 @@ def findings(found: Environment) -> list[Finding]:
         *_torch(found),
         *_cards(found),
         *_windows(found),
+        *_cpu(found),
     ]
     return sorted(every, key=lambda one: (not one.fatal, one.kind != "problem"))
 
@@ -126,6 +127,11 @@ def _cards(found: Environment) -> Iterator[Finding]:
         yield Finding("note", t("doctor.gpus", count=len(found.cards)))
     for card in found.cards:
         yield from _held(card)
+
+
+def _cpu(found: Environment) -> Iterator[Finding]:
+    if found.half_on_cpu is not None and (sentence := found.half_on_cpu.sentence()):
+        yield Finding("note", sentence)
 
 
 def _held(card: Card) -> Iterator[Finding]:

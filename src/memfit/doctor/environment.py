@@ -9,6 +9,7 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 
+from memfit.half_on_cpu import HalfOnCpu, half_on_cpu
 from memfit.memory import nvml
 from memfit.messages import t
 
@@ -92,6 +93,8 @@ class Environment:
     cards: tuple[Card, ...]
     host_bytes: int
     host_free_bytes: int
+    half_on_cpu: HalfOnCpu | None = None
+    """What the CPU makes of half precision; None where a card is trained on instead."""
 
     def package(self, name: str) -> Package:
         """The package of that name."""
@@ -118,6 +121,7 @@ def look_around() -> Environment:
         cards=_cards(torch, driver),
         host_bytes=memory.total,
         host_free_bytes=memory.available,
+        half_on_cpu=None if torch.error or torch.sees_gpu else half_on_cpu(say=False),
     )
 
 

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from memfit.errors import ConfigError
+from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 
 _TOKENS, _WIDTH = 2688, 1024
@@ -70,11 +71,15 @@ def _of_card(index: int) -> DeviceProfile:
 
 @functools.cache
 def _of_cpu() -> DeviceProfile:
+    in_half = half_on_cpu().bfloat16  # asked before the first product
     cpu, timer = torch.device("cpu"), _Timer()
     fp32 = timer.rate(*_product(cpu, torch.float32, _CPU_TOKENS, _CPU_WIDTH))
     copied = timer.rate(*_copy(cpu, _CPU_COPY_BYTES))
+    half = fp32
+    if in_half:
+        half = timer.rate(*_product(cpu, torch.bfloat16, _CPU_TOKENS // 4, _CPU_WIDTH))
     speeds = Speeds(
-        half_flops=timer.rate(*_product(cpu, torch.bfloat16, _CPU_TOKENS // 4, _CPU_WIDTH)),
+        half_flops=half,
         tf32_flops=fp32,
         fp32_flops=fp32,
         memory_bytes_per_second=copied,
@@ -90,7 +95,7 @@ def _of_cpu() -> DeviceProfile:
         multiprocessors=torch.get_num_threads(),
         memory_bytes_per_second=copied,
         fp32_flops=fp32,
-        half_flops=speeds.half_flops,
+        half_flops=half,
         measured=True,
         bus_bytes_per_second=copied,
         reached=speeds,

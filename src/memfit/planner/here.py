@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile
 from memfit.planner.given import fit_strategies
 from memfit.planner.plan import Checked, Plan, check
@@ -22,6 +23,7 @@ from memfit.units import Budget
 def card_here(device: torch.device) -> DeviceProfile | None:
     """The card with its speeds as measured; None is the CPU."""
     if device.type != "cuda":
+        half_on_cpu()  # before anything is computed
         return None
     from memfit.planner.calibration import calibrate
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.models import build_on_meta, model_config
 from memfit.memory.spec import OPTIMIZERS, StepSpec
 from memfit.planner.trace_batch import LengthRows
 from memfit.planner.values import Candidate, Workload
-from memfit.runtime.effective import effective_arguments
+from memfit.runtime.effective import effective_arguments, leave_out_refused_half
 from memfit.strategies import Setup, Strategy, ordered
 from memfit.traced import TracedDevice, triton_expected
 
@@ -73,6 +74,8 @@ def make_setup(workload: Workload, model: Any, card: DeviceProfile | None) -> Se
         # Of this machine, or said when the training begins.
         warnings.simplefilter("ignore")
         args = effective_arguments(workload.args)
+        if card is None:
+            leave_out_refused_half(args)
     return Setup(
         model=model,
         args=args,
@@ -112,6 +115,8 @@ def optimizer_spec(workload: Workload, setup: Setup) -> StepSpec:
 def autocast_dtype(workload: Workload, candidate: Candidate, *, cuda: bool) -> torch.dtype | None:
     """What the forward pass computes in, where it is not the weights' own type."""
     half = candidate.get("half_precision")
+    if not cuda and not half_on_cpu().bfloat16:
+        return None
     if workload.args.bf16 or (half and half.dtype == "bfloat16"):
         return torch.bfloat16
     # A CPU trains in fp32 whatever fp16 says.

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from memfit.arguments import TrainingArguments as OurTrainingArguments
 from memfit.arguments import smaller_is_better
 from memfit.errors import ConfigError
+from memfit.half_on_cpu import half_on_cpu
 from memfit.messages import t
 
 # These step inside backward: a second micro-batch would meet weights that have already moved.
@@ -54,6 +55,16 @@ def effective_arguments(args: TrainingArguments) -> TrainingArguments:
         # Elsewhere prediction_step hands out CPU tensors already.
         ours.eval_accumulation_steps = _EVAL_BATCHES_ON_DEVICE
     return ours
+
+
+def leave_out_refused_half(ours: TrainingArguments) -> None:
+    """On a CPU, turn off half precision whose instructions it does not run; asking warns of it."""
+    asked = [one for one in ("bf16", "bf16_full_eval", "fp16_full_eval") if getattr(ours, one)]
+    for name in asked:
+        if not half_on_cpu().works("bfloat16" if name.startswith("bf16") else "float16"):
+            setattr(ours, name, False)
+            if name == "bf16":
+                ours.mixed_precision = "no"  # the Trainer makes its Accelerator from this
 
 
 def _refuse(args: TrainingArguments) -> None:

@@ -18,7 +18,10 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from memfit._compat import without_num_items
 from memfit.arguments import TrainingArguments
 from memfit.errors import ConfigError, ModelError
+from memfit.half_on_cpu import TYPES, half_on_cpu
 from memfit.memory.expandable import use_expandable_segments
+from memfit.messages import t
+from memfit.reasons import translated
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, trimming_for
 from memfit.runtime.checkpoint import (
@@ -28,7 +31,7 @@ from memfit.runtime.checkpoint import (
     recorded_micro_batching,
     step_of,
 )
-from memfit.runtime.effective import effective_arguments
+from memfit.runtime.effective import effective_arguments, leave_out_refused_half
 from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
 from memfit.runtime.loss import ClassWeightedLoss, counted_labels
@@ -85,6 +88,8 @@ class BudgetTrainer(GuardedTraining):
             named["processing_class"] = named.pop("tokenizer")
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
         effective = effective_arguments(self.user_args)
+        if effective.device.type == "cpu":
+            leave_out_refused_half(effective)
         self._learning_flops: int | None = None
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
@@ -127,6 +132,8 @@ class BudgetTrainer(GuardedTraining):
             raise
 
     def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
+        if self.args.device.type == "cpu":
+            self._check_weights()
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
@@ -134,6 +141,13 @@ class BudgetTrainer(GuardedTraining):
         if class_weights is not None:
             self._use_class_weights(class_weights)
         self.data_collator = quick(self.data_collator)
+
+    def _check_weights(self) -> None:
+        """Weights in half precision need a CPU that multiplies them."""
+        types = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}
+        for dtype in sorted(types & set(TYPES)):
+            if reason := translated(half_on_cpu().reason(dtype)):
+                raise ConfigError(t("run.half.weights", dtype=dtype, reason=reason))
 
     # ---- what memfit adds ----
 

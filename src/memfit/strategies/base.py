@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import psutil
 
 from memfit.errors import ConfigError
+from memfit.half_on_cpu import half_on_cpu
 from memfit.traced import triton_expected
 from memfit.units import format_bytes
 
@@ -127,6 +128,12 @@ class Setup:
             return ""
         version = ".".join(map(str, self.capability))
         return f"a card of compute capability {version} has no bfloat16 (from 8.0 on)"
+
+    def refuses(self, dtype: str) -> str:
+        """Why a CPU cannot compute in this type; empty where it can, and for a card."""
+        if self.device_type != "cpu":
+            return ""
+        return half_on_cpu().reason(dtype)
 
     @property
     def has_triton(self) -> bool:

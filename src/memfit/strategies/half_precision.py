@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from memfit.errors import ConfigError
+from memfit.half_on_cpu import half_on_cpu
 from memfit.strategies._arguments import change_arguments
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -61,7 +62,7 @@ class HalfPrecision(Strategy):
             return "float16 has no effect on a CPU: the Trainer runs in float32; take bfloat16"
         if self.dtype == "bfloat16" and setup.lacks_bf16:
             return f"{setup.lacks_bf16}; take float16"
-        return ""
+        return setup.refuses(self.dtype)
 
     def change(self, setup: Setup) -> None:
         short = _SHORT[self.dtype]
@@ -78,5 +79,6 @@ class HalfPrecision(Strategy):
 
 def has_fast_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX, ARM BF16)."""
+    half_on_cpu()  # torch's question below settles which instructions oneDNN uses
     mkldnn: Any = torch.backends.mkldnn
     return bool(mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())

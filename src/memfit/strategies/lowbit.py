@@ -59,7 +59,7 @@ class LowBitAdamW(Strategy):
             return "no float32 weight learns, so there is nothing to store in fewer bits"
         if self.dtype == "bfloat16" and setup.lacks_bf16:
             return f"{setup.lacks_bf16}; take dtype='float16'"
-        return ""
+        return setup.refuses(self.dtype)
 
     def change(self, setup: Setup) -> None:
         from memfit.optim import LossScale, to_lowbit
