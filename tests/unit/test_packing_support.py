@@ -130,7 +130,11 @@ class Fails(transformers.BertForSequenceClassification):
 )
 def test_a_changed_class_of_a_known_family_is_caught_by_trying_it(kind: Any, reason: str) -> None:
     torch.manual_seed(0)
-    model = kind(transformers.BertConfig(**SMALL))
+    settings = transformers.BertConfig(**SMALL)
+    assert "no sequence classifier of transformers itself" in can_pack(kind(settings)).reason
+    # As if somebody had patched the library's own class.
+    stock = transformers.BertForSequenceClassification
+    model = type(stock.__name__, (kind,), {"__module__": stock.__module__})(settings)
     found = can_pack(model)
     assert not found.ok
     assert reason in found.reason

@@ -11,7 +11,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.packing.heads import _READ_FIRST, _READ_LAST, sees_padding
 from memfit.runtime.batching import MicroBatching, Trim, group_rows, split, trimming_for
+
+SMALL = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+_GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+SIZES: dict[str, dict[str, Any]] = {
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "gpt2": _GPT, "gptj": {**_GPT, "rotary_dim": 4}, "bloom": {"n_layer": 2, "n_head": 2},
+    "gpt_neo": {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+    "albert": {"embedding_size": 8}, "electra": {"embedding_size": 8},
+    "modernbert": {
+        "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "deberta": _RELATIVE, "deberta-v2": {**_RELATIVE, "position_buckets": 8},
+}  # fmt: skip
 
 
 def padded(lengths: list[int], width: int | None = None, side: str = "right") -> dict[str, Any]:
@@ -92,12 +113,38 @@ def test_as_many_labels_as_tokens_are_not_taken_for_tokens():
         assert all(part.inputs["input_ids"].shape == (1, 12) for part in parts)
 
 
-def test_labels_of_tokens_are_cut_with_their_tokens():
+def test_labels_of_tokens_keep_the_width():
     batch = padded([3, 5], width=8)
     labels = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
-    long, short = split({**batch, "labels": labels}, MicroBatching(max_rows=1))
-    assert long.inputs["labels"].tolist() == [[101, 102, 103, 104, 105]]
-    assert short.inputs["labels"].tolist() == [[1, 2, 3]]
+    for part in split({**batch, "labels": labels}, MicroBatching(max_rows=1)):
+        assert part.inputs["labels"].shape == part.inputs["input_ids"].shape == (1, 8)
+
+
+def test_rows_of_several_texts_count_all_their_tokens():
+    batch = {"input_ids": torch.ones(4, 3, 5, dtype=torch.long), "labels": torch.zeros(4)}
+    parts = split(batch, MicroBatching(max_tokens=30), Trim.NONE)
+    assert [part.rows for part in parts] == [(0, 1), (2, 3)]
+
+
+def test_a_tuple_is_cut_by_rows_and_stays_one():
+    batch = (torch.arange(10).view(5, 2), torch.arange(5))
+    first, second = split(batch, MicroBatching(max_rows=3), Trim.NONE)
+    assert isinstance(first.inputs, tuple)
+    assert first.inputs[1].tolist() == [0, 1, 2]
+    assert second.inputs[0].tolist() == [[6, 7], [8, 9]]
+
+
+def test_where_nothing_is_cut_the_collators_own_batch_is_handed_on():
+    batch = padded([3, 5], width=8)
+    (whole,) = split(batch, MicroBatching(), Trim.NONE)
+    assert whole.inputs is batch
+
+
+def test_what_is_packed_inside_counts_real_tokens_and_keeps_its_width():
+    batch = padded([2, 6, 2], width=8)
+    parts = split(batch, MicroBatching(max_tokens=6), Trim.COUNTED, packed=True)
+    assert [part.rows for part in parts] == [(1,), (0, 2)]
+    assert all(part.inputs["input_ids"].shape[1] == 8 for part in parts)
 
 
 def test_an_unknown_input_as_wide_as_the_texts_keeps_the_width():
@@ -177,15 +224,49 @@ def test_a_batch_a_little_too_large_falls_into_halves_not_into_most_and_a_rest()
     assert sizes == [6, 5]
 
 
-def test_what_may_be_cut_depends_on_the_architecture():
-    from transformers import BertConfig, BertModel, Qwen2Config, Qwen2Model
+def test_what_may_be_cut_depends_on_the_head():
+    from transformers import (
+        BertConfig,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        Qwen2Config,
+        Qwen2ForSequenceClassification,
+    )
 
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    class Pooled(BertForSequenceClassification):
+        """A head of the user's own."""
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    settings = BertConfig(intermediate_size=8, **small)
+    rotary = Qwen2Config(intermediate_size=8, num_key_value_heads=2, pad_token_id=0, **small)
     with torch.device("meta"):
-        bert = BertModel(BertConfig(vocab_size=9, intermediate_size=8, **small))
-        qwen = Qwen2Model(
-            Qwen2Config(vocab_size=9, intermediate_size=8, num_key_value_heads=2, **small)
-        )
+        bert, qwen = BertForSequenceClassification(settings), Qwen2ForSequenceClassification(rotary)
+        recurrent = BertForSequenceClassification(settings)
+        recurrent.classifier = nn.LSTM(8, 8)
+        for kind in (BertForTokenClassification, BertForQuestionAnswering, Pooled):
+            assert trimming_for(kind(settings)) is Trim.NONE
     assert trimming_for(bert) is Trim.RIGHT
     assert trimming_for(qwen) is Trim.BOTH
-    assert trimming_for(nn.Sequential(nn.Conv1d(2, 2, 3))) is Trim.NONE
+    assert trimming_for(recurrent) is Trim.NONE
+    assert trimming_for(nn.Sequential(nn.Linear(2, 2))) is Trim.NONE
+    qwen.config.pad_token_id = None  # the last column is read then
+    assert trimming_for(qwen) is Trim.NONE
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # DeBERTa's own
+@pytest.mark.parametrize("kind", sorted(_READ_FIRST | _READ_LAST | {"llama", "qwen3"}))
+def test_families_whose_padding_is_cut_do_not_see_it(kind):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(kind, **{**SMALL, **SIZES.get(kind, {})})
+    model: Any = AutoModelForSequenceClassification.from_config(settings).eval()
+    assert not sees_padding(model)
+    batch = padded([9, 6, 11], width=20)
+    batch = {"input_ids": batch["input_ids"] % 53, "attention_mask": batch["attention_mask"]}
+    with torch.no_grad():
+        whole = model(**batch).logits
+        for part in split(batch, MicroBatching(max_rows=1), trimming_for(model)):
+            assert part.inputs["input_ids"].shape[1] < 20
+            torch.testing.assert_close(model(**part.inputs).logits[0], whole[part.rows[0]])

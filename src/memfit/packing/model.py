@@ -15,6 +15,7 @@ from memfit.errors import ModelError
 from memfit.packing.attention import IMPLEMENTATION, STOCK_ATTRIBUTE
 from memfit.packing.batch import PackedBatch, PackSpec, pack
 from memfit.packing.families import FAMILIES, Family, attention_modules, base_of, pack_spec, unwrap
+from memfit.packing.heads import shows_tokens
 
 
 class PackedModel:
@@ -46,6 +47,27 @@ class PackedModel:
     def pack(self, batch: Any, **shapes: int | None) -> PackedBatch:
         """`pack` with this model's positions and token types."""
         return pack(batch, self.spec, **shapes)
+
+    def pack_inside(self) -> None:
+        """Pack padded batches as they enter the model: who calls it sees them padded.
+
+        Batches whose outputs show padding (hidden states, attention weights) stay padded.
+        """
+        inner = unwrap(self.model)
+        self._handles.append(inner.register_forward_pre_hook(self._packed, with_kwargs=True))
+
+    def _packed(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        shown = ("output_hidden_states", "output_attentions", "inputs_embeds")
+        if args or shows_tokens(module) or any(kwargs.get(name) is not None for name in shown):
+            return None
+        if kwargs.get("cu_seq_lens_q") is not None or not isinstance(ids, Tensor):
+            return None
+        if ids.dim() != 2 or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            return None
+        return (), self.pack(kwargs).inputs()
 
     def remove(self) -> None:
         """Give the model back as it was; a second call does nothing."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from memfit.packing.attention import count_packed_calls
 from memfit.packing.families import FAMILIES, REFUSED, attention_modules, unwrap
+from memfit.packing.heads import sees_padding
 from memfit.packing.model import packed
 
 _PROBE_LENGTHS = (5, 9, 3)
@@ -74,6 +75,8 @@ def _refusal(model: nn.Module, inner: nn.Module) -> str:
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             return "prompt and prefix tuning put tokens of their own before each text"
+    if seen := sees_padding(model):
+        return seen
     expected = FAMILIES[kind].attention
     found = attention_modules(inner, FAMILIES[kind])
     if not found:

@@ -1,12 +1,14 @@
 """One effective batch into micro-batches: which rows together, and without their padding.
 
-Nothing here changes what is computed. Rows are sorted by their real length so that short texts
-do not carry the padding of long ones, and columns that are padding in every row of a
-micro-batch are left out wherever the model cannot see them.
+Nothing here changes what is computed. For heads that are known not to see padding
+(packing/heads.py) rows are sorted by their real length, so that short texts do not carry the
+padding of long ones, and columns that are padding in every row of a micro-batch are left out. For
+any other model a batch is cut by rows only, as wide as the collator made it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.packing.heads import reads_last_token, sees_padding
 
 Batch = dict[str, Any]
 Span = tuple[int, int]
@@ -52,6 +55,8 @@ class Trim(StrEnum):
     NONE = "none"
     RIGHT = "right"
     BOTH = "both"
+    COUNTED = "counted"
+    """None is left out, but rows count by their real length: the model packs them inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +68,15 @@ class MicroBatch:
 
 
 def trimming_for(model: nn.Module) -> Trim:
-    """What padding this architecture cannot see.
+    """What padding this model is known not to see.
 
-    A convolution looks at its neighbours, padding included. A table of absolute positions
-    counts from the first column, so what is cut on the left would renumber the text.
+    A table of absolute positions counts from the first column, so what is cut on the left would
+    renumber the text; and only heads that read the last token leave the first one alone.
     """
-    if any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in model.modules()):
+    if sees_padding(model):
         return Trim.NONE
+    if not reads_last_token(model):
+        return Trim.RIGHT
     for name, module in model.named_modules():
         last = name.rsplit(".", 1)[-1]
         if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
@@ -78,7 +85,7 @@ def trimming_for(model: nn.Module) -> Trim:
 
 
 def split(
-    batch: Mapping[str, Any],
+    batch: Any,
     micro_batching: MicroBatching,
     trim: Trim = Trim.RIGHT,
     *,
@@ -94,20 +101,33 @@ def split(
     groups = group_rows([stop - start for start, stop in spans], micro_batching, packed=packed)
     if len(groups) <= 1:
         groups = [list(range(count))]
-    return [_micro_batch(batch, count, group, spans) for group in groups]
+    cut = spans if trim in (Trim.RIGHT, Trim.BOTH) else []
+    return [_micro_batch(batch, count, group, cut) for group in groups]
 
 
-def lengths_of(batch: Mapping[str, Any], trim: Trim) -> list[int]:
+def lengths_of(batch: Any, trim: Trim) -> list[int]:
     """Columns that each row of a batch needs."""
     return [stop - start for start, stop in _spans(batch, trim)]
 
 
-def row_count(batch: Mapping[str, Any]) -> int:
+def row_count(batch: Any) -> int:
     """How many rows a batch has, read from its first tensor that has rows."""
-    for value in (batch.get("input_ids"), batch.get("labels"), *batch.values()):
+    named = _named(batch)
+    for value in (named.get("input_ids"), named.get("labels"), *named.values()):
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return len(value)
+        if isinstance(value, Mapping | list | tuple) and (count := row_count(value)):
+            return count
     return 0
+
+
+def _named(batch: Any) -> Mapping[Any, Any]:
+    """A batch by the names of its parts; a tuple's are their places."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, list | tuple):
+        return dict(enumerate(batch))
+    return {0: batch}
 
 
 def group_rows(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> list[list[int]]:
@@ -158,13 +178,14 @@ def _even(
     return None if limits.max_rows is not None and most_rows > limits.max_rows else groups
 
 
-def _spans(batch: Mapping[str, Any], trim: Trim) -> list[Span]:
+def _spans(batch: Any, trim: Trim) -> list[Span]:
     """For every row the columns [start, stop) outside of which nothing is lost."""
-    mask, width = batch.get("attention_mask"), _width(batch)
+    named = _named(batch)
+    mask, width = named.get("attention_mask"), _width(named)
     whole = [(0, width)] * row_count(batch)
     if trim is Trim.NONE or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return whole
-    if not _only_padding_is_cut(batch, mask):
+    if trim is not Trim.COUNTED and not _only_padding_is_cut(named, mask):
         return whole
     real = mask.ne(0).int()
     starts = real.argmax(dim=1).tolist() if trim is Trim.BOTH else [0] * len(real)
@@ -177,39 +198,40 @@ def _spans(batch: Mapping[str, Any], trim: Trim) -> list[Span]:
     ]
 
 
-def _width(batch: Mapping[str, Any]) -> int:
+def _width(batch: Mapping[Any, Any]) -> int:
+    """Tokens of a row with its padding: all of them where a row has several texts."""
     for name in ("attention_mask", "input_ids", "inputs_embeds"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.dim() > 1:
-            return value.shape[1]
+            shape = value.shape[1:-1] if name == "inputs_embeds" else value.shape[1:]
+            return math.prod(shape)
     return 1
 
 
-def _only_padding_is_cut(batch: Mapping[str, Any], mask: torch.Tensor) -> bool:
+def _only_padding_is_cut(batch: Mapping[Any, Any], mask: torch.Tensor) -> bool:
     """Whether every tensor as wide as the texts is one whose columns are known to be tokens.
 
-    Sixteen labels beside texts of sixteen tokens, or an input we do not know: the width stays.
+    A label for every token, sixteen labels beside texts of sixteen tokens, or an input we do not
+    know: the width stays.
     """
     for name, value in batch.items():
         if name in _SEQUENCE_INPUTS or not isinstance(value, torch.Tensor):
             continue
-        if value.dim() < 2 or value.shape[1] != mask.shape[1]:
-            continue
-        token_labels = name == "labels" and value.shape == mask.shape
-        if not token_labels or bool((value[mask.eq(0)] != IGNORED_LABEL).any()):
+        if value.dim() > 1 and value.shape[1] == mask.shape[1]:
             return False
     return True
 
 
-def _micro_batch(
-    batch: Mapping[str, Any], count: int, rows: list[int], spans: list[Span]
-) -> MicroBatch:
-    width = _width(batch)
+def _micro_batch(batch: Any, count: int, rows: list[int], spans: list[Span]) -> MicroBatch:
+    """These rows, cut to the columns of `spans` where there are any."""
+    inputs = batch
+    if rows != list(range(count)):
+        inputs = _rows_of(inputs, rows, count)
+    if not spans:
+        return MicroBatch(tuple(rows), inputs)
+    width = _width(_named(batch))
     start = min((spans[row][0] for row in rows), default=0)
     stop = max((spans[row][1] for row in rows), default=width)
-    inputs = dict(batch)
-    if rows != list(range(count)):
-        inputs = {name: _rows_of(value, rows, count) for name, value in inputs.items()}
     if (start, stop) != (0, width):
         inputs = {
             name: _columns_of(name, value, start, stop, width) for name, value in inputs.items()
@@ -222,7 +244,8 @@ def _rows_of(value: Any, rows: list[int], count: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[rows] if value.dim() > 0 and len(value) == count else value
     if isinstance(value, Mapping):
-        return {name: _rows_of(part, rows, count) for name, part in value.items()}
+        kind: Any = type(value)  # as the Trainer does when it moves a batch
+        return kind({name: _rows_of(part, rows, count) for name, part in value.items()})
     if isinstance(value, list | tuple):
         whole = list(value)
         if _has_tensor(whole):
@@ -242,7 +265,6 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _columns_of(name: str, value: Any, start: int, stop: int, width: int) -> Any:
-    is_tokens = name in _SEQUENCE_INPUTS or name == "labels"
-    if not is_tokens or not isinstance(value, torch.Tensor) or value.dim() < 2:
+    if name not in _SEQUENCE_INPUTS or not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     return value[:, start:stop] if value.shape[1] == width else value

@@ -131,7 +131,7 @@ class Guard:
 
     def evaluate(self, batch: Batch, predict: Callable[[list[MicroBatch]], Any]) -> Any:
         """Predictions for a batch, in smaller pieces where they do not fit."""
-        executor = self._trainer.executor
+        executor = self._trainer.evaluating_executor()
         while True:
             limits = executor.micro_batching
             if self._evaluated is not None:

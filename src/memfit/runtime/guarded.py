@@ -44,6 +44,10 @@ class GuardedTraining(FullPrecisionExport):
     """What a checkpoint takes on the disk, known before the first step; 0 where none is written."""
     _cap: Cap | None = None
 
+    def evaluating_executor(self) -> StepExecutor:
+        """How a batch is cut to be predicted."""
+        return self.executor
+
     def guard_training(self, used: frozenset[str], *, keeps_plan: bool) -> None:
         """Begin, once the executor is made; `used` are the names of the strategies."""
         self._used = used

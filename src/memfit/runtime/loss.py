@@ -3,7 +3,7 @@
 The loss of an effective batch is  sum_i w_i l_i / sum_i w_i  over its rows. A micro-batch returns
 the same formula over its own rows; times its share of sum_i w_i, the micro-batches add up to the
 whole. For a plain mean w_i is 1 (0 for an ignored label), for class weights it is the weight of
-the row's class.
+the row's class; where every token has a label, the terms are tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +13,56 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from memfit.errors import ConfigError
+from memfit.packing.families import unwrap
 from memfit.runtime.batching import IGNORED_LABEL, row_count
 
+_ANSWER = "start_positions"
 
-def counted_labels(inputs: Mapping[str, Any], label_name: str = "labels") -> float:
-    """How many terms the mean has: labels not ignored, or rows where labels are numbers."""
-    labels = inputs.get(label_name)
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+
+def counted_labels(inputs: Any, label_name: str = "labels", *, shifted: bool = False) -> float:
+    """How many terms the mean has: labels not ignored, or rows where labels are numbers.
+
+    A causal language model's loss is `shifted`: nothing predicts a row's first token.
+    """
+    labels = _labels_of(inputs, label_name)
+    if labels is None or labels.is_floating_point():
         return row_count(inputs)
+    if label_name == _ANSWER and (ids := inputs.get("input_ids")) is not None:
+        return int(labels.lt(ids.shape[1]).sum())  # an answer beyond the text is ignored
+    return counted_items(inputs, label_name, shifted=shifted)
+
+
+def counted_items(inputs: Any, label_name: str = "labels", *, shifted: bool = False) -> float:
+    """The Trainer's `num_items_in_batch`: every entry of the labels that is not ignored."""
+    labels = _labels_of(inputs, label_name)
+    if labels is None:
+        return row_count(inputs)
+    if isinstance(given := inputs.get("shift_labels"), torch.Tensor):
+        labels = given
+    elif shifted:
+        labels = labels[..., 1:]
     return int(labels.ne(IGNORED_LABEL).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss is that of a causal language model."""
+    inner: Any = unwrap(model)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return False
+    named = LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "")
+    # Those whose class has another name (GPT2LMHeadModel) fall back to that loss.
+    causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return named is ForCausalLMLoss or (named is None and causal)
+
+
+def _labels_of(inputs: Any, label_name: str) -> torch.Tensor | None:
+    labels = inputs.get(label_name) if isinstance(inputs, Mapping) else None
+    return labels if isinstance(labels, torch.Tensor) else None
 
 
 class ClassWeightedLoss:

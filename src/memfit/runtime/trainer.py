@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from memfit.half_on_cpu import TYPES, half_on_cpu
 from memfit.memory.expandable import use_expandable_segments
 from memfit.messages import t
 from memfit.reasons import translated
+from memfit.packing.heads import shows_tokens
 from memfit.runtime import predictions
-from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, trimming_for
+from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, Trim, trimming_for
 from memfit.runtime.checkpoint import (
     Search,
     preserved_rng,
@@ -34,7 +35,7 @@ from memfit.runtime.checkpoint import (
 from memfit.runtime.effective import effective_arguments, leave_out_refused_half
 from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
-from memfit.runtime.loss import ClassWeightedLoss, counted_labels
+from memfit.runtime.loss import ClassWeightedLoss, counted_items, counted_labels, shifts_labels
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.padding import quick
 from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
@@ -93,10 +94,9 @@ class BudgetTrainer(GuardedTraining):
         self._learning_flops: int | None = None
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
+        sees_inputs = type(self).compute_loss is not transformers.Trainer.compute_loss
         own_loss = (
-            type(self).compute_loss is not transformers.Trainer.compute_loss
-            or class_weights is not None
-            or named.get("compute_loss_func") is not None
+            sees_inputs or class_weights is not None or named.get("compute_loss_func") is not None
         )
         self.setup = Setup(
             model=model,  # type: ignore[arg-type]
@@ -104,6 +104,7 @@ class BudgetTrainer(GuardedTraining):
             device=effective.device,
             train_dataset=named.get("train_dataset"),
             stock_loss=not own_loss and effective.label_smoothing_factor == 0,
+            sees_inputs=sees_inputs,
             user_set=user_set,
         )
         self.budget = parse_budget(budget) if isinstance(budget, str) else budget
@@ -135,6 +136,8 @@ class BudgetTrainer(GuardedTraining):
         if self.args.device.type == "cpu":
             self._check_weights()
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
+        self._shifts_labels = shifts_labels(self.model)
+        self._stock_counts_items = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
             self.compute_loss = tolerant  # type: ignore[method-assign]
@@ -177,16 +180,20 @@ class BudgetTrainer(GuardedTraining):
         Override it beside a `compute_loss` that divides by something else than the rows.
         """
         label_name = self.label_names[0] if self.label_names else "labels"
-        labels = inputs.get(label_name)
-        if isinstance(self.compute_loss_func, ClassWeightedLoss) and labels is not None:
-            return self.compute_loss_func.weight_of(labels)
-        return counted_labels(inputs, label_name)
+        if isinstance(self.compute_loss_func, ClassWeightedLoss):
+            labels = inputs.get(label_name)
+            if labels is not None:
+                return self.compute_loss_func.weight_of(labels)
+        elif self.compute_loss_func is not None or self.setup.sees_inputs:
+            told = bool(getattr(self, "_loss_shifts_labels", False))
+            return counted_items(inputs, label_name, shifted=told)
+        return counted_labels(inputs, label_name, shifted=self._shifts_labels)
 
     def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
         """How an effective batch is run; override to run it another way."""
         executor = StepExecutor(
             micro_batching=micro_batching,
-            trim=trimming_for(self.model),
+            trim=self._trimming(),
             weigh=self.loss_weight,
             prepare=self._prepare_inputs,
             loss=self._micro_batch_loss,
@@ -283,12 +290,13 @@ class BudgetTrainer(GuardedTraining):
         if self._learning_flops is None:
             one = {"input_ids": torch.zeros(1, 1, dtype=torch.long)}
             self._learning_flops = int(super().floating_point_ops(one))
-        ids = inputs.get("input_ids")
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         return self._learning_flops * (ids.numel() if isinstance(ids, torch.Tensor) else 0)
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """As the Trainer's; packed first, where that strategy is used."""
-        if self.setup.packing is not None and "input_ids" in inputs:
+        if self._packs_here and isinstance(inputs, Mapping) and "input_ids" in inputs:
+            assert self.setup.packing is not None
             inputs = self.setup.packing.pack(inputs).inputs()
         prepared: Batch = super()._prepare_inputs(inputs)
         return prepared
@@ -365,17 +373,51 @@ class BudgetTrainer(GuardedTraining):
 
     # ---- inside ----
 
-    def _micro_batch_loss(self, model: nn.Module, inputs: Batch, weight: float) -> torch.Tensor:
+    @property
+    def _packs_here(self) -> bool:
+        """Whether batches are packed before they go to the device."""
+        packing, inside = self.setup.packing, self.setup.sees_inputs
+        return packing is not None and not inside and not shows_tokens(self.model)
+
+    def _trimming(self) -> Trim:
+        """What may be cut off: nothing that a loss or an output of this training can show."""
+        if self.setup.sees_inputs or shows_tokens(self.model):
+            return Trim.COUNTED if self.setup.packing is not None else Trim.NONE
+        return trimming_for(self.model)
+
+    def evaluating_executor(self) -> StepExecutor:
+        """How a batch is cut to be predicted: as in training, unless the outputs show padding."""
+        if shows_tokens(self.model):
+            return dataclasses.replace(self.executor, trim=Trim.NONE, packed=False)
+        return self.executor
+
+    def _micro_batch_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        weight: float,  # noqa: ARG002
+    ) -> torch.Tensor:
+        # What divides a sum by the number of items gets this micro-batch's own: that is a mean.
+        items = self._items_in(inputs)
         with self.compute_loss_context_manager():
-            if self.compute_loss_func is None:
+            if items is None:
                 loss = self.compute_loss(model, inputs)
             else:
-                # Such functions divide a sum by it: this micro-batch's own weight makes a mean.
-                items = torch.tensor(weight, device=self.args.device)
                 loss = self.compute_loss(model, inputs, num_items_in_batch=items)
         assert isinstance(loss, torch.Tensor)
         # 1, unless accumulation was set on trainer.args after the trainer was made.
         return loss / getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _items_in(self, inputs: Batch) -> Any:
+        """`num_items_in_batch` for a loss of the user's own; None for the model's, a mean."""
+        if self.compute_loss_func is None and not self.setup.sees_inputs:
+            return None
+        accepted = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = self._stock_counts_items
+        try:
+            return self._get_num_items_in_batch([inputs], self.args.device)
+        finally:
+            self.model_accepts_loss_kwargs = accepted
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """What learns, with weight decay and without, as the Trainer groups it."""

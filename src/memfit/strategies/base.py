@@ -84,6 +84,8 @@ class Setup:
     """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True
     """Whether the loss is the model's own, for the labels of the batch."""
+    sees_inputs: bool = False
+    """Whether a `compute_loss` of the user is handed the inputs, as the collator made them."""
     around_micro_batch: list[Callable[[], AbstractContextManager[Any]]] = field(
         default_factory=list
     )

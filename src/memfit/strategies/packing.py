@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.packing import can_pack, packed
+from memfit.packing.heads import shows_tokens
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Packing(Strategy):
-    """Micro-batches are packed by the attention mask before they go to the device."""
+    """Micro-batches are packed by the attention mask before they go to the device.
+
+    A `compute_loss` of the user's own is handed padded batches, which are packed inside the model.
+    """
 
     name = "packing"
     reason = "padding is computed and stored like text; packed batches have none"
@@ -25,9 +29,18 @@ class Packing(Strategy):
         return Fidelity.EXACT
 
     def unavailable(self, setup: Setup) -> str:
+        if shown := shows_tokens(setup.model):
+            return f"{shown}=True in its config asks for one entry a token, padding included"
         support = can_pack(setup.model)
         return "" if support.ok else support.reason
 
     def change(self, setup: Setup) -> None:
-        setup.packing = packed(setup.model)
-        setup.undo.append(setup.packing.remove)
+        setup.packing = packing = packed(setup.model)
+
+        def undo() -> None:
+            packing.remove()
+            setup.packing = None
+
+        setup.undo.append(undo)
+        if setup.sees_inputs:
+            packing.pack_inside()
