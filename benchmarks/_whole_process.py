@@ -29,6 +29,15 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-_])")
 _SPINNERS = re.compile(r"[\u2500-\u28ff|/\\\-\s]+")
 _STEPS = re.compile(r"(?<![\d/.])(\d+)/(\d+)(?![\d/.])")
 _AFTER_EXIT_SECONDS = 0.3
+_LIVE: set[int] = set()
+"""Leaders of sessions that run now."""
+
+
+def kill_all() -> None:
+    """Ends every run: they have sessions of their own, and outlive who started them."""
+    for pid in list(_LIVE):
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass
@@ -181,6 +190,7 @@ def watched(
         command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment,
         start_new_session=True,
     )  # fmt: skip
+    _LIVE.add(process.pid)
     os.close(theirs)
     if card is not None:
         card.follow(process.pid)
@@ -214,6 +224,7 @@ def watched(
         with contextlib.suppress(OSError):  # whatever it started and left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _LIVE.discard(process.pid)
         held = card.leave(process.pid).as_json() if card is not None else None
     said.end()
     return Ended(process.returncode, exited or 0.0, said, progress, held, killed_at, timed_out)

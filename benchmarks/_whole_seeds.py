@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,12 +76,16 @@ def compare(bench: Bench, results: ResultFile) -> None:
                 ) as process,
             ):
                 assert process.stdout is not None
+                limit = threading.Timer(options.timeout * (len(options.plans) + 1), process.kill)
+                limit.daemon = True
+                limit.start()
                 for line in process.stdout:
                     if line.startswith("RESULT "):
                         run = json.loads(line.removeprefix("RESULT "))
                         runs[name].append(run)
                         print(f"{name} seed {seed}, {run['plan']}: {run['f1']:.4f}", flush=True)
                         record(name)
+                limit.cancel()
             if process.returncode:
                 told = log.read_text(errors="replace")[-1500:]
                 print(f"{name} seed {seed} FAILED\n{told}", flush=True)

@@ -26,6 +26,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _whole_cases import CASES, CPU_CASES, MADE_MODELS, Case, real_cases
-from _whole_process import Ended, watched
+from _whole_process import Ended, kill_all, watched
 from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
 from _whole_watch import CardWatch, open_card
 
@@ -676,8 +677,16 @@ def parsed() -> argparse.Namespace:
     return options
 
 
+def stopped(number: int, _: object) -> None:
+    """Leaves nothing running; what was measured is in the file."""
+    kill_all()
+    os._exit(128 + number)
+
+
 def main() -> None:
     options = parsed()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stopped)
     if options.list:
         print("\n".join(case.name for case in chosen(options)))
         return
