@@ -22,6 +22,7 @@ from typing import Any
 
 import _recipe_chart as chart
 import _table_words as words
+import _whole_document as whole
 import memory_accuracy as accuracy
 from bert_large import made
 from memfit.climbing import show
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md", "README.zh.md", "docs/memory.md", "docs/zh/memory.md",
     "docs/from-the-tutorials.md", "docs/zh/from-the-tutorials.md", "docs/surviving.md",
-    "docs/zh/surviving.md",
+    "docs/zh/surviving.md", "docs/whole-runs.md", "docs/zh/whole-runs.md",
 )  # fmt: skip
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LARGE = "bert-large/"
@@ -387,6 +388,11 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "recipe": recipe_table,
     "rounding": rounding_table,
     "train-f1": train_f1_table,
+    "whole-facts": whole.facts_table,
+    "whole-runs": whole.runs_table,
+    "whole-seeds": whole.seeds_table,
+    "whole-short": whole.short_table,
+    "whole-stock": whole.stock_table,
 }
 # A block's name is its table's, with -zh for the Chinese one.
 BLOCKS: Mapping[str, Callable[[], str]] = {

@@ -27,6 +27,7 @@ import re
 import select
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -465,7 +466,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "lost": [run["name"] for run in runs if run["outcome"] == "lost"],
         "does_not_fit": [run["name"] for run in runs if run["outcome"] == "does not fit"],
         "over_budget": [run["name"] for run in runs if (run["held_over_budget"] or 0) > 1],
-        "prediction_off_median": off[len(off) // 2] if off else None,
+        "prediction_off_median": statistics.median(off) if off else None,
         "prediction_off_worst": off[-1] if off else None,
         "time_off_worst": timed[-1] if timed else None,
         "longest_silence_seconds": max(

@@ -79,3 +79,17 @@ def test_times_and_silences_are_measured_from_outside(runs: dict[str, dict[str, 
             assert seconds["first_output"] <= process["longest_silence_seconds"] + 0.05
             longest = process["longest_without_new_words_seconds"]
             assert process["longest_silence_seconds"] <= longest + 0.05 <= seconds["end"] + 1
+
+
+def test_the_documents_tables_are_made_of_the_result(
+    result: dict[str, Any], runs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import _whole_document as document
+
+    english, chinese = (document.runs_table(one, result) for one in ("en", "zh"))
+    (killed,) = (line for line in english.splitlines() if "killed with -9 and resumed" in line)
+    assert f"| {runs[KILLED]['held_over_predicted']:.3f} |" in killed
+    assert "多标签" in chinese
+    assert len(english.splitlines()) == len(chinese.splitlines()) == 2 + len(runs)
+    assert "| lost | 0 |" in document.facts_table("en", result)

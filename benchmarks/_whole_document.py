@@ -1,0 +1,215 @@
+"""The documents' tables of whole runs, from the file that whole_runs.py writes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memfit.messages import speaking, t
+from memfit.report.ways import strategy_in_words
+from memfit.strategies import by_name, ordered
+
+RESULTS = Path(__file__).resolve().parent / "results" / "whole_runs_h200.json"
+SHORT = (
+    "BERT-Large 2GB", "BERT-Large 4GB", "BERT-Base 1.2GB", "XLM-R-large 4GB",
+    "DeBERTa-v3-large 4GB", "Qwen3-0.6B 6GB",
+)  # fmt: skip
+"""The rows of the README."""
+UNSAID = ("packing", "fused_layers", "small_workspace")
+"""Strategies that every plan on that card has, or that say little."""
+MODELS = {
+    "bert-base": "BERT-Base", "bert-large": "BERT-Large", "roberta-base": "RoBERTa-base",
+    "roberta-large": "RoBERTa-large", "xlmr-base": "XLM-R-base", "xlmr-large": "XLM-R-large",
+    "electra-base": "ELECTRA-base", "electra-large": "ELECTRA-large",
+    "albert-base-v2": "ALBERT-base", "albert-xlarge-v2": "ALBERT-xlarge",
+    "distilbert": "DistilBERT", "deberta-v3-base": "DeBERTa-v3-base",
+    "deberta-v3-large": "DeBERTa-v3-large", "ernie-base": "ERNIE-base",
+    "ernie-large": "ERNIE-large", "modernbert-base": "ModernBERT-base",
+    "modernbert-large": "ModernBERT-large", "qwen3-0.6b": "Qwen3-0.6B",
+}  # fmt: skip
+HEADS = {
+    "en": ("run", "the plan chosen", "budget GB", "predicted GB", "held GB", "held ÷ predicted"),
+    "zh": ("训练", "选中的方案", "预算 GB", "预测 GB", "占用 GB", "占用 ÷ 预测"),
+}
+WORDS: dict[str, dict[str, str]] = {
+    "length": {"en": "length {}", "zh": "长度 {}"},
+    "multi": {"en": "multi-label", "zh": "多标签"},
+    "regression": {"en": "regression", "zh": "回归"},
+    "pairs": {"en": "pairs of texts", "zh": "句对"},
+    "killed": {"en": "killed with -9 and resumed", "zh": "用 kill -9 中断后续训"},
+    "budget": {"en": "`--budget {}`", "zh": "`--budget {}`"},
+    "comma": {"en": ", ", "zh": "，"},
+    "lost": {"en": "**lost**", "zh": "**失败**"},
+    "does not fit": {"en": "nothing fits, said before training", "zh": "放不下，训练前已说明"},
+    "whole": {"en": "nothing needed", "zh": "无需任何手段"},
+}
+FACT_HEADS = {"en": ("of all runs", ""), "zh": ("全部训练", "")}
+FACTS: dict[str, dict[str, str]] = {
+    "runs": {"en": "run", "zh": "训练次数"},
+    "lost": {"en": "lost", "zh": "失败"},
+    "does_not_fit": {"en": "ended before training, since nothing fits", "zh": "训练前说明放不下"},
+    "over_budget": {"en": "above the budget, by NVML", "zh": "超出预算（NVML）"},
+    "prediction_off_median": {
+        "en": "held, off from what was predicted: median",
+        "zh": "占用与预测之差：中位数",
+    },
+    "prediction_off_worst": {"en": "the same: worst", "zh": "同上：最大"},
+    "longest_silence_seconds": {
+        "en": "longest time without a character on the terminal, s",
+        "zh": "终端最长无输出时间（秒）",
+    },
+}
+STOCK_HEADS = {
+    "en": ("command to saved model", "memfit s", "stock bf16 s", "ratio", "memfit GB", "stock GB"),
+    "zh": ("从命令到存好的模型", "memfit 秒", "原版 bf16 秒", "比值", "memfit GB", "原版 GB"),
+}
+STOCK_NAMES = {
+    "BERT-Large, one epoch, 4GB": {
+        "en": "BERT-Large, one epoch, `--budget 4GB`", "zh": "BERT-Large，一轮，`--budget 4GB`",
+    },
+    "BERT-Base, two epochs, 4GB": {
+        "en": "BERT-Base, two epochs, `--budget 4GB`", "zh": "BERT-Base，两轮，`--budget 4GB`",
+    },
+}  # fmt: skip
+SEED_HEADS = {
+    "en": ("model, budget", "the plan chosen", "F1", "stock fp32 F1", "points", "95 % interval"),
+    "zh": ("模型、预算", "选中的方案", "F1", "原版 fp32 的 F1", "差几个百分点", "95% 区间"),
+}
+BETWEEN = {"en": "to", "zh": "到"}
+
+
+def read(results: Path = RESULTS) -> dict[str, Any]:
+    """The result file; nothing where none was committed yet."""
+    if not results.is_file():
+        return {"runs": []}
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    return found
+
+
+def runs_table(
+    language: str, found: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
+) -> str:
+    """What was predicted, and what NVML saw; all runs, or some by name."""
+    runs = {run["name"]: run for run in (found or read())["runs"]}
+    names = [name for name in only if name in runs] if only is not None else list(runs)
+    rows = []
+    for run in map(runs.__getitem__, names):
+        sizes = (run[name] for name in ("budget_bytes", "predicted_bytes", "held_bytes"))
+        off = run["held_over_predicted"]
+        held = "" if off is None else f"{off:.3f}"
+        rows.append((name_of(run, language), plan_of(run, language), *map(_gb, sizes), held))
+    return _table(HEADS[language], rows, texts=2)
+
+
+def short_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """The README's rows."""
+    return runs_table(language, found, SHORT)
+
+
+def facts_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """How many were lost or above their budget, and how far predictions were off."""
+    summary = (found or read()).get("summary")
+    if not summary:
+        return ""
+    rows = []
+    for name, words in FACTS.items():
+        value = summary[name]
+        if isinstance(value, list):
+            told = str(len(value))
+        elif value is None:
+            told = ""
+        elif "off" in name:
+            told = f"{value:.1%}"
+        else:
+            told = f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
+        rows.append((words[language], told))
+    return _table(FACT_HEADS[language], rows)
+
+
+def stock_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """Whole commands, beside a stock script's."""
+    rows = []
+    for pair in (found or read()).get("stock", []):
+        said = pair["said"]
+        sides = [_mean(said[f"{who}_seconds"]) for who in ("memfit", "stock")]
+        sizes = (said["memfit_held_bytes"], said["stock_held_bytes"])
+        held = (_gb(max((one for one in both if one), default=None)) for both in sizes)
+        name = STOCK_NAMES.get(pair["name"], {}).get(language, pair["name"])
+        rows.append((name, *(f"{one:.1f}" for one in sides), f"{said['ratio']:.2f}", *held))
+    return _table(STOCK_HEADS[language], rows)
+
+
+def seeds_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """What plans do to F1, with paired seeds."""
+    rows = []
+    for one in (found or read()).get("seeds", []):
+        points, between = one["points"], BETWEEN[language]
+        interval = (
+            f"{points['low']:+.2f} {between} {points['high']:+.2f}" if "low" in points else ""
+        )
+        scores = (f"{_mean(one[name]):.4f}" for name in ("f1", "stock_f1"))
+        plan = in_words({"strategies": one["strategies"] or {}}, language)
+        rows.append((one["name"], plan, *scores, f"{points['mean']:+.2f}", interval))
+    return _table(SEED_HEADS[language], rows, texts=2)
+
+
+def name_of(run: Mapping[str, Any], language: str) -> str:
+    """Model, task and flags as a reader of that language says them."""
+    case = run["case"]
+
+    def say(key: str, *values: object) -> str:
+        return WORDS[key][language].format(*values)
+
+    parts = [MODELS.get(case["model"], case["model"])]
+    if case["length"] != 128:
+        parts.append(say("length", case["length"]))
+    if case["task"] in WORDS:
+        parts.append(say(case["task"]))
+    if case["budget"] == "auto" or case["budget"].endswith("%"):
+        parts.append(say("budget", case["budget"]))
+    if case["flags"]:
+        parts.append(f"`{' '.join(case['flags'])}`")
+    if case["kill_at"] is not None and len(run["processes"]) > 1:
+        parts.append(say("killed"))
+    return say("comma").join(parts)
+
+
+def plan_of(run: Mapping[str, Any], language: str) -> str:
+    """What the plan does; or that there is none, and why."""
+    if not run["outcome"].startswith("finished"):
+        return WORDS[run["outcome"]][language]
+    plan = tomllib.loads(run["plan_toml"]) if run.get("plan_toml") else {}
+    return in_words(plan, language)
+
+
+def in_words(tables: Mapping[str, Any], language: str) -> str:
+    """A plan's strategies and micro-batches, but for what all of them do."""
+    given, cut = tables.get("strategies", {}), tables.get("micro_batching", {})
+    with speaking(language):
+        used = ordered([by_name(name)(**settings) for name, settings in given.items()])
+        said = [strategy_in_words(one) for one in used if one.name not in UNSAID]
+        if cut.get("max_tokens") is not None:
+            said.append(t("planned.way.micro_batching", tokens=f"{cut['max_tokens']:,}"))
+        return t("planned.way.comma").join(said) or WORDS["whole"][language]
+
+
+def _gb(size: int | None) -> str:
+    """Two digits after the point; sizes of small models get more."""
+    if size is None:
+        return ""
+    return f"{size / 1e9:.2f}" if size >= 10**8 else f"{size / 1e9:.4f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Markdown, as document.py writes it; nothing where there is no row."""
+    from document import table
+
+    found = list(rows)
+    return table(heads, found, texts=texts) if found else ""
