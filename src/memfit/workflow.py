@@ -273,7 +273,7 @@ class _Run:
             task=labels.task,
         )
         if arguments.device.type == "cpu":
-            with terminal.waiting(t("run.half.trying"), quiet=self.quiet):
+            with doing(t("run.half.trying")):
                 half_on_cpu()
         with self.clock.measure("load"):
             self.settings, self.tokenizer = load_settings(self.config.model, labels)

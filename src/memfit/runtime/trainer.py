@@ -21,8 +21,8 @@ from memfit.errors import ConfigError, ModelError
 from memfit.half_on_cpu import TYPES, half_on_cpu
 from memfit.memory.expandable import use_expandable_segments
 from memfit.messages import t
-from memfit.reasons import translated
 from memfit.packing.heads import shows_tokens
+from memfit.reasons import translated
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, Trim, trimming_for
 from memfit.runtime.checkpoint import (
