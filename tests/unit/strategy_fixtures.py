@@ -40,6 +40,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert-mean": ("ModernBert", {**MODERNBERT, "classifier_pooling": "mean"}),
     "modernbert-cls": ("ModernBert", {**MODERNBERT, "classifier_pooling": "cls"}),
     "mpnet": ("MPNet", {**BERT_LIKE, "pad_token_id": 0}),
+    "deberta-v2": (
+        "DebertaV2",
+        {**BERT_LIKE, "pad_token_id": 0, "relative_attention": True, "position_buckets": 16,
+         "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
+    ),
 }  # fmt: skip
 
 

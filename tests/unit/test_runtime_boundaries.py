@@ -17,6 +17,7 @@ from memfit import BudgetTrainer
 from memfit.runtime.boundaries import TRIES, HalfDoneError, LayerBoundaries
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 CPU = torch.device("cpu")
 BATCH = collate(rows_of(8))
 
@@ -24,8 +25,9 @@ BATCH = collate(rows_of(8))
 class FailAt(TorchDispatchMode):
     """Operators that find no memory, once an update has been made; the updates' own never do."""
 
-    def __init__(self, sink: Any, *numbers: int) -> None:
+    def __init__(self, sink: Any, *numbers: int, anywhere: bool = False) -> None:
         super().__init__()
+        self._anywhere = anywhere
         self._sink = sink
         self._numbers = set(numbers)
         self.seen = self.raised = 0
@@ -33,7 +35,8 @@ class FailAt(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._sink.touched and torch._C._current_autograd_node() is not None:
+        counts = self._anywhere or self._sink.touched
+        if counts and torch._C._current_autograd_node() is not None:
             self.seen += 1
             if self.seen in self._numbers:
                 self.raised += 1
@@ -42,10 +45,15 @@ class FailAt(TorchDispatchMode):
 
 
 class Step:
-    """One step of a BERT of four layers whose gradients are released."""
+    """One step of a model of four layers whose gradients are released."""
 
-    def __init__(self, folder: Path, mode: Any, strategies: list[Any]) -> None:
-        model = build("bert", num_hidden_layers=4, hidden_size=128, intermediate_size=160)
+    run_again = 0
+
+    def __init__(
+        self, folder: Path, mode: Any, strategies: list[Any], family: str = "bert", **changes: Any
+    ) -> None:
+        settings = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 160}
+        model = build(family, **{**settings, **changes})
         clip = 1.0 if mode == "two_pass" else 0.0
         trainer: Any = BudgetTrainer(
             model, arguments(folder, max_steps=1, learning_rate=1e-3, max_grad_norm=clip),
@@ -58,10 +66,17 @@ class Step:
         self.boundaries = LayerBoundaries(self.model, self.sink, CPU, lambda _: None)
         self.executor = dataclasses.replace(trainer.executor, boundaries=self.boundaries)
 
-    def run(self, *numbers: int) -> tuple[list[torch.Tensor], FailAt]:
-        torch.manual_seed(5)
-        with FailAt(self.sink, *numbers) as fault:
-            self.loss = self.executor.run(self.model, BATCH)
+    def run(self, *numbers: int, anywhere: bool = False) -> tuple[list[torch.Tensor], FailAt]:
+        with FailAt(self.sink, *numbers, anywhere=anywhere) as fault:
+            while True:
+                torch.manual_seed(5)
+                try:
+                    self.loss = self.executor.run(self.model, BATCH)
+                    break
+                except torch.OutOfMemoryError:
+                    # Nothing had moved: the step is run again as a whole.
+                    self.sink.abandon()
+                    self.run_again += 1
         self.sink.finish()
         state = [t for s in self.sink.optimizer.state.values() for t in s.values()]
         ended = [*self.model.parameters(), *state, torch.get_rng_state(), self.loss]
@@ -85,6 +100,88 @@ def test_a_released_backward_that_fails_anywhere_ends_as_if_it_had_not(tmp_path,
     assert resumed > 1
 
 
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert": ("albert", {}),
+    "albert in groups": ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}),
+    "mpnet": ("mpnet", {}),
+    "deberta": ("deberta-v2", {}),
+    "deberta, positions as they are": ("deberta-v2", {"norm_rel_ebd": "none"}),
+}
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", SHARING)
+def test_what_several_layers_share_gets_the_gradient_of_all(tmp_path, name, recomputed):
+    """ALBERT's layers are one; MPNet and DeBERTa hand every layer the same positions."""
+    family, changes = SHARING[name]
+    strategies = [Checkpointing(2)] if recomputed else []
+
+    def step() -> Step:
+        return Step(tmp_path, "release", strategies, family, **changes)
+
+    clean, counted = step().run(anywhere=True)
+    resumed = run_again = 0
+    # Once in a step, and twice.
+    first = range(2, counted.seen, counted.seen // 5)
+    for numbers in [*((number,) for number in first), (counted.seen // 2, counted.seen // 2 + 30)]:
+        ended, fault = (again := step()).run(*numbers, anywhere=True)
+        assert fault.raised == len(numbers)
+        resumed += again.boundaries.resumed
+        run_again += again.run_again
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ended, clean, strict=True))
+    # ALBERT's weights move at the end of backward: before that a step is run again as a whole.
+    assert (run_again if family == "albert" else resumed) > 1
+
+
+class Tied(transformers.BertForSequenceClassification):
+    """Its head reads the embeddings' own table once more, as masked language models do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.again = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.again.weight = self.bert.embeddings.word_embeddings.weight
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        output = super().forward(input_ids, attention_mask, output_hidden_states=True)
+        words = self.again(output.hidden_states[-1]).float()
+        loss = torch.nn.functional.cross_entropy(output.logits.float(), labels)
+        output.loss = loss + torch.nn.functional.cross_entropy(
+            words.flatten(0, 1), input_ids.flatten()
+        )
+        return output
+
+
+def test_a_table_that_the_head_shares_gets_both_gradients(tmp_path, monkeypatch):
+    plain = build
+
+    def tied(*args: Any, **changes: Any) -> Any:
+        model = Tied(plain(*args, **changes).config)
+        model.load_state_dict(plain(*args, **changes).state_dict(), strict=False)
+        return model
+
+    monkeypatch.setattr(f"{__name__}.build", tied)
+    clean, counted = Step(tmp_path, "release", []).run()
+    for number in range(2, counted.seen, counted.seen // 6):
+        ended, fault = Step(tmp_path, "release", []).run(number)
+        assert fault.raised == 1
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ended, clean, strict=True))
+
+
+def test_buffers_of_layers_that_are_run_again_move_once(tmp_path):
+    def step() -> Step:
+        made = Step(tmp_path, "release", [])
+        for layer in made.model.bert.encoder.layer:
+            layer.register_buffer("seen", torch.zeros(()))
+            layer.register_forward_hook(lambda module, *_: module.seen.add_(1) and None)
+        return made
+
+    _, counted = step().run()
+    ended = step()
+    ended.run(counted.seen // 2)
+    assert ended.boundaries.resumed == 1
+    assert [int(layer.seen) for layer in ended.model.bert.encoder.layer] == [1] * 4
+
+
 def test_it_may_fail_again_while_it_is_finished(tmp_path):
     clean, counted = Step(tmp_path, "release", []).run()
     step = Step(tmp_path, "release", [])
@@ -98,10 +195,10 @@ def test_what_cannot_be_finished_says_where_to_go_on_from(tmp_path):
     step = Step(tmp_path, "release", [])
     passed = step.boundaries._passed
 
-    def fails(index: int, gradient: torch.Tensor) -> None:
+    def fails(index: int, *rest: Any) -> None:
         if index == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        passed(index, gradient)
+        passed(index, *rest)
 
     step.boundaries._passed = fails  # type: ignore[method-assign]
     with pytest.raises(HalfDoneError, match="half those of the next step and were not saved"):

@@ -120,6 +120,10 @@ class GradientRelease(GradientSink):
         self._flush()
         self._settled = set(self._taken)
 
+    def has_settled(self, p: Tensor) -> bool:
+        """Whether this parameter's gradient is one that backward will not be asked for again."""
+        return p in self._settled
+
     def drop_unsettled(self) -> None:
         """Forget the gradients received since the last boundary; backward will go on from it."""
         self._pending, self._pending_bytes = [], 0
