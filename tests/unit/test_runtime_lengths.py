@@ -36,3 +36,24 @@ class Stream(IterableDataset):
 def test_a_stream_that_has_a_length_has_no_rows_to_look_at():
     assert row_lengths(Stream()) == []
     assert longest_row(Stream(), nn.Identity()) == 512
+
+
+def test_lengths_are_read_as_lists_whatever_a_dataset_makes_of_its_rows(monkeypatch):
+    """The formatters that make tensors fail beside a torchvision without VideoReader."""
+    from datasets import Dataset
+    from datasets.formatting import torch_formatter
+
+    def refuse(*_):
+        raise ImportError("cannot import name 'VideoReader'")
+
+    rows = Dataset.from_dict({"input_ids": [row["input_ids"] for row in ROWS]})
+    monkeypatch.setattr(torch_formatter.TorchFormatter, "_tensorize", refuse)
+    assert row_lengths(rows.with_format("torch")) == [3, 9, 4, 7]
+
+
+def test_a_transform_of_the_users_decides_how_long_rows_are():
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [row["input_ids"] for row in ROWS]})
+    cut = rows.with_transform(lambda batch: {"input_ids": [ids[:4] for ids in batch["input_ids"]]})
+    assert row_lengths(cut) == [3, 4, 4, 4]

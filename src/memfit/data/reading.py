@@ -12,6 +12,7 @@ from memfit.data.rows import (
     CleanRows,
     as_text,
     clean_rows,
+    column_of,
     encode_labels,
     unbroken,
     write_rows,
@@ -66,7 +67,7 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
         coding = coding_for(labels, rows.scan, config.label_names, table.where)
         coding.check(rows.scan, table.where, of="the model")
         dataset = encode_labels(rows, coding)
-        found = class_counts(_labels(dataset), labels)
+        found = class_counts(column_of(dataset, "label"), labels)
     return dataset, DataCounts(
         rows_read=rows.rows_read,
         dropped_no_text=rows.dropped_no_text,
@@ -127,7 +128,7 @@ def _split(
     if coding.space.task == SINGLE_LABEL:
         _check_no_single_rows(table, columns, rows, coding)
     dataset = encode_labels(rows, coding)
-    labels = _labels(dataset)
+    labels = column_of(dataset, "label")
     train, validation = split_rows(
         labels, coding.space, config.validation_split, config.seed, table.where
     )
@@ -152,7 +153,9 @@ def _with_validation(
     other = clean_rows(validation_table, columns)
     coding.check(other.scan, validation_table.where, of=table.where)
     train, validation = encode_labels(rows, coding), encode_labels(other, coding)
-    found = [class_counts(_labels(dataset), coding.space) for dataset in (train, validation)]
+    found = [
+        class_counts(column_of(dataset, "label"), coding.space) for dataset in (train, validation)
+    ]
     if coding.space.task == SINGLE_LABEL:
         for name, count in found[1].items():
             if count == 0 and found[0][name] > 0:
@@ -188,17 +191,6 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
         "column": repr(label),
     }
     raise DataError(t("data.label.singles", **said))
-
-
-def _labels(dataset: Dataset) -> Array:
-    import numpy as np
-
-    # Column by column through Arrow: a list of Python numbers would take five times the memory.
-    column = dataset.with_format("arrow")["label"][:]
-    values = column.combine_chunks() if hasattr(column, "combine_chunks") else column
-    if hasattr(values.type, "value_type"):
-        return np.asarray(values.flatten()).reshape(len(values), -1)
-    return np.asarray(values)
 
 
 def _described(table: Table, columns: Columns) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from memfit.data.rows import column_of
 from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
 from memfit.data.workspace import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
@@ -95,8 +96,6 @@ def summarize_lengths(lengths: Array, max_length: int) -> LengthSummary:
 
 
 def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Dataset, Array]:
-    import numpy as np
-
     _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
     if "label" in dataset.column_names:
         dataset = dataset.rename_column("label", "labels")  # keeps its type
@@ -118,8 +117,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
             new_fingerprint=uuid4().hex,
         )
     bar.close()
-    lengths = np.asarray(tokenized.with_format("numpy")[_LENGTH][:])
-    return tokenized.remove_columns([_LENGTH]), lengths
+    return tokenized.remove_columns([_LENGTH]), column_of(tokenized, _LENGTH)
 
 
 def _encode(

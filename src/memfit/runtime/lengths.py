@@ -22,6 +22,7 @@ def has_rows(dataset: Any) -> bool:
 def row_lengths(dataset: Any) -> list[int]:
     """Tokens of every row; empty where rows cannot be looked at."""
     if hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
+        dataset = _as_python(dataset)
         if "length" in dataset.column_names:
             return [int(length) for length in dataset["length"]]
         if "input_ids" in dataset.column_names:
@@ -35,6 +36,12 @@ def row_lengths(dataset: Any) -> list[int]:
         rows = (dataset[index] for index in range(len(dataset)))
         return [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
     return []
+
+
+def _as_python(dataset: Any) -> Any:
+    """Rows as lists, whatever tensors they are made into; a transform of the user's stays."""
+    kind = getattr(dataset, "format", {}).get("type")
+    return dataset.with_format(None) if kind not in (None, "custom") else dataset
 
 
 def longest_row(dataset: Any, model: nn.Module) -> int:
