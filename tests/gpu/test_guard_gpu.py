@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit import BudgetTrainer
+from memfit.memory.context import own_context_bytes
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.cap import CudaCap
@@ -165,19 +166,18 @@ STEPS = {
 
 
 class Held(transformers.TrainerCallback):
-    """The most the process held in any step, with the context the step began with."""
+    """The most the process held in any step, with its context as the driver has it."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._context_bytes = self.most_bytes = 0
+    def __init__(self) -> None:
+        self.most_bytes = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._context_bytes = self._trainer._cap.read.context_bytes
         torch.cuda.reset_peak_memory_stats()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = torch.cuda.max_memory_reserved() + self._context_bytes
-        self.most_bytes = max(self.most_bytes, now)
+        context_bytes = own_context_bytes()
+        assert context_bytes is not None
+        self.most_bytes = max(self.most_bytes, torch.cuda.max_memory_reserved() + context_bytes)
 
 
 def run_freely(folder: Path, strategies: list[Strategy], clip: float) -> tuple[int, list[float]]:
@@ -212,7 +212,7 @@ def test_a_run_in_too_small_a_budget_ends_where_a_free_one_does(tmp_path, name):
     context = CudaReader(CUDA, used=frozenset(one.name for one in strategies)).context_bytes
     budget = context + room
     tight = trainer_of(tmp_path, strategies, max_grad_norm=clip, budget=str(budget))
-    held = Held(tight)
+    held = Held()
     tight.add_callback(held)
     tight.train()
     assert tight.state.global_step == 12

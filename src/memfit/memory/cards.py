@@ -15,6 +15,7 @@ from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
 from memfit.memory.context import (
     LOADED_LATER_BYTES,
+    PAGE_BYTES,
     measured_context_bytes,
     predicted_context_bytes,
 )
@@ -138,7 +139,7 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         capability = (found.major, found.minor)
         known = _profile_like(found.name, capability, found.multi_processor_count)
     if context_bytes is not None:
-        context_bytes += LOADED_LATER_BYTES
+        context_bytes += LOADED_LATER_BYTES + PAGE_BYTES
     return dataclasses.replace(
         known,
         name=found.name,

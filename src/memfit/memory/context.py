@@ -31,6 +31,9 @@ _OUTSIDE = 2  # a handle holds twice its workspace outside the allocator; a smal
 _STREAMS_BYTES = 70 * MIB
 """The first stream of one's own makes torch create all 32 of its pool, each with a queue on the
 card: 73.4 MB in every run on an H200."""
+PAGE_BYTES = 20 * MIB
+"""torch's allocator holds a request against its limit, then maps whole pages of this size: it may
+hold up to a page more than it was allowed."""
 LOADED_LATER_BYTES = 8 * MIB
 """Kernels that a training loads after the libraries: its own, another batch shape's, those of an
 evaluation. On an H200: 2 to 6 MB beyond what is measured before the first step."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memfit import traced
+
 _Place = tuple[nn.Module, str]
 
 
@@ -65,6 +67,8 @@ class Buffers:
 
     def now(self, model: nn.Module) -> BufferState:
         """The state of those that may move next."""
+        if traced.device():
+            return BufferState([], to_host=False)  # a trace computes no values
         if self._moving is not None:
             return BufferState(self._moving, to_host=False)
         places = [(module, name) for module in model.modules() for name in module._buffers]

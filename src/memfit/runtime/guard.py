@@ -58,6 +58,8 @@ _PAGES_BYTES = 2 * 20 * MIB
 """And beside these gaps: the last page is never full, and another one is asked for as a whole."""
 _WITHOUT_ERROR = 0.98
 """Where every byte is counted: a line through two measurements is not quite the truth."""
+_WITHIN_PLAN = 1.02
+"""By how much a batch may exceed what its plan predicts before it is run in smaller pieces."""
 _LAUNCHED_TOKENS = 40_000
 """What launching a step from Python costs beside replaying it, in tokens computed; more than any
 recomputation does."""
@@ -262,7 +264,7 @@ class Guard:
         by_batch = self.adjuster.abilities.by_batch or not self.worst_lengths
         shown = lengths if by_batch else self.worst_lengths
         assert shown is not None
-        limit = None if self.cap is None else self.judged_bytes
+        limit = None if self.cap is None else min(self.judged_bytes, self._planned_bytes)
         return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
 
     @property
@@ -277,6 +279,14 @@ class Guard:
         if context_bytes is None:
             return int(self.limit_bytes * _WITHOUT_ERROR)
         return max(int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS) - _PAGES_BYTES, 0)
+
+    @property
+    def _planned_bytes(self) -> int:
+        """What the plan takes of tensors, where it may be adjusted: more room is not a reason."""
+        plan = self._trainer.plan
+        if plan is None or plan.price is None or self.adjuster.keeps_plan:
+            return self.judged_bytes
+        return int(plan.price.peak.allocated_bytes * _WITHIN_PLAN)
 
     @property
     def judged_bytes(self) -> int:

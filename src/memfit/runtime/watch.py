@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from memfit.memory.context import (
+    PAGE_BYTES,
     USUAL_GRAPHED_KERNELS,
     measured_context_bytes,
     own_context_bytes,
@@ -58,7 +59,8 @@ class CudaReader:
     """A card's memory, and the context, which torch does not count.
 
     Libraries load when they are first used and graphs are captured as they are needed, so the
-    context is at least what a plan expects of it, and is measured again, ever more rarely.
+    context is at least what a plan expects of it, and is measured again, ever more rarely. The
+    page that torch may map beyond its limit is counted to it.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class CudaReader:
     def _learn(self, measured_bytes: int | None) -> None:
         if measured_bytes is not None and measured_bytes < self._strange_bytes:
             self._measured_bytes = measured_bytes
-            self.context_bytes = max(self.context_bytes, measured_bytes)
+            self.context_bytes = max(self.context_bytes, measured_bytes + PAGE_BYTES)
 
     def measure(self) -> None:
         """Ask the driver now: something that lies in the context was loaded or captured."""
