@@ -56,14 +56,21 @@ def train(
     steps: int,
     lr: float,
     max_grad_norm: float = 1.0,
+    *,
+    batches: int | None = None,
 ) -> list[float]:
-    """Batches of 16, a learning rate that falls to zero, clipping by whoever can."""
-    rows, losses = make_rows(16 * steps), []
+    """Batches of 16, a learning rate that falls to zero, clipping by whoever can.
+
+    After `batches` of them the first comes again; without it every step has rows of its own.
+    """
+    batches = steps if batches is None else batches
+    rows, losses = make_rows(16 * batches), []
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / steps)
     assert schedule.base_lrs[0] == lr
     clips_itself = getattr(optimizer, "sink", None) is not None
     for step in range(steps):
-        batch = stacked(rows[16 * step : 16 * (step + 1)])
+        first = 16 * (step % batches)
+        batch = stacked(rows[first : first + 16])
         loss = model(**batch).loss
         loss.backward()
         if not clips_itself:
@@ -94,33 +101,80 @@ def fp32_adamw(model: BertForSequenceClassification, lr: float) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=lr, weight_decay=0.01)
 
 
+STEPS, RATE, BATCHES = 40, 1e-3, 5
+"""Slow enough that a rounding here or there does not decide where the training goes: at five times
+this rate two fp32 trainings whose first weights differ by 2^-9 end up to 0.8 of a loss apart. And
+a step of this size is lost on most bf16 weights of 0.1, whose neighbours are 5e-4 away."""
+
+
+def learn(model: BertForSequenceClassification, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The losses of eight rounds through the same five batches."""
+    return torch.tensor(train(model, optimizer, STEPS, RATE, batches=BATCHES))
+
+
+def apart(losses: Tensor, others: Tensor) -> float:
+    return float((losses - others).square().mean().sqrt())
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """The best a model of bf16 weights can have: fp32 masters and moments, nothing split."""
+
+    def __init__(self, model: BertForSequenceClassification, lr: float) -> None:
+        masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.weights = [(masters[name], p) for name, p in model.bfloat16().named_parameters()]
+        groups = [
+            {"params": [m for m in masters.values() if m.ndim > 1]},
+            {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        super().__init__(groups, lr=lr, weight_decay=0.01)
+
+    @torch.no_grad()
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        for master, weight in self.weights:
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        super().step()
+        for master, weight in self.weights:
+            weight.copy_(master)
+
+
 @pytest.fixture(scope="module")
-def reference() -> tuple[list[float], dict[str, Tensor]]:
-    """Forty steps of fp32 AdamW, clipped: the losses and the weights."""
+def fp32_losses() -> Tensor:
+    """Forty steps of fp32 AdamW, clipped."""
     model = make_model()
-    losses = train(model, fp32_adamw(model, 5e-3), 40, 5e-3)
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = learn(model, fp32_adamw(model, RATE))
+    assert losses[-BATCHES:].mean() < 0.5 * losses[:BATCHES].mean()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def noise(fp32_losses: Tensor) -> float:
+    """How far bf16 products alone lead away from fp32 on this CPU: they differ between kernels."""
+    model = make_model()
+    return apart(learn(model, MasterAdamW(model, RATE)), fp32_losses)
 
 
 @pytest.mark.parametrize(
-    ("sink", "bits", "apart"),
-    [
-        ("kept", 24, 0.04),
-        ("kept", 16, 0.05),
-        ("kept8", 24, 0.05),
-        ("host", 24, 0.04),
-        ("release", 24, 0.3),  # clips by a predicted norm: another rule
-    ],
+    ("sink", "bits"),
+    [("kept", 24), ("kept", 16), ("kept8", 24), ("host", 24), ("release", 24)],
 )
 def test_a_bert_learns_as_with_fp32_adamw(
-    sink: str, bits: int, apart: float, reference: tuple[list[float], dict[str, Tensor]]
+    sink: str, bits: int, fp32_losses: Tensor, noise: float
 ) -> None:
-    """Every loss of forty clipped steps, bf16 weights and all, lies by that of fp32."""
-    expected, _ = reference
-    assert expected[-1] < 0.5 * expected[0]
+    """Forty clipped steps stay as near to fp32 as bf16 weights with fp32 masters do.
+
+    One to two times as far were measured for oneDNN's kernels from SSE4.1 to AVX512-BF16.
+    """
     model = make_model()
-    losses = train(model, lowbit(model, sink, 5e-3, bits, max_grad_norm=1.0), 40, 5e-3)
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < apart
+    losses = learn(model, lowbit(model, sink, RATE, bits, max_grad_norm=1.0))
+    assert apart(losses, fp32_losses) < 3 * noise
+
+
+def test_without_masters_bf16_weights_do_not(fp32_losses: Tensor, noise: float) -> None:
+    """Updates that are lost lead away at once, 25 times as far: the test above can fail."""
+    model = make_model().bfloat16()
+    assert apart(learn(model, fp32_adamw(model, RATE)), fp32_losses) > 10 * noise
 
 
 def test_at_a_fine_tuning_rate_pure_bf16_stalls_and_split_masters_do_not() -> None:
