@@ -26,6 +26,16 @@ TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is
 gc.disable()
 
 
+def pytest_configure() -> None:
+    """On a CPU that traps on what it advertises, limits torch before any test multiplies.
+
+    Workers and the processes that tests start inherit it.
+    """
+    from memfit.half_on_cpu import half_on_cpu
+
+    half_on_cpu(say=False)
+
+
 def _leave_what_stays_out_of_collections() -> None:
     """Modules and what they keep will never be garbage."""
     gc.collect()

@@ -88,8 +88,8 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "zh": "这一步完成后停止；再按一次 Ctrl-C 立即停止",
     },
     "half.trying": {
-        "en": "trying half precision on this CPU, which is done once",
-        "zh": "正在试用这个 CPU 的半精度，只需一次",
+        "en": "trying half precision on this CPU, which is done once …",
+        "zh": "正在试用这个 CPU 的半精度，只需一次……",
     },
     "half.lowered": {
         "en": "this CPU advertises AMX instructions that it does not run: half precision does "
