@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ os.environ["MEMFIT_LANG"] = "en"  # whatever the locale of who runs them
 import pytest
 
 from sentences import SENTENCES
+
+# What runs keep for the next ones is kept as long as the tests run, and is nobody's own.
+_CACHE = tempfile.TemporaryDirectory(prefix="memfit-tests-", ignore_cleanup_errors=True)
+os.environ["MEMFIT_CACHE"] = _CACHE.name
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is left alone with one
@@ -130,3 +136,12 @@ def m3e_small() -> Path:
     import assets
 
     return assets.m3e_small()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    """A test that changes how plans are made gets a plan that is made, not one that was kept."""
+    from memfit import cache
+
+    with cache.unused():
+        yield

@@ -43,6 +43,7 @@ MESSAGES: Mapping[str, Mapping[str, str]] = {
         "zh": "{batch}，紧密拼接，不做填充",
     },
     "plan": {"en": "{fidelity}: {strategies}", "zh": "{fidelity}：{strategies}"},
+    "plan.kept": {"en": "{plan}; kept from an earlier run", "zh": "{plan}；沿用以前的运行"},
     "memory": {
         "en": "{needs} at the peak by prediction, {share} of the budget",
         "zh": "预测峰值 {needs}，占预算的 {share}",

@@ -41,6 +41,8 @@ class Choosing:
     """The checkpoint a resumed run goes on from."""
     reserve_bytes: int = 0
     """Left free by the next plan: rehearsals of those before ran out of memory."""
+    kept: bool = False
+    """Whether the plan is that of an earlier run of the same task."""
     _missed: int = 0
     _pricer: Pricer | None = None
 
@@ -80,9 +82,9 @@ class Choosing:
         return parse_budget(self.config.budget)
 
     def _made(self) -> Plan:
-        from memfit.planner.here import plan_here
+        from memfit.planner.here import chosen_here
 
-        planning = plan_here(
+        found = chosen_here(
             self.workload,
             self._budget,
             self.device,
@@ -92,10 +94,10 @@ class Choosing:
             reserve_bytes=self.reserve_bytes,
             pricer=self._pricer,
         )
-        self._pricer = planning.pricer
-        for note in planning.notes:
+        self._pricer, self.kept = found.pricer, found.kept
+        for note in found.notes:
             self.say(line("note", note.sentence(language())))
-        return planning.chosen
+        return found.plan
 
     def _fitting(self, plan: Plan, name: str) -> Plan:
         checked = self._checked(plan)

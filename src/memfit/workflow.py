@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import shlex
 import time
@@ -149,8 +150,14 @@ def _write_report(folder: Path) -> None:
 
 def _import_libraries() -> None:
     """What preparing a run needs, loaded here so that the wait for it has its own name."""
-    for name in ("transformers", "transformers.trainer", "memfit.runtime.trainer"):
-        importlib.import_module(name)
+    collects = gc.isenabled()
+    gc.disable()  # modules are no garbage, and are looked through again and again
+    try:
+        for name in ("transformers", "transformers.trainer", "memfit.runtime.trainer"):
+            importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass
@@ -393,7 +400,9 @@ class _Run:
         self.say(line("model", announce.model_sentence(config.model.model, trainer)))
         self.say(line("budget", announce.budget_sentence(config.budget, device)))
         if self.plan is not None:
-            self.say(line("plan", announce.plan_sentence(self.plan)))
+            plan_said = announce.plan_sentence(self.plan)
+            kept = t("run.plan.kept", plan=plan_said) if self.choosing.kept else plan_said
+            self.say(line("plan", kept))
         self.say(line("batch", announce.batch_sentence(trainer)))
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))

@@ -94,6 +94,9 @@ _RUN: Mapping[str, str] = {
     "Serve the report on localhost while it trains.": "训练时在 localhost 上提供报告页面。",
     "Print JSON on stdout; all else on stderr.": "在 stdout 输出 JSON；其余输出到 stderr。",
     "Print the result only.": "只显示结果。",
+    "Plan and measure anew, whatever earlier runs have found out.": (
+        "重新测量、重新制定方案，不用以前运行留下的结果。"
+    ),
     "The folder the result is written to.": "写入结果的文件夹。",
     "Device memory: 4GB, 4GiB, 80% or auto.": "可用的设备显存：4GB、4GiB、80% 或 auto。",
     "A plan.toml to train by, as memfit plan wrote it.": (

@@ -21,6 +21,11 @@ _PANELS = {DataConfig: "Data", ModelConfig: "Model", RunConfig: "Run"}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; all else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
 
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Plan and measure anew, whatever earlier runs have found out."),
+]
+
 
 def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]:
     """The arguments without `--lang X`, wherever it stands, and X.

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memfit import cache
 from memfit.cli import console
 from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, config_options
+from memfit.cli.options import Json, NoCache, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import DoesNotFitError, OutputError
 from memfit.messages import language, t
@@ -54,6 +55,7 @@ def plan(
     config: Annotated[
         str | None, typer.Option(help="A TOML file with any of these; options win over it.")
     ] = None,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Plan a training inside a budget: each decision and its reason, memory and time."""
@@ -61,9 +63,20 @@ def plan(
     target = _check_target(output) if output is not None else None
     if data is not None:
         options = {**options, "path": data}
-    if check is not None:
-        _check(check, config, gpu, options, as_json)
-        return
+    with cache.unused(no_cache):
+        if check is not None:
+            _check(check, config, gpu, options, as_json)
+        else:
+            _plan(target, config, gpu, options, as_json)
+
+
+def _plan(
+    target: Path | None,
+    config: str | None,
+    gpu: str | None,
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
     from memfit import planning
     from memfit.planner.alternatives import alternatives
     from memfit.planner.missing import NothingFitsError

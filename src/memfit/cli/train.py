@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from memfit import cache
 from memfit.cli import console
 from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, Quiet, config_options
+from memfit.cli.options import Json, NoCache, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
 from memfit.messages import t
@@ -47,12 +48,13 @@ def train(
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report on localhost while it trains.")
     ] = False,
+    no_cache: NoCache = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
-    with telling(quiet=quiet), doing(t("run.wait.prepare")):
+    with cache.unused(no_cache), telling(quiet=quiet), doing(t("run.wait.prepare")):
         _train(data or [], config, resume, watch, options, as_json=as_json, quiet=quiet)
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import psutil
 import torch
 
+from memfit import cache
 from memfit.errors import ConfigError
 from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
@@ -50,6 +52,25 @@ def _of_card(index: int) -> DeviceProfile:
     card = this_card(index)
     if card is None:
         raise ConfigError("there is no CUDA device to calibrate")
+    key = {"card": card.name, "bytes": card.total_bytes, "cpu": cache.processor()}
+    return dataclasses.replace(card, reached=_kept(key, lambda: _measure_card(card, index)))
+
+
+def _kept(key: dict[str, Any], measure: Callable[[], Speeds]) -> Speeds:
+    """The speeds an earlier run measured, so that the same command comes to the same plan."""
+    name = f"speeds-{cache.digest({**key, 'installed': cache.installed()})}.json"
+    values = cache.remembered(name) if cache.is_used() else None
+    with suppress(TypeError, ValueError, AttributeError):
+        found = {one: float(value) for one, value in (values or {}).items()}
+        if all(math.isfinite(value) and value > 0 for value in found.values()):
+            return Speeds(**found)
+    speeds = measure()
+    cache.remember(name, dataclasses.asdict(speeds))
+    cache.tidy("speeds-*.json")
+    return speeds
+
+
+def _measure_card(card: DeviceProfile, index: int) -> Speeds:
     timer = _CudaTimer(torch.device("cuda", index))
     half = torch.bfloat16 if card.has_bf16 else torch.float16
     with _products("ieee"):
@@ -66,19 +87,17 @@ def _of_card(index: int) -> DeviceProfile:
         host_parameters_per_second=_updated_a_second(),
     )
     torch.cuda.empty_cache()
-    return dataclasses.replace(card, reached=speeds)
+    return speeds
 
 
-@functools.cache
-def _of_cpu() -> DeviceProfile:
-    in_half = half_on_cpu().bfloat16  # asked before the first product
+def _measure_cpu(*, in_half: bool) -> Speeds:
     cpu, timer = torch.device("cpu"), _Timer()
     fp32 = timer.rate(*_product(cpu, torch.float32, _CPU_TOKENS, _CPU_WIDTH))
     copied = timer.rate(*_copy(cpu, _CPU_COPY_BYTES))
     half = fp32
     if in_half:
         half = timer.rate(*_product(cpu, torch.bfloat16, _CPU_TOKENS // 4, _CPU_WIDTH))
-    speeds = Speeds(
+    return Speeds(
         half_flops=half,
         tf32_flops=fp32,
         fp32_flops=fp32,
@@ -87,17 +106,24 @@ def _of_cpu() -> DeviceProfile:
         launch_seconds=_launch_seconds(cpu, lambda: None),
         host_parameters_per_second=copied / _UPDATE_BYTES,
     )
+
+
+@functools.cache
+def _of_cpu() -> DeviceProfile:
+    in_half = half_on_cpu().bfloat16  # asked before the first product
+    key = {"cpu": cache.processor(), "half": in_half}
+    speeds = _kept(key, lambda: _measure_cpu(in_half=in_half))
     return DeviceProfile(
         name="CPU",
         capability=(0, 0),
         total_bytes=psutil.virtual_memory().total,
         context_bytes=0,
         multiprocessors=torch.get_num_threads(),
-        memory_bytes_per_second=copied,
-        fp32_flops=fp32,
-        half_flops=half,
+        memory_bytes_per_second=speeds.memory_bytes_per_second,
+        fp32_flops=speeds.fp32_flops,
+        half_flops=speeds.half_flops,
         measured=True,
-        bus_bytes_per_second=copied,
+        bus_bytes_per_second=speeds.bus_bytes_per_second,
         reached=speeds,
     )
 

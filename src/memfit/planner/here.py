@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile
 from memfit.planner.given import fit_strategies
-from memfit.planner.plan import Checked, Plan, check
+from memfit.planner.kept import Task, keep_plan, kept_plan
+from memfit.planner.plan import Checked, Decision, Plan, check
+from memfit.planner.preflight import disk_note
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.values import Pricer, Workload
 from memfit.runtime.checkpoint import preserved_rng
@@ -63,6 +66,59 @@ def plan_here(
             disk_bytes_free=None if folder is None else free_disk_bytes(folder),
             pricer=pricer,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The plan for this machine, and what there is to say about it."""
+
+    plan: Plan
+    notes: tuple[Decision, ...] = ()
+    kept: bool = False
+    """Whether it is that of an earlier run."""
+    pricer: Pricer | None = None
+    """Knows what other plans cost; None where none was asked."""
+
+
+def chosen_here(
+    workload: Workload,
+    budget: Budget,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    allow: frozenset[str] = frozenset(),
+    folder: Path | None = None,
+    reserve_bytes: int = 0,
+    pricer: Pricer | None = None,
+) -> Chosen:
+    """As `plan_here`; a task that was planned on this machine before is not planned again."""
+    task = Task(
+        workload=workload,
+        card=card_here(device),
+        budget=budget,
+        budget_bytes=max(budget_here(budget, device) - reserve_bytes, 0),
+        exact=exact,
+        allow=allow,
+        reserve_bytes=reserve_bytes,
+    )
+    if (plan := kept_plan(task)) is not None:
+        assert plan.price is not None
+        free_bytes = None if folder is None else free_disk_bytes(folder)
+        notes = tuple(disk_note(workload, plan.price, free_bytes))
+        return Chosen(plan=plan, notes=notes, kept=True)
+    made = plan_here(
+        workload,
+        budget,
+        device,
+        exact=exact,
+        allow=allow,
+        folder=folder,
+        reserve_bytes=reserve_bytes,
+        pricer=pricer,
+    )
+    if not made.notes:  # what is scarce now may not be next time
+        keep_plan(task, made.chosen)
+    return Chosen(plan=made.chosen, notes=made.notes, pricer=made.pricer)
 
 
 def fit_here(

@@ -85,7 +85,7 @@ def plan_for(trainer: BudgetTrainer, asked: Asked, eval_dataset: Any) -> Plan | 
     plan: Plan
     try:
         if asked.given is None and trainer.setup.args.world_size == 1:
-            plan = here.plan_here(workload, budget, device).chosen
+            plan = here.chosen_here(workload, budget, device).plan
         else:  # ranks that measure their cards would come to different plans
             plan = here.fit_here(workload, asked.given or (), budget, device)
     except TraceError as error:

@@ -206,7 +206,8 @@ class SafeSaving(EffectiveLoading):
 
         None where the weights that train are not those that are saved (schedule-free optimizers).
         """
-        two_sets = callable(getattr(self.optimizer, "eval", None))
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        two_sets = callable(getattr(inner, "eval", None))
         written = self._written
         if written is None or two_sets or step_of(written) != self.state.global_step:
             return None
