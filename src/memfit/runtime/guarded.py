@@ -11,6 +11,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from memfit.messages import t
 from memfit.runtime.cap import Cap, CpuCap, CudaCap
+from memfit.runtime.duration import seconds_between_steps
 from memfit.runtime.export import FullPrecisionExport
 from memfit.runtime.guard import Guard
 from memfit.runtime.libraries import take_workspaces
@@ -124,6 +125,7 @@ class GuardedTraining(FullPrecisionExport):
         for bar in bars:
             if self.rehearsal is not None and bar.step_seconds is None:
                 bar.step_seconds = self.rehearsal.step_seconds
+                bar.between_seconds = seconds_between_steps(self, bar.step_seconds)
 
     def _room_bytes(self) -> int | None:
         return None if self.guard.cap is None else self.guard.cap.room_bytes()

@@ -90,6 +90,8 @@ class MemfitProgress(TrainerCallback):
     ) -> None:
         self.budget_bytes = budget_bytes
         self.step_seconds = step_seconds
+        self.between_seconds = 0.0
+        """Evaluations and checkpoints on the way to the last step, as predicted."""
         self.read_memory = read_memory
         self.read_tokens = read_tokens
         if console is None:
@@ -117,7 +119,7 @@ class MemfitProgress(TrainerCallback):
         self._first_tokens = self._tokens()
         steps = state.max_steps - state.global_step
         kind = "live.begin.about" if self.step_seconds else "live.begin"
-        about = format_seconds(steps * (self.step_seconds or 0.0))
+        about = format_seconds(steps * (self.step_seconds or 0.0) + self.between_seconds)
         self.say(t(kind, steps=steps, time=about))
         # A dumb terminal cannot take a line back: it gets lines, like a pipe.
         if self.console.is_terminal and self.console.is_interactive:

@@ -26,6 +26,7 @@ from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.messages import t
 from memfit.runtime.batching import Batch, lengths_of
 from memfit.runtime.checkpoint import preserved_rng
+from memfit.runtime.duration import update_seconds
 from memfit.runtime.lengths import has_rows, row_lengths
 from memfit.runtime.live_bytes import LiveBytes
 from memfit.runtime.step import StepExecutor
@@ -102,7 +103,7 @@ class _Stage:
                 self._dress(worst, lengths)
             self._evaluate()
             guard.measure()
-            seconds = self._usual_seconds(tried)
+            seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
         return Rehearsal(seconds, tried.peak_bytes, tuple(lengths))
 
     def learn_if_tight(self) -> None:
@@ -185,15 +186,17 @@ class _Stage:
         finally:
             model.train()
 
-    def _try(self, batch: Batch, way: Way, *, dressed: int = 0) -> tuple[_Tried | None, str]:
-        """Forward and backward, or so many whole steps."""
+    def _try(
+        self, batch: Batch, way: Way, *, dressed: int = 0, metered: bool = True
+    ) -> tuple[_Tried | None, str]:
+        """Forward and backward, or so many whole steps; counting live bytes slows a CPU down."""
         model, guard = self._trainer.model, self._guard
         lengths = lengths_of(batch, self._trainer.executor.trim)
         pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
         peak = PeakMeter(self._device, guard.standing_tensors)
 
         def run(executor: StepExecutor) -> None:
-            with peak.measuring():
+            with peak.measuring() if metered else contextlib.nullcontext():
                 if dressed:
                     executor.dress(model, batch, dressed)
                 else:
@@ -269,7 +272,7 @@ class _Stage:
             way = self._guard.way_for(lengths)
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
                 self._try(usual, way, dressed=2)
-            again, _ = self._try(usual, way, dressed=int(on_cuda))
+            again, _ = self._try(usual, way, dressed=int(on_cuda), metered=on_cuda)
             if again is not None:
                 return again.seconds
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
