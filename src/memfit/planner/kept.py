@@ -82,43 +82,46 @@ def kept_plan(task: Task) -> Plan | None:
         return None
     try:
         plan = _plan_from(values, task)
-        then_bytes = int(values["budget_bytes"])
+        then = int(values["budget_bytes"]), int(values["context_bytes"])
     except (MemfitError, KeyError, TypeError, ValueError, AttributeError):
         return None
-    return plan if _still_holds(plan, then_bytes, task) else None
+    return plan if _still_holds(plan, *then, task) else None
 
 
 def keep_plan(task: Task, plan: Plan) -> None:
     """Writes it down for the next run."""
     assert plan.price is not None
-    cache.remember(task.file, _values_of(plan, task.budget_bytes))
+    cache.remember(task.file, _values_of(plan, task))
     cache.tidy("plan-*.json")
 
 
-def _still_holds(plan: Plan, then_bytes: int, task: Task) -> bool:
+def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: Task) -> bool:
     """Whether planning anew could come to the same.
 
     The fastest plan inside a budget is the fastest inside any smaller one that it fits.
     """
-    price, card = plan.price, task.card
+    price = plan.price
     assert price is not None
     if task.budget.bytes is not None and task.budget_bytes != then_bytes:
         return False
     if not price.device_bytes <= task.budget_bytes <= _MORE_ROOM * then_bytes:
         return False
-    if card is not None:
-        spare = price.peak.components.get(Component.CONTEXT, 0) - card.context_bytes
-        if card.measured and not 0 <= spare <= _LESS_CONTEXT_BYTES:
-            return False
+    if not 0 <= then_context - _context_bytes(task) <= _LESS_CONTEXT_BYTES:
+        return False
     return fits_host(price, psutil.virtual_memory().available)
 
 
-def _values_of(plan: Plan, budget_bytes: int) -> dict[str, Any]:
+def _context_bytes(task: Task) -> int:
+    return 0 if task.card is None else task.card.context_bytes
+
+
+def _values_of(plan: Plan, task: Task) -> dict[str, Any]:
     price = plan.price
     assert price is not None
     return {
         "version": _VERSION,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": task.budget_bytes,
+        "context_bytes": _context_bytes(task),
         "strategies": {one.name: settings_of(one) for one in plan.strategies},
         "micro_batching": {
             name: one
