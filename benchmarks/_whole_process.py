@@ -225,7 +225,7 @@ def watched(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         _LIVE.discard(process.pid)
-        held = card.leave(process.pid).as_json() if card is not None else None
+        held = card.leave(process.pid) if card is not None else None
     said.end()
     return Ended(process.returncode, exited or 0.0, said, progress, held, killed_at, timed_out)
 

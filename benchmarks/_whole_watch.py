@@ -2,18 +2,21 @@
 
 Where the driver books memory to processes, a run is the sum of all processes of its session.
 Where it does not (some containers), it is what the card holds above the level before the start,
-and only one run may be on the card at a time.
+and only one run may be on the card at a time. A process of its own does the looking, so that
+nothing this benchmark does comes between two looks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 HERTZ = 200
@@ -29,6 +32,10 @@ sys.stdin.read()
 """
 
 
+SLOW_SECONDS = 0.01
+"""Two looks further apart than this are less than 100 a second."""
+
+
 @dataclass
 class Held:
     """What one run was seen to hold."""
@@ -38,21 +45,32 @@ class Held:
     baseline_bytes: int = 0
     highest_bytes: int = 0
     samples: int = 0
-    longest_gap_seconds: float = 0.0
     seconds: float = 0.0
+    longest_gap_seconds: float = 0.0
+    slow_seconds: float = 0.0
+    """All gaps together that were longer than a hundredth of a second."""
+    failures: int = 0
+    """Looks that the driver did not answer."""
+
+    def seen(self, size: int, gap: float) -> None:
+        """One look; the first says nothing about a gap within the run."""
+        self.highest_bytes = max(self.highest_bytes, size)
+        self.samples += 1
+        if self.samples > 1:
+            self.seconds += gap
+            self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
+            self.slow_seconds += gap if gap > SLOW_SECONDS else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For the result file."""
-        return {
-            "by": self.by, "highest_bytes": self.highest_bytes, "samples": self.samples,
-            "hertz": round(self.samples / self.seconds, 1) if self.seconds else None,
-            "longest_gap_seconds": round(self.longest_gap_seconds, 4),
-            "baseline_bytes": self.baseline_bytes,
-        }  # fmt: skip
+        found = asdict(self)
+        for name in ("seconds", "longest_gap_seconds", "slow_seconds"):
+            found[name] = round(found[name], 4)
+        return {**found, "hertz": round(self.samples / self.seconds, 1) if self.seconds else None}
 
 
-class CardWatch:
-    """Polls one card in a thread; `follow` and `leave` may be called from any."""
+class Poller:
+    """Polls one card in a thread."""
 
     def __init__(self, pynvml: Any, index: int = 0) -> None:
         self._nvml = pynvml
@@ -61,7 +79,6 @@ class CardWatch:
         self._followed: dict[int, Held] = {}
         self._sessions: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self.tells_apart = self._finds_a_process()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
@@ -81,19 +98,20 @@ class CardWatch:
         with self._lock:
             return self._followed.pop(pid)
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._stop.set()
-        self._thread.join()
-
     def _poll(self) -> None:
         last = time.perf_counter()
-        while not self._stop.wait(max(0.0, 1 / HERTZ - (time.perf_counter() - last))):
+        while True:
+            time.sleep(max(0.0, 1 / HERTZ - (time.perf_counter() - last)))
             now = time.perf_counter()
             gap, last = now - last, now
             with self._lock:
-                if self._followed:
+                if not self._followed:
+                    continue
+                try:
                     self._look(gap)
+                except self._nvml.NVMLError:
+                    for held in self._followed.values():
+                        held.failures += 1
 
     def _look(self, gap: float) -> None:
         if self.tells_apart:
@@ -106,11 +124,7 @@ class CardWatch:
             used = self.used_bytes()
             sizes = {pid: used - held.baseline_bytes for pid, held in self._followed.items()}
         for pid, held in self._followed.items():
-            held.highest_bytes = max(held.highest_bytes, sizes[pid])
-            # The first sample of a run says nothing about a gap within it.
-            held.longest_gap_seconds = max(held.longest_gap_seconds, gap if held.samples else 0.0)
-            held.seconds += gap if held.samples else 0.0
-            held.samples += 1
+            held.seen(sizes[pid], gap)
 
     def _processes(self) -> list[tuple[int, int]]:
         found = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
@@ -142,13 +156,73 @@ class CardWatch:
                 return any(pid == probe.pid for pid, _ in self._processes())
 
 
-def open_card() -> CardWatch | None:
-    """The first card; None where there is no NVML to ask."""
+def serve() -> None:
+    """Answers `follow PID`, `leave PID` and `used`, a line each, until its input ends."""
     try:
         import pynvml
-    except ImportError:
-        return None
-    try:
-        return CardWatch(pynvml)
-    except pynvml.NVMLError:
-        return None
+
+        poller = Poller(pynvml)
+    except Exception as error:  # no package, no driver, no card
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        return
+    print(json.dumps({"tells_apart": poller.tells_apart}), flush=True)
+    for line in sys.stdin:
+        what, _, pid = line.strip().partition(" ")
+        found: Any = None
+        if what == "follow":
+            poller.follow(int(pid))
+        elif what == "leave":
+            found = poller.leave(int(pid)).as_json()
+        elif what == "used":
+            found = poller.used_bytes()
+        print(json.dumps(found), flush=True)
+
+
+class CardWatch:
+    """The process that looks; may be asked from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        first = self._answer()
+        self.problem = first.get("error", "")
+        self.tells_apart = bool(first.get("tells_apart"))
+
+    def follow(self, pid: int) -> None:
+        """From now on the session that this process leads is looked at."""
+        self._ask(f"follow {pid}")
+
+    def leave(self, pid: int) -> dict[str, Any]:
+        """What was seen."""
+        found: dict[str, Any] = self._ask(f"leave {pid}")
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _ask(self, line: str) -> Any:
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline() or '{"error": "it ended"}')
+
+
+if __name__ == "__main__":
+    serve()

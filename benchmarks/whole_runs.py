@@ -23,6 +23,7 @@ import contextlib
 import datetime
 import json
 import os
+import queue
 import re
 import select
 import shutil
@@ -45,13 +46,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _whole_cases import CASES, CPU_CASES, MADE_MODELS, Case, real_cases
 from _whole_process import Ended, kill_all, watched
 from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
-from _whole_watch import CardWatch, open_card
+from _whole_watch import CardWatch
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SENTENCE, OTHER = "服务人员都很亲切", "房间很脏，空调太吵"
 DOES_NOT_FIT = 3
 WORKER_SECONDS = 300
+MAKERS = 3
+"""Processes that make models: a large one takes some seconds."""
 # The second of two readings has more digits: 0.01 GB (9.6 MiB).
 _PREDICTED = re.compile(r"([\d.]+) ([KMGT]iB)\)? at the peak by prediction")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -129,12 +132,16 @@ class Bench:
     made: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        no_card = {**self.environment, "CUDA_VISIBLE_DEVICES": ""}
-        self.maker = Worker(no_card, self.work / "maker.log")
         # On two cores a second import of torch costs more than waiting for the first.
-        self.loader = self.maker
+        count = 1 if self.options.cpu else MAKERS
+        no_card = {**self.environment, "CUDA_VISIBLE_DEVICES": ""}
+        self.makers = [Worker(no_card, self.work / f"maker-{at}.log") for at in range(count)]
+        self.loader = self.makers[0]
         if not self.options.cpu:
             self.loader = Worker(self.environment, self.work / "loader.log")
+        self._idle_makers: queue.Queue[Worker] = queue.Queue()
+        for maker in self.makers:
+            self._idle_makers.put(maker)
         self._writing = threading.Lock()
         self.real = dict(one.split("=", 1) for one in self.options.real)
         self._prepare_data()
@@ -159,7 +166,7 @@ class Bench:
     def make_models(self, names: list[str]) -> None:
         """Starts making the folders, in this order, in the background."""
         kind = "tiny" if self.options.cpu else "made"
-        pool = ThreadPoolExecutor(1)
+        pool = ThreadPoolExecutor(len(self.makers))
         for name in dict.fromkeys(names):
             if name not in self.real and name not in self.made:
                 self.made[name] = pool.submit(self._make, name, self.models / f"{kind}-{name}")
@@ -174,10 +181,14 @@ class Bench:
         if not (folder / "config.json").is_file():
             folder.parent.mkdir(parents=True, exist_ok=True)
             vocabulary = str(self.vocabulary)
-            answer = self.maker.ask(
-                do="make", model=name, folder=str(folder), vocabulary=vocabulary,
-                tiny=self.options.cpu,
-            )  # fmt: skip
+            maker = self._idle_makers.get()
+            try:
+                answer = maker.ask(
+                    do="make", model=name, folder=str(folder), vocabulary=vocabulary,
+                    tiny=self.options.cpu,
+                )  # fmt: skip
+            finally:
+                self._idle_makers.put(maker)
             if "error" in answer:
                 raise RuntimeError(f"{name} was not made: {answer}")
         return folder
@@ -199,7 +210,7 @@ class Bench:
 
     def close_workers(self) -> None:
         """Ends the helpers; a later request starts them again."""
-        for worker in {self.maker, self.loader}:
+        for worker in {*self.makers, self.loader}:
             worker.close()
 
     def close(self) -> None:
@@ -692,9 +703,11 @@ def main() -> None:
         print("\n".join(case.name for case in chosen(options)))
         return
     cases = chosen(options)
-    card = None if options.cpu else open_card()
-    if card is None and not options.cpu:
-        raise SystemExit("no card to watch: NVML (pip install nvidia-ml-py) names none; try --cpu")
+    card = None if options.cpu else CardWatch()
+    if card is not None and card.problem:
+        raise SystemExit(
+            f"NVML (pip install nvidia-ml-py) shows no card, {card.problem}; try --cpu"
+        )
     results = ResultFile(options.out, append=options.append, commit=options.commit or commit_here())
     with contextlib.ExitStack() as stack:
         work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -703,6 +716,9 @@ def main() -> None:
         shell.setdefault("MEMFIT_CACHE", str(work / "cache"))
         if options.cpu:
             shell["CUDA_VISIBLE_DEVICES"] = ""
+        if options.jobs > 1:  # side by side, each as if it had all cores, they only wait
+            threads = max((os.cpu_count() or 1) // options.jobs, 1)
+            shell.setdefault("OMP_NUM_THREADS", str(threads))
         bench = Bench(options, work, card, shell)
         stack.callback(bench.close)
         if options.seeds:
