@@ -52,7 +52,8 @@ def compare(bench: Bench, results: ResultFile) -> None:
                 continue
             pairs = [run["f1"] - stock[run["seed"]] for run in found]
             row: dict[str, Any] = {
-                "name": f"{name}, {plan}", "points": interval(pairs), "seeds": len(pairs),
+                "name": f"{name}, {plan}", "model": name, "points": interval(pairs),
+                "seeds": len(pairs),
                 "f1": [run["f1"] for run in found],
                 "stock_f1": [stock[run["seed"]] for run in found],
                 "strategies": found[-1]["strategies"], "fidelity": found[-1]["fidelity"],

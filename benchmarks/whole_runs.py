@@ -197,6 +197,12 @@ class Bench:
         """The folder of a model, waited for."""
         return self.real.get(name) or str(self.made[name].result())
 
+    def drop_model(self, name: str) -> None:
+        """Frees the disk of a made model, unless a folder for them was named."""
+        if name in self.made and self.options.models is None:
+            with contextlib.suppress(RuntimeError):  # it was never made
+                shutil.rmtree(self.made[name].result(), ignore_errors=True)
+
     def run(self, words: list[str], folder: Path, **how: Any) -> Ended:
         """One process, watched."""
         return watched(
@@ -452,7 +458,7 @@ class ResultFile:
             self._write()
 
     def _write(self) -> None:
-        self.values["summary"] = summarize(self.values["runs"])
+        self.values["summary"] = summarize(self.values["runs"]) | real_points(self.values)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.values, indent=1, ensure_ascii=False)
         part = self.path.with_name(self.path.name + ".part")
@@ -485,6 +491,18 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
             default=None,
         ),
         "plans_most_often_chosen": plans.most_common(5),
+    }
+
+
+def real_points(values: dict[str, Any]) -> dict[str, Any]:
+    """Points of F1 of single runs with pre-trained weights above the stock Trainer's mean."""
+    stock = {row["model"]: statistics.mean(row["stock_f1"]) for row in values.get("seeds", [])}
+    return {
+        "points_from_stock": {
+            run["name"]: round(100 * (run["metrics"]["f1"] - stock[run["case"]["model"]]), 2)
+            for run in values["runs"]
+            if run["case"]["model"] in stock and "f1" in (run["metrics"] or {})
+        }
     }
 
 
@@ -525,6 +543,7 @@ def run_all(bench: Bench, cases: list[Case], results: ResultFile) -> None:
     deadline = time.monotonic() + options.deadline if options.deadline else None
     done = 0
     lock = threading.Lock()
+    still = Counter(case.model for case in cases)
 
     def one(case: Case) -> None:
         nonlocal done
@@ -541,6 +560,9 @@ def run_all(bench: Bench, cases: list[Case], results: ResultFile) -> None:
         results.add(found)
         with lock:
             done += 1
+            still[case.model] -= 1
+            if not still[case.model]:
+                bench.drop_model(case.model)
             print(f"[{done}/{len(cases)}] {sentence(found)}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:

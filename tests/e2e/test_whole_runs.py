@@ -45,6 +45,7 @@ def test_none_is_lost_or_over_its_budget(
     for run in runs.values():
         assert 0 < run["held_bytes"] <= run["budget_bytes"]
         assert 0.85 < run["held_over_predicted"] < 1.15
+        assert run["printed_bytes"] == pytest.approx(run["predicted_bytes"], rel=0.02)
         assert run["commit"]
     assert result["machine"]["versions"]["torch"]
 
@@ -71,6 +72,9 @@ def test_what_is_left_is_loaded_by_transformers_and_asked(runs: dict[str, dict[s
 
 def test_times_and_silences_are_measured_from_outside(runs: dict[str, dict[str, Any]]) -> None:
     for run in runs.values():
+        said = run["time"]["said"][-1]
+        assert 0 <= said["seconds"] < 600
+        assert said["at"] <= run["processes"][0]["seconds"]["first_step"]
         for process in run["processes"]:
             seconds = process["seconds"]
             order = [seconds[name] for name in ("first_output", "first_step", "last_step", "end")]
