@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -118,6 +118,9 @@ def chosen_here(
     )
     if not made.notes:  # what is scarce now may not be next time
         keep_plan(task, made.chosen)
+        if reserve_bytes:  # the plan without it missed its budget, and would again
+            whole_bytes = task.budget_bytes + reserve_bytes
+            keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), made.chosen)
     return Chosen(plan=made.chosen, notes=made.notes, pricer=made.pricer)
 
 

@@ -34,8 +34,8 @@ _NAMES_OF_A_RUN = frozenset({
 """Arguments that say where a run is written or what it is called."""
 _MORE_ROOM = 1.1
 """With a tenth more to use than then, a faster plan is not looked for."""
-_LESS_CONTEXT_BYTES = 32 << 20
-"""A context may measure a little smaller than it did then, and no larger."""
+_OTHER_CONTEXT_BYTES = 32 << 20
+"""A context may measure a little smaller or larger than it did then."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,11 @@ def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: Task) -> 
     assert price is not None
     if task.budget.bytes is not None and task.budget_bytes != then_bytes:
         return False
-    if not price.device_bytes <= task.budget_bytes <= _MORE_ROOM * then_bytes:
+    grown_bytes = _context_bytes(task) - then_context
+    if abs(grown_bytes) > _OTHER_CONTEXT_BYTES:
         return False
-    if not 0 <= then_context - _context_bytes(task) <= _LESS_CONTEXT_BYTES:
+    needs_bytes = price.device_bytes + max(grown_bytes, 0)
+    if not needs_bytes <= task.budget_bytes <= _MORE_ROOM * then_bytes:
         return False
     return fits_host(price, psutil.virtual_memory().available)
 

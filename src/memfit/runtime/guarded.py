@@ -125,7 +125,9 @@ class GuardedTraining(FullPrecisionExport):
         for bar in bars:
             if self.rehearsal is not None and bar.step_seconds is None:
                 bar.step_seconds = self.rehearsal.step_seconds
-                bar.between_seconds = seconds_between_steps(self, bar.step_seconds)
+                bar.between_seconds = (
+                    seconds_between_steps(self, bar.step_seconds) + self.rehearsal.capture_seconds
+                )
 
     def _room_bytes(self) -> int | None:
         return None if self.guard.cap is None else self.guard.cap.room_bytes()

@@ -15,7 +15,9 @@ anew with another plan, and made smaller here where it cannot.
 from __future__ import annotations
 
 import contextlib
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from memfit.runtime.checkpoint import preserved_rng
 from memfit.runtime.duration import update_seconds
 from memfit.runtime.lengths import has_rows, row_lengths
 from memfit.runtime.live_bytes import LiveBytes
+from memfit.runtime.sinking import GraphedExecutor
 from memfit.runtime.step import StepExecutor
 from memfit.runtime.ways import MemoryModel, Pieces, Way, pieces_of
 from memfit.units import MIB
@@ -43,6 +46,8 @@ _QUICK_SECONDS = 1.0
 _SHORT_SHARE = 0.01
 _SHORT_BYTES = 20 * MIB
 """By how much a failed plan is taken to miss its limit, beside what its context has grown by."""
+_DRAWN = 200
+"""Batches drawn to see which sizes will come."""
 _ROOMY = 0.5
 """A worst batch that needs no more than this of the limit leaves nothing to decide."""
 
@@ -56,6 +61,8 @@ class Rehearsal:
     peak_bytes: int
     """The highest moment of the largest batch."""
     worst_lengths: tuple[int, ...]
+    capture_seconds: float = 0.0
+    """What capturing the graphs takes that the steps will still need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,9 @@ class _Stage:
         self._device: torch.device = trainer.args.device
         self._count = min(trainer.args.per_device_train_batch_size, len(dataset))
         self._tried: _Tried | None = None
+        self._warmed: _Tried | None = None
+        self._captured = 0
+        """Graphs captured for `_warmed`."""
 
     def play(self) -> Rehearsal:
         model, guard = self._trainer.model, self._guard
@@ -104,7 +114,8 @@ class _Stage:
             self._evaluate()
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
-        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths))
+            capturing = self._capture_seconds(seconds)
+        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing)
 
     def learn_if_tight(self) -> None:
         """Find out what a token takes, once the limit could make a difference."""
@@ -271,11 +282,29 @@ class _Stage:
         if on_cuda or tried.seconds <= LONG_SECONDS:
             way = self._guard.way_for(lengths)
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
-                self._try(usual, way, dressed=2)
+                graphs = self._trainer.executor.captured_graphs
+                self._warmed, _ = self._try(usual, way, dressed=2)
+                self._captured = self._trainer.executor.captured_graphs - graphs
             again, _ = self._try(usual, way, dressed=int(on_cuda), metered=on_cuda)
             if again is not None:
                 return again.seconds
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
+
+    def _capture_seconds(self, step_seconds: float) -> float:
+        """What the graphs of batches to come will take, by the one that was captured last."""
+        executor = self._trainer.executor
+        if not isinstance(executor, GraphedExecutor) or not (self._captured and self._warmed):
+            return 0.0
+        each = max(self._warmed.seconds - 2 * step_seconds, 0.0) / self._captured
+        lengths = row_lengths(self._dataset)
+        draw = random.Random(0)
+        wanted: Counter[int] = Counter()
+        for _ in range(min(self._trainer.state.max_steps, _DRAWN)):
+            rows = draw.sample(lengths, self._count)
+            pieces = pieces_of(rows, self._guard.way_for(rows).micro_batching, packed=True)
+            wanted[executor.buckets.fit(pieces.tokens)] += 1
+        again = {tokens for tokens, times in wanted.items() if times > 1}
+        return each * len(again - executor.captured_tokens)
 
     @property
     def _packed(self) -> bool:

@@ -161,6 +161,11 @@ class GraphedExecutor(SinkExecutor):
         """Of whole steps and of single micro-batches."""
         return sum(len(cache) for cache in self._caches.values())
 
+    @property
+    def captured_tokens(self) -> set[int]:
+        """The token counts there are graphs for."""
+        return set().union(*(cache.tokens for cache in self._caches.values()))
+
     def drop(self) -> None:
         """Give the graphs' memory back."""
         for cache in self._caches.values():
@@ -185,7 +190,7 @@ class GraphedExecutor(SinkExecutor):
 
     def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
         lengths = text_lengths(part.inputs)
-        captured = set().union(*(cache.tokens for cache in self._caches.values()))
+        captured = self.captured_tokens
         tokens, longest = sum(lengths), max(lengths)
         packed = self.packing.pack(
             part.inputs,
