@@ -1,0 +1,135 @@
+"""What is being done is said while it is done: once, soon, and never in anybody's way."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from memfit import waiting
+from memfit.announce import voice
+
+LINE, DOT = 0.05, 0.1
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(waiting, "_LINE_AFTER_SECONDS", LINE)
+    monkeypatch.setattr(waiting, "_DOT_AFTER_SECONDS", DOT)
+
+
+def until(capsys: pytest.CaptureFixture[str], said: str, seconds: float = 20.0) -> str:
+    """What was written to stderr up to and with these words."""
+    written, deadline = "", time.monotonic() + seconds
+    while said not in written and time.monotonic() < deadline:
+        time.sleep(0.01)
+        written += capsys.readouterr().err
+    assert said in written
+    return written
+
+
+def test_work_is_named_in_a_pipe_and_dots_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting.telling():
+        with waiting.doing("planning"):
+            written = until(capsys, "..")
+        written += capsys.readouterr().err
+    written += capsys.readouterr().err
+    assert written.startswith("planning\n..")
+    assert written.count("planning") == 1
+    assert written.endswith(" s\n")
+    assert all(char == "\n" or char.isprintable() for char in written)
+
+
+def test_work_that_is_over_at_once_is_not_mentioned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_LINE_AFTER_SECONDS", 30.0)
+    with waiting.telling():
+        for _ in range(5):
+            with waiting.doing("a moment"):
+                pass
+    assert capsys.readouterr().err == ""
+
+
+def test_the_innermost_work_is_named_and_then_the_outer_one_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with waiting.telling(), waiting.doing("all"):
+        with waiting.doing("a part"):
+            assert "all" not in until(capsys, "a part\n")
+        until(capsys, "all\n")
+        with waiting.doing(""):
+            capsys.readouterr()
+            assert set(until(capsys, "..")) <= {".", "\n"}
+
+
+def test_who_speaks_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    say = voice(quiet=False)
+    with waiting.telling(), waiting.doing("planning"):
+        until(capsys, ".")
+        say("a note")
+        written = until(capsys, "a note\n")
+    assert written.lstrip(".").startswith("\na note\n")
+
+
+def test_nothing_is_said_where_quiet_is_asked_for_or_nobody_listens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with waiting.telling(quiet=True), waiting.doing("quiet"):
+        time.sleep(3 * DOT)
+    with waiting.doing("alone"):
+        time.sleep(3 * DOT)
+    waiting.make_way()
+    assert capsys.readouterr().err == ""
+    assert waiting.sentence() == ""
+
+
+def test_a_bar_has_the_terminal_for_itself_and_is_told_what_to_show(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with waiting.telling(), waiting.doing("evaluating"):
+        waiting.shown_by_bar(True)
+        capsys.readouterr()
+        time.sleep(3 * DOT)
+        assert capsys.readouterr().err == ""
+        assert waiting.sentence() == "evaluating"
+        waiting.shown_by_bar(False)
+        until(capsys, "evaluating\n")
+
+
+def test_it_ends_with_what_interrupts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        with waiting.telling(), waiting.doing("planning"):
+            until(capsys, ".")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    written = capsys.readouterr().err
+    assert written.endswith("\n")
+    time.sleep(3 * DOT)
+    assert capsys.readouterr().err == ""
+
+
+class Gone(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    tries = 0
+
+    def write(self, text: str) -> int:
+        del text
+        self.tries += 1
+        raise BrokenPipeError
+
+
+def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Gone()
+    monkeypatch.setattr(sys, "stderr", gone)
+    deadline = time.monotonic() + 20
+    with waiting.telling(), waiting.doing("planning"):
+        while gone.tries < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert gone.tries >= 2
