@@ -38,6 +38,8 @@ def compare(bench: Bench, results: ResultFile) -> None:
     pairs = SMALL_PAIRS if bench.options.cpu else PAIRS
     names = bench.options.only.split(";") if bench.options.only else [one.name for one in pairs]
     pairs = tuple(one for one in pairs if one.name in names)
+    if not pairs:
+        raise SystemExit(f"--only names none of {'; '.join(one.name for one in PAIRS)}")
     bench.make_models([pair.model for pair in pairs])
     for pair in pairs:
         bench.model(pair.model)  # nothing else may run while the clock does

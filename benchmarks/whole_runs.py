@@ -684,7 +684,7 @@ def parsed() -> argparse.Namespace:
     add("--vocab", type=Path, help="a BERT vocabulary; else one of made-up texts' characters")
     add("--rows", type=int, help="of the table (0: all; else 1600, with --cpu 96)")
     add("--real", action="append", default=[], metavar="NAME=FOLDER", help="pre-trained weights")
-    add("--only", help="names of cases, separated by commas")
+    add("--only", help="names of cases, separated by commas (of --stock by ;)")
     add("--jobs", type=int, default=1)
     add("--out", type=Path, help="the result file")
     add("--append", action="store_true", help="keep the file's other rows")
@@ -724,7 +724,7 @@ def main() -> None:
     if options.list:
         print("\n".join(case.name for case in chosen(options)))
         return
-    cases = chosen(options)
+    cases = [] if options.stock or options.seeds else chosen(options)
     card = None if options.cpu else CardWatch()
     if card is not None and card.problem:
         raise SystemExit(
