@@ -40,7 +40,7 @@ def sees_padding(model: nn.Module) -> str:
         "ForSequenceClassification"
     ):
         return f"{name} is no sequence classifier of transformers itself"
-    if "forward" in vars(inner):
+    if "forward" in vars(inner) and "_original_forward" not in vars(inner):  # accelerate's
         return f"the forward of this {name} was replaced"
     kind = inner.config.model_type
     if kind not in _READ_FIRST and not reads_last_token(model):

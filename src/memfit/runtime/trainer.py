@@ -12,8 +12,8 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers import PreTrainedModel, TrainerCallback, enable_full_determinism, set_seed
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from memfit._compat import without_num_items
 from memfit.arguments import TrainingArguments
@@ -32,15 +32,22 @@ from memfit.runtime.checkpoint import (
     recorded_micro_batching,
     step_of,
 )
-from memfit.runtime.effective import effective_arguments, leave_out_refused_half
+from memfit.runtime.effective import (
+    accumulation_steps,
+    effective_arguments,
+    leave_out_refused_half,
+)
+from memfit.runtime.guard import Guard
 from memfit.runtime.guarded import GuardedTraining
 from memfit.runtime.heap import EVERY_STEPS, return_freed_memory
+from memfit.runtime.holding import give_back, hold, let_go
 from memfit.runtime.loss import ClassWeightedLoss, counted_items, counted_labels, shifts_labels
 from memfit.runtime.out_of_memory import retrying
 from memfit.runtime.padding import quick
 from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
 from memfit.runtime.predictions import logits_and_labels
 from memfit.runtime.progress import MemfitProgress
+from memfit.runtime.random_state import RandomState
 from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
 from memfit.strategies import Setup, Strategy, apply_all
@@ -68,6 +75,10 @@ class BudgetTrainer(GuardedTraining):
 
     model: PreTrainedModel
     _keeps_predictions = False
+    model_init: Any
+    hp_search_backend: Any
+    _made: nn.Module | None = None
+    """By `model_init` for the plan, until the Trainer asks for it."""
 
     def __init__(
         self,
@@ -84,55 +95,166 @@ class BudgetTrainer(GuardedTraining):
         **named: Any,
     ) -> None:
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
+        self._args_seen = _fields(self.user_args)
+        self._folded = accumulation_steps(self.user_args)
         named = {**by_name(positional), **named}
         if "tokenizer" in named:
             named["processing_class"] = named.pop("tokenizer")
             warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
+        if model is not None:
+            give_back(model)  # an earlier trainer's changes are none of this one's
         effective = effective_arguments(self.user_args)
         if effective.device.type == "cpu":
             leave_out_refused_half(effective)
         self._learning_flops: int | None = None
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
-        sees_inputs = type(self).compute_loss is not transformers.Trainer.compute_loss
-        own_loss = (
-            sees_inputs or class_weights is not None or named.get("compute_loss_func") is not None
-        )
-        self.setup = Setup(
-            model=model,  # type: ignore[arg-type]
-            args=effective,
-            device=effective.device,
-            train_dataset=named.get("train_dataset"),
-            stock_loss=not own_loss and effective.label_smoothing_factor == 0,
-            sees_inputs=sees_inputs,
-            user_set=user_set,
-        )
+        self._class_weights = class_weights
+        self._given_back = False
         self.budget = parse_budget(budget) if isinstance(budget, str) else budget
-        given = strategies if model is not None or strategies else ()
-        asked = Asked(given, micro_batching, own_optimizer(self, named), on_nan)
-        self.plan = plan or plan_for(self, asked, named.get("eval_dataset"))
-        used = asked.strategies(self.plan)
-        if used and model is None:
-            raise ConfigError("strategies change a model: give the model itself, not model_init")
+        self._asked = Asked(strategies, micro_batching, own_optimizer(self, named), on_nan)
+        self._setup_fields = self._fields_of(named, user_set)
+        self.setup = Setup(model=model, args=effective, **self._setup_fields)  # type: ignore[arg-type]
+        self.plan = plan
+        self._planned_for: Any = None
+        self._eval_dataset = named.get("eval_dataset")
         if self.budget is not None and effective.device.type == "cuda":
             use_expandable_segments()
         try:
-            apply_all(used, self.setup)
-            super().__init__(self.setup.model, effective, **named)
-            self._prepare(class_weights)
-            if model is None:  # there is one now
-                self.setup.model = self.model
-                self.plan = plan_for(self, asked, named.get("eval_dataset"))
-            self.executor = self.create_step_executor(asked.micro_batches(self.plan))
+            if model is None and named.get("model_init") is not None:
+                self.model_init = named["model_init"]
+                self._make_model()
+            self._change_model()
+            given = None if model is None else self.setup.model
+            super().__init__(given, effective, **named)
+            self._prepare()
+            self._equip()
             self.watch_training(on_nan)
-            names = frozenset(strategy.name for strategy in used)
-            by_hand = micro_batching is not None or plan is not None
-            self.guard_training(names, keeps_plan=by_hand)
+            self.guard_training(self._names, keeps_plan=self._keeps_plan)
         except BaseException:
             self.setup.restore()  # the user keeps the model that was given
+            if self.setup.model is not None:
+                let_go(self.setup.model)
             raise
 
-    def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
+    # ---- the model, and what is done to it ----
+
+    def _fields_of(self, named: Mapping[str, Any], user_set: frozenset[str] | None) -> Any:
+        """What a set-up must know, whatever the model."""
+        sees_inputs = type(self).compute_loss is not transformers.Trainer.compute_loss
+        own = self._class_weights is not None or named.get("compute_loss_func") is not None
+        smooths = self.user_args.label_smoothing_factor != 0
+        return {
+            "device": self.user_args.device,
+            "train_dataset": named.get("train_dataset"),
+            "stock_loss": not sees_inputs and not own and not smooths,
+            "sees_inputs": sees_inputs,
+            "user_set": user_set,
+        }
+
+    def _make_model(self, trial: Any = None) -> None:
+        """Before the Trainer asks for it: a plan is made for a model, and may change arguments."""
+        args = self.setup.args
+        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
+        self.setup.model = self._made = super().call_model_init(trial)
+        self._made_with = RandomState.now(args.device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the Trainer's; the model was made already, and the random numbers go on from there."""
+        if self._made is None:
+            self._make_model(trial)
+        self._made = None
+        self._made_with.restore(self.args.device)
+        return self.setup.model
+
+    def _remake_model(self, trial: Any) -> None:
+        """A new model for another training, changed as the one before it, which goes first."""
+        self._drop_model()
+        self.setup = Setup(model=None, args=self.args, **self._setup_fields)  # type: ignore[arg-type]
+        self._make_model(trial)
+        self._hp_search_setup(trial)  # a plan is made for the batches of this trial
+        self._change_model()
+        self._refit(self.setup.model)
+
+    def _drop_model(self) -> None:
+        """Hold no model and nothing that belongs to one: two would not fit."""
+        self.executor.drop()
+        self.setup.restore()
+        handler = self.callback_handler
+        handler.model = handler.optimizer = handler.lr_scheduler = None
+        self.optimizer = self.lr_scheduler = None
+        self.model = self.model_wrapped = self.setup.model = None  # type: ignore[assignment]
+        self.accelerator.free_memory()
+        # What ran its steps knows it, too.
+        del self.guard, self.executor
+
+    def _change_model(self) -> None:
+        """Plan where there is something to plan, and apply the strategies."""
+        model: Any = self.setup.model
+        if model is None:
+            return
+        if self.plan is None or self._planned_for not in (None, _shape_of(model, self.setup.args)):
+            self.plan = plan_for(self, self._asked, self._eval_dataset)
+            self._planned_for = _shape_of(model, self.setup.args)
+        used = self._asked.strategies(self.plan)
+        self._names = frozenset(strategy.name for strategy in used)
+        hold(model, self.setup.undo, self)
+        apply_all(used, self.setup)
+
+    def _equip(self) -> None:
+        """What runs the steps of the model as it is now."""
+        limits = self._asked.micro_batches(self.plan)
+        self.executor = self.create_step_executor(limits)
+
+    def _refit(self, model: nn.Module) -> None:
+        """The same for a model that came after the first."""
+        self.model = model  # type: ignore[assignment]
+        self._shifts_labels = shifts_labels(model)
+        self._cap, self._learning_flops = None, None
+        self._equip()
+        self.guard = Guard(self, self._names)
+        self.guard.adjuster.keeps_plan = self._keeps_plan
+
+    @property
+    def _keeps_plan(self) -> bool:
+        by_hand = self.plan is not None and self._planned_for is None
+        return self._asked.limits is not None or by_hand
+
+    def give_back(self) -> None:
+        """Undo what strategies did to the model, with all the bits that were trained.
+
+        Called when another trainer is made for it. This one still predicts, and `train()` begins
+        with its strategies anew.
+        """
+        if self._given_back:
+            return
+        self.executor.drop()
+        weights = self._joined(self.accelerator.unwrap_model(self.model)) or {}
+        self.setup.restore()
+        model = self.setup.model
+        _without_autocast(model)
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.data = weights[name].to(parameter.device)
+        self._given_back = True
+        let_go(model)
+        self.setup = Setup(model=model, args=self.args, **self._setup_fields)
+        self.model_wrapped = model
+        self.optimizer = self.lr_scheduler = None
+        self._names = frozenset()
+        self._refit(model)
+
+    def _take_again(self) -> None:
+        """Have the strategies back in a model that was given back."""
+        give_back(self.model)
+        self._given_back = False
+        self._change_model()
+        self._refit(self.setup.model)
+        if self.place_model_on_device:
+            self._move_model_to_device(self.model, self.args.device)
+        self.model_wrapped = self.model
+
+    def _prepare(self) -> None:
         if self.args.device.type == "cpu":
             self._check_weights()
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
@@ -141,8 +263,8 @@ class BudgetTrainer(GuardedTraining):
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
             self.compute_loss = tolerant  # type: ignore[method-assign]
-        if class_weights is not None:
-            self._use_class_weights(class_weights)
+        if self._class_weights is not None:
+            self._use_class_weights(self._class_weights)
         self.data_collator = quick(self.data_collator)
 
     def _check_weights(self) -> None:
@@ -216,6 +338,20 @@ class BudgetTrainer(GuardedTraining):
         **kwargs: Any,
     ) -> TrainOutput:
         """As the Trainer's; `True` takes the newest checkpoint that is whole."""
+        self._follow_arguments()
+        if self.model_init is not None:
+            self._remake_model(kwargs.get("trial", args[0] if args else None))
+        elif self._given_back:
+            self._take_again()
+        begun = self.state.global_step
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            if self.state.global_step == begun and self.setup.model is not None:
+                self.give_back()  # nothing was trained: the model is left as it was
+            raise
+
+    def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
                 "no parameter of the model can learn: every requires_grad is False; "
@@ -233,6 +369,59 @@ class BudgetTrainer(GuardedTraining):
         finally:
             for bar in bars:
                 bar.close()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's."""
+        self._follow_arguments()
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As the Trainer's."""
+        self._follow_arguments()
+        return super().predict(*args, **kwargs)
+
+    def _follow_arguments(self) -> None:
+        """Do what the Trainer does when its arguments are changed after it was made.
+
+        `args` are a copy of the user's with the accumulation folded into the batch.
+        """
+        now = _fields(self.user_args)
+        changed = {name for name, value in now.items() if value != self._args_seen[name]}
+        if changed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # said when the trainer was made
+                effective = effective_arguments(self.user_args)
+            # Like the Trainer's own, the rows of a batch are those it was made with.
+            for name in changed - {"per_device_train_batch_size"}:
+                setattr(self.args, name, getattr(effective, name))
+            self._args_seen = now
+        steps = accumulation_steps(self.user_args)
+        if "gradient_accumulation_steps" in changed and steps != self._folded:
+            self.args.gradient_accumulation_steps = 1
+            self._fold(steps)
+        elif self.args.gradient_accumulation_steps != 1:  # set on trainer.args
+            self._fold(self.args.gradient_accumulation_steps)
+
+    def _fold(self, steps: int) -> None:
+        """Effective batches of so many device batches."""
+        rows = self.args.per_device_train_batch_size // self._folded
+        self.args.per_device_train_batch_size = rows * steps
+        self.args.gradient_accumulation_steps = 1
+        self._folded = steps
+        self._train_batch_size = self.args.train_batch_size
+        self.accelerator.gradient_accumulation_steps = 1
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """As the Trainer's; a batch size that is searched for is that of a device, too."""
+        if self.hp_search_backend is None or trial is None:
+            super()._hp_search_setup(trial)
+            return
+        self.args.per_device_train_batch_size //= self._folded
+        self.args.gradient_accumulation_steps = self._folded
+        super()._hp_search_setup(trial)
+        steps, self._folded = self.args.gradient_accumulation_steps, 1
+        self._fold(steps)
 
     def training_step(
         self,
@@ -452,3 +641,25 @@ class BudgetTrainer(GuardedTraining):
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _shape_of(model: nn.Module, args: transformers.TrainingArguments) -> Any:
+    """What a plan is made for: all weights by their sizes, and the effective batch."""
+    shapes = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+    return type(model), args.per_device_train_batch_size, shapes
+
+
+def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+
+
+def _without_autocast(model: nn.Module) -> None:
+    """Take accelerate's wrapper off, which computes in the precision of the last training.
+
+    Its own `unwrap_model` takes the decorators of transformers off with it.
+    """
+    original = vars(model).pop("_original_forward", None)
+    if original is not None:
+        vars(model).pop("forward", None)
+        if getattr(original, "__func__", None) is not type(model).forward:
+            model.forward = original

@@ -64,6 +64,11 @@ class LowBitAdamW(Strategy):
     def change(self, setup: Setup) -> None:
         from memfit.optim import LossScale, to_lowbit
 
+        # On the host until training begins: a set-up that comes to nothing leaves no trace.
+        whole: dict[nn.Parameter, torch.Tensor | None] = {
+            p: p.data.cpu() for p in setup.model.parameters() if p.dtype == torch.float32
+        }
+        setup.undo.append(_widening(whole))
         remainders = to_lowbit(
             setup.model, getattr(torch, self.dtype), master_bits=self.master_bits
         )
@@ -71,6 +76,7 @@ class LowBitAdamW(Strategy):
         def make(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.Optimizer:
             from memfit.optim import KeptGradients, LowBitAdamW
 
+            whole.update(dict.fromkeys(whole))
             optimizer = LowBitAdamW(
                 groups,
                 lr=args.learning_rate,
@@ -84,7 +90,11 @@ class LowBitAdamW(Strategy):
             )
             scale = LossScale(setup.device) if self.dtype == "float16" else None
             sink = setup.make_sink or KeptGradients
-            setup.sink = sink(optimizer, max_grad_norm=args.max_grad_norm or 0.0, loss_scale=scale)
+            setup.sink = made = sink(
+                optimizer, max_grad_norm=args.max_grad_norm or 0.0, loss_scale=scale
+            )
+            if made.hooked:
+                setup.undo.append(made.remove)
             return optimizer
 
         setup.make_optimizer = make
@@ -92,9 +102,20 @@ class LowBitAdamW(Strategy):
         setup.wrap_executor.append(lambda executor: _into_sink(executor, setup))
 
 
+def _widening(whole: dict[nn.Parameter, torch.Tensor | None]) -> Callable[[], None]:
+    """Weights in float32 again: those that were there, or what has been trained."""
+
+    def undo() -> None:
+        for p, before in whole.items():
+            p.data = p.data.float() if before is None else before.to(p.device)
+        whole.clear()
+
+    return undo
+
+
 def _with_float_logits(model: Any) -> Callable[[], None]:
     """The head answers in float32, so that the loss and what is reported have all their bits."""
-    labels = model.config.num_labels
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == labels]
     if not heads:
         return lambda: None

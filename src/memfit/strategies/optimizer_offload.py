@@ -107,7 +107,10 @@ class OptimizerOffload(Strategy):
         """Offload over these links, whatever the device."""
         if problem := self._unsuited(setup):
             raise ConfigError(problem)
+        stored = [p for p in setup.model.parameters() if p.dtype == torch.float32]
         masters = Masters() if self.dtype is None else _halved(setup.model)
+        if self.dtype is not None:
+            setup.undo.append(lambda: _widen(stored, masters))
         hosted = None
         if self.weights:
             layers = stack_of(setup.model).layers
@@ -147,3 +150,11 @@ def _halved(model: nn.Module) -> Masters:
                 masters.keep(p, p.detach().to("cpu", copy=True))
             p.data = p.data.to(torch.bfloat16)
     return masters
+
+
+@torch.no_grad()
+def _widen(stored: list[nn.Parameter], masters: Masters) -> None:
+    """The weights in fp32 again, as they were kept on the host."""
+    for p in stored:
+        master = masters.of(p)
+        p.data = (p.data if master is None else master.view(p.shape)).to(p.device, torch.float32)
