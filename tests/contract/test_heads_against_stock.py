@@ -6,6 +6,7 @@ The reference is the stock Trainer with the whole effective batch; SGD shows gra
 # ruff: noqa: ARG002 - the Trainer decides what is handed over.
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,85 @@ def _assert_same_predictions(ours: Any, stock: Any) -> None:
 def test_every_head_trains_and_predicts_as_with_the_stock_trainer(head, limits, tmp_path):
     stock = run(transformers.Trainer, *built(head), tmp_path)
     assert_same(run(BudgetTrainer, *built(head), tmp_path, micro_batching=limits), stock)
+
+
+# ---- inside a budget ----
+
+UNPREDICTED = ("plain module",)
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head not in ("max", "lstm")])
+def test_every_head_can_be_given_a_budget(head, tmp_path):
+    stock = run(transformers.Trainer, *built(head), tmp_path)
+    planned: list[BudgetTrainer] = []
+
+    class Noted(BudgetTrainer):
+        def train(self, *args, **kwargs):
+            planned.append(self)
+            return super().train(*args, **kwargs)
+
+    expected = contextlib.nullcontext()
+    if head in UNPREDICTED:
+        expected = pytest.warns(UserWarning, match="Bag cannot be predicted")
+    with expected:
+        ours = run(Noted, *built(head), tmp_path, budget="60MB")
+    assert_same(ours, stock)
+    (trainer,) = planned
+    assert (trainer.plan is None) == (head in UNPREDICTED)
+    assert trainer.rehearsal is not None
+    if trainer.plan is not None:
+        packs = trainer.plan.candidate.get("packing") is not None
+        assert packs == (head == "classes")
+
+
+@pytest.mark.filterwarnings("ignore:the memory of Bag cannot be predicted")
+@pytest.mark.parametrize("head", ["token classes", "plain module"])
+def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path):
+    pieces: list[int] = []
+    peaks: list[int] = []
+
+    class Noted(BudgetTrainer):
+        def _micro_batch_loss(self, model, inputs, weight):
+            pieces.append(len(inputs["input_ids"]))
+            return super()._micro_batch_loss(model, inputs, weight)
+
+        def train(self, *args, **kwargs):
+            output = super().train(*args, **kwargs)
+            peaks.append(self.rehearsal.peak_bytes)
+            return output
+
+    stock = run(transformers.Trainer, *built(head), tmp_path)
+    run(Noted, *built(head), tmp_path, budget="60MB", strategies=[])
+    assert set(pieces) == {8}
+    tight = int(0.8 * peaks[0])
+    ours = run(Noted, *built(head), tmp_path, budget=f"{tight}B", strategies=[])
+    assert min(pieces) < 8
+    assert_same(ours, stock)
+
+
+def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
+    from memfit.planner.given import fit_strategies
+    from memfit.planner.workload import workload_of_model
+    from memfit.runtime.live_bytes import LiveBytes
+
+    collate = transformers.default_data_collator
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, report_to="none", use_cpu=True, optim="sgd"
+    )
+    shares = []
+    for head in ("classes", "token classes", "mean"):
+        model, row = built(head)
+        rows = [row(number) for number in range(8)]
+        workload = workload_of_model(model, args, rows, collate=collate)
+        assert set(workload.lengths) == {WIDTH}
+        price = fit_strategies(workload, (), 10**9, None).price
+        assert price is not None
+        counter = LiveBytes()
+        counter.adopt(model.parameters())
+        with counter:
+            model(**collate(rows))["loss"].backward()
+        shares.append(price.peak.allocated_bytes / counter.peak_bytes)
+    assert shares[1:] == pytest.approx([shares[0]] * 2, rel=0.01)
 
 
 # ---- losses of the user's own ----

@@ -69,13 +69,18 @@ def with_layers(config: Any, count: int) -> Any:
     go on with the last one.
     """
     shallow = copy.deepcopy(config)
-    text = shallow.get_text_config()
+    cut_layers(shallow, count)
+    return shallow
+
+
+def cut_layers(config: Any, count: int) -> None:
+    """Leave only the first `count` layers in this configuration."""
+    text = config.get_text_config()
     full = text.num_hidden_layers
     for key, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == full:
             setattr(text, key, value[:count] + value[-1:] * max(count - full, 0))
     text.num_hidden_layers = count
-    return shallow
 
 
 def deepen(shallow: Segments, deeper: Segments, repeats: int) -> Segments | None:

@@ -73,6 +73,11 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
         raise ModelError(t("input.model.built", **said)) from None
     if is_flash(spec.attn_implementation):
         check_flash(model, spec.dtype, autocast=spec.autocast)
+    return adapted(model, spec)
+
+
+def adapted(model: Any, spec: StepSpec) -> Any:
+    """The model with adapters, frozen parts and recomputation as the step asks."""
     if spec.lora is not None:
         model = add_lora(model, spec.lora, dropout=spec.lora_dropout, on_meta=True)
     elif spec.freeze is not None:
@@ -134,6 +139,8 @@ def has_bias(module: torch.nn.Module) -> bool:
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """A place for the tensor, on fake tensors: no memory is taken."""
+    if not tensor.is_floating_point():  # indices, which a trace may follow
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 

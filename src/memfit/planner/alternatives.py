@@ -167,6 +167,8 @@ def smaller_models(asked: Asked, pricer: Pricer, budget_bytes: int) -> Iterator[
     """Models of the same family with fewer or narrower layers, each at its best."""
     from memfit.planner.search import price_all
 
+    if asked.workload.given is not None:
+        return  # its configuration alone does not say what a smaller one would be
     text: Any = asked.workload.config.get_text_config()
     other = pricer
     own = text.num_hidden_layers * text.hidden_size**2

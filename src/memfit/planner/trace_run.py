@@ -12,7 +12,7 @@ features    texts through a frozen encoder, where its features are computed once
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -317,9 +317,12 @@ class TracedRun:
         with self._autocast():
             outputs: Any = model(**inputs)
         # accelerate turns what leaves autocast into fp32, the logits too.
-        loss: torch.Tensor = outputs["loss"].float()
+        shown: Any = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+        loss: torch.Tensor = shown["loss" if "loss" in shown else 0].float()
         if self._half is not None:
-            outputs["logits"].float()
+            for value in shown.values():
+                if isinstance(value, torch.Tensor):
+                    value.float()
         return loss
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile
-from memfit.memory.models import build_on_meta, model_config
+from memfit.memory.models import adapted, build_on_meta, model_config
 from memfit.memory.spec import OPTIMIZERS, StepSpec
 from memfit.planner.trace_batch import LengthRows
 from memfit.planner.values import Candidate, Workload
@@ -57,12 +58,17 @@ def _precision(workload: Workload) -> str:
 
 def full_config(workload: Workload) -> Any:
     """The configuration with the head the task asks for; models share it, so it is a copy."""
+    if workload.given is not None:
+        return copy.deepcopy(workload.config)
     return model_config(spec_of(workload))
 
 
 def build_model(workload: Workload, config: Any, layers: int | None = None) -> Any:
     """The classifier on the meta device; `layers` of its configuration were kept."""
     spec = spec_of(workload)
+    if workload.given is not None:
+        depth = int(config.get_text_config().num_hidden_layers)
+        return adapted(workload.given.build(depth), spec)
     if layers is not None and spec.freeze is not None and spec.freeze.isdecimal():
         spec = spec.replace(freeze=str(min(layers, int(spec.freeze))))
     return build_on_meta(spec, config)

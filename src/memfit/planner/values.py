@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.memory.components import MemoryPeak
     from memfit.memory.counts import StepCounts
     from memfit.planner.batches import Batches
+    from memfit.planner.given_model import GivenModel
     from memfit.runtime.batching import MicroBatching
 
 
@@ -43,6 +44,8 @@ class Workload:
     """Rows of one evaluation."""
     skips_bad_steps: bool = False
     """Whether a step whose gradient is not finite must leave the weights as they are."""
+    given: GivenModel | None = None
+    """The model itself, where its configuration alone does not say what it is."""
 
     @cached_property
     def effective_rows(self) -> int:

@@ -12,7 +12,9 @@ from transformers import PretrainedConfig, TrainingArguments
 
 from memfit.config import RunConfig
 from memfit.data.values import LabelSpace
+from memfit.errors import TraceError
 from memfit.parts import base_of, layers_of
+from memfit.planner.given_model import Collate, given_model, is_built_from_config
 from memfit.planner.values import Workload
 from memfit.runtime.effective import effective_rows
 from memfit.runtime.lengths import longest_row, row_lengths
@@ -60,15 +62,23 @@ def workload_of_model(
     stock_loss: bool = True,
     eval_rows: int = 0,
     skips_bad_steps: bool = False,
+    collate: Collate | None = None,
 ) -> Workload:
     """A Trainer's model and arguments, before anything was done to them.
 
     Rows that cannot be looked at (a stream) are taken to be as long as the model can read.
-    `own_optimizer` names one that was made outside: it stays, and is priced like AdamW.
+    `own_optimizer` names one that was made outside: it stays, and is priced like AdamW. `collate`
+    makes a batch of rows, for models that are more than their configuration says.
     """
     inner, rank = _without_adapters(model)
+    given = None
+    if not is_built_from_config(inner):
+        if rank is not None:
+            raise TraceError(f"adapters in {type(inner).__name__} cannot be traced")
+        given, lengths = given_model(inner, train_dataset, collate)
+    else:
+        lengths = row_lengths(train_dataset)
     settings: Any = inner.config
-    lengths = row_lengths(train_dataset)
     if not lengths:
         lengths = [longest_row(train_dataset, inner)] * effective_rows(args)
     known = changed_fields(args) if user_set is None else user_set
@@ -88,6 +98,7 @@ def workload_of_model(
         stock_loss=stock_loss,
         eval_rows=eval_rows,
         skips_bad_steps=skips_bad_steps,
+        given=given,
     )
 
 

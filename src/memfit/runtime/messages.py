@@ -182,6 +182,12 @@ _LOSS: Mapping[str, Mapping[str, str]] = {
         "en": "after step {step} weights of the model are not finite numbers",
         "zh": "第 {step} 步之后模型的权重不是有限数",
     },
+    "unpredicted": {
+        "en": "the memory of {model} cannot be predicted ({reason}): it is trained without a plan, "
+        "and the rehearsal and smaller micro-batches keep it inside the budget",
+        "zh": "无法预测 {model} 的内存（{reason}）：将不经规划直接训练，"
+        "由预演和更小的微批次保证不超出预算",
+    },
     "optim.backward": {
         "en": "optim={name} updates weights inside backward and cannot take an effective batch in "
         "parts; choose another optimizer",

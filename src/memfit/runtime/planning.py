@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from memfit.errors import TraceError
+from memfit.errors import ConfigError, DoesNotFitError, MemfitError
+from memfit.messages import t
 from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Strategy
-from memfit.units import Budget
 
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
@@ -72,25 +72,29 @@ def plan_for(trainer: BudgetTrainer, asked: Asked, eval_dataset: Any) -> Plan | 
     workloads = importlib.import_module("memfit.planner.workload")
     here = importlib.import_module("memfit.planner.here")
     device = trainer.setup.args.device
-    workload: Workload = workloads.workload_of_model(
-        model,
-        trainer.user_args,
-        trainer.setup.train_dataset,
-        user_set=trainer.setup.user_set,
-        own_optimizer=asked.own_optimizer,
-        stock_loss=trainer.setup.stock_loss,
-        eval_rows=len(eval_dataset) if hasattr(eval_dataset, "__len__") else 0,
-        skips_bad_steps=asked.on_nan == "skip",
-    )
     plan: Plan
     try:
+        workload: Workload = workloads.workload_of_model(
+            model,
+            trainer.user_args,
+            trainer.setup.train_dataset,
+            user_set=trainer.setup.user_set,
+            own_optimizer=asked.own_optimizer,
+            stock_loss=trainer.setup.stock_loss,
+            eval_rows=len(eval_dataset) if hasattr(eval_dataset, "__len__") else 0,
+            skips_bad_steps=asked.on_nan == "skip",
+            collate=trainer.collate_rows,
+        )
         if asked.given is None and trainer.setup.args.world_size == 1:
             plan = here.chosen_here(workload, budget, device).plan
         else:  # ranks that measure their cards would come to different plans
             plan = here.fit_here(workload, asked.given or (), budget, device)
-    except TraceError as error:
-        if budget != Budget():
-            raise  # a promise that cannot be checked is not made
-        warnings.warn(f"memory cannot be predicted: {error}", UserWarning, stacklevel=4)
+    except (DoesNotFitError, ConfigError):
+        raise
+    except Exception as error:  # a model may be anything, and fail in any way without weights
+        why = str(error).strip().splitlines() or [""]
+        reason = why[0] if isinstance(error, MemfitError) else f"{type(error).__name__}: {why[0]}"
+        name = type(model).__name__
+        warnings.warn(t("live.unpredicted", model=name, reason=reason), UserWarning, stacklevel=4)
         return None
     return plan

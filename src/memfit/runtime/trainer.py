@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,15 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, enable_full_determinism, set_seed
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    default_data_collator,
+    enable_full_determinism,
+    set_seed,
+)
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from memfit._compat import without_num_items
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from memfit.planner.plan import Plan
 
 _ARGUMENTS_FILE = "training_args.bin"
+_LABEL_COLUMNS = ("label", "label_ids", "labels")
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
 
@@ -117,7 +127,7 @@ class BudgetTrainer(GuardedTraining):
         self.setup = Setup(model=model, args=effective, **self._setup_fields)  # type: ignore[arg-type]
         self.plan = plan
         self._planned_for: Any = None
-        self._eval_dataset = named.get("eval_dataset")
+        self._named = named
         if self.budget is not None and effective.device.type == "cuda":
             use_expandable_segments()
         try:
@@ -188,13 +198,31 @@ class BudgetTrainer(GuardedTraining):
         # What ran its steps knows it, too.
         del self.guard, self.executor
 
+    def collate_rows(self, rows: list[Any]) -> Any:
+        """A batch of these rows, as the Trainer's loader makes it."""
+        own = self._named.get("data_collator")
+        if own is None:
+            tokenizer: Any = self._named.get("processing_class")
+            padding = isinstance(tokenizer, PreTrainedTokenizerBase)
+            own = DataCollatorWithPadding(tokenizer) if padding else default_data_collator
+        if self.user_args.remove_unused_columns:
+            known = {*inspect.signature(self.setup.model.forward).parameters, *_LABEL_COLUMNS}
+            known |= set(self.user_args.label_names or ())
+            rows = [
+                {name: row[name] for name in row if name in known}
+                if isinstance(row, Mapping)
+                else row
+                for row in rows
+            ]
+        return own(rows)
+
     def _change_model(self) -> None:
         """Plan where there is something to plan, and apply the strategies."""
         model: Any = self.setup.model
         if model is None:
             return
         if self.plan is None or self._planned_for not in (None, _shape_of(model, self.setup.args)):
-            self.plan = plan_for(self, self._asked, self._eval_dataset)
+            self.plan = plan_for(self, self._asked, self._named.get("eval_dataset"))
             self._planned_for = _shape_of(model, self.setup.args)
         used = self._asked.strategies(self.plan)
         self._names = frozenset(strategy.name for strategy in used)
