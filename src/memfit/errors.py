@@ -88,6 +88,10 @@ class ConfigError(InputError):
     """An option, a TOML key or a value is wrong."""
 
 
+class ConflictError(ConfigError, ValueError):
+    """Two arguments contradict each other: the Trainer's own kind of error, too."""
+
+
 class BudgetError(InputError):
     """A budget does not parse."""
 
@@ -102,6 +106,10 @@ class ModelError(InputError):
 
 class OutputError(InputError):
     """The output folder cannot be used."""
+
+
+class NoCheckpointError(OutputError, ValueError):
+    """There is nothing to resume from: the Trainer's own kind of error, too."""
 
 
 class DoesNotFitError(MemfitError):

@@ -235,3 +235,38 @@ def test_micro_batches_stay_those_that_were_asked_for(tmp_path):
     )
     trainer.train()
     assert trainer.micro_batching == MicroBatching(max_rows=3)
+
+
+# ---- as the stock Trainer says it ----
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [(True, "No valid checkpoint found in output"), ("gone", "Can't find a valid checkpoint at")],
+)
+def test_nothing_to_resume_is_the_stock_trainers_kind_of_error(wanted, said, tmp_path):
+    for kind in (BudgetTrainer, transformers.Trainer):
+        with pytest.raises(ValueError, match=said):
+            trainer_of(tmp_path, model_of(0.0), kind).train(resume_from_checkpoint=wanted)
+
+
+def test_accumulation_said_twice_is_the_stock_trainers_kind_of_error(tmp_path):
+    twice = {"gradient_accumulation_kwargs": {"num_steps": 10}}
+    fields = {"gradient_accumulation_steps": 2, "accelerator_config": twice}
+    for kind in (BudgetTrainer, transformers.Trainer):
+        with pytest.raises(ValueError, match="`num_steps` is set but"):
+            trainer_of(tmp_path, model_of(0.0), kind, fields=fields)
+
+
+def test_steps_and_epochs_that_contradict_each_other_are_said(tmp_path):
+    with pytest.warns(UserWarning, match="max_steps=2 and num_train_epochs=7 are both set"):
+        trainer_of(tmp_path, model_of(0.0), fields={"num_train_epochs": 7})
+
+
+def test_the_items_of_a_batch_are_counted_as_the_stock_trainer_counts_them(tmp_path):
+    batches = [collate(texts(8)), collate(texts(5))]
+    stock, ours = (
+        trainer_of(tmp_path, model_of(0.0), kind)._get_num_items_in_batch(batches, "cpu")
+        for kind in (transformers.Trainer, BudgetTrainer)
+    )
+    assert int(ours) == int(stock) == 13

@@ -20,7 +20,7 @@ import torch
 from transformers import TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from memfit.errors import OutputError
+from memfit.errors import NoCheckpointError, OutputError
 from memfit.messages import t
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.manifest import MANIFEST, problem_with
@@ -116,10 +116,12 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
     """The checkpoint to continue from: the one named, or the one found."""
     if not isinstance(wanted, Search):
         found = Path(wanted)
+        if not found.is_dir():
+            raise NoCheckpointError(t("live.resume.absent", path=wanted))
         if problem := damage(found.resolve()):
             raise OutputError(t("live.checkpoint.incomplete", path=wanted, problem=problem))
     elif wanted.good is None:
-        raise OutputError(nothing_good(output_dir, wanted))
+        raise NoCheckpointError(nothing_good(output_dir, wanted))
     else:
         found = wanted.good
     if _is_foreign(found):

@@ -6,6 +6,7 @@ The user's own object is never changed. docs/training-arguments.md lists what is
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import TrainingArguments
 
 from memfit.arguments import TrainingArguments as OurTrainingArguments
 from memfit.arguments import smaller_is_better
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, ConflictError
 from memfit.half_on_cpu import half_on_cpu
 from memfit.messages import t
 
@@ -68,12 +69,25 @@ def leave_out_refused_half(ours: TrainingArguments) -> None:
 
 
 def _refuse(args: TrainingArguments) -> None:
+    accelerator: Any = args.accelerator_config
+    if args.gradient_accumulation_steps > 1 and "num_steps" in (
+        accelerator.gradient_accumulation_kwargs or {}
+    ):
+        raise ConflictError(t("live.accumulation.twice"))
     sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
     if sharded:
         raise ConfigError(t("live.sharded", name=sharded[0]))
     if args.optim in _STEPS_IN_BACKWARD:
         name = getattr(args.optim, "value", args.optim)
         raise ConfigError(t("live.optim.backward", name=repr(name)))
+
+
+def warn_of_conflicts(args: TrainingArguments) -> None:
+    """Say which of two arguments that contradict each other counts."""
+    default = next(f.default for f in dataclasses.fields(args) if f.name == "num_train_epochs")
+    if args.max_steps > 0 and args.num_train_epochs != default:
+        said = {"steps": args.max_steps, "epochs": args.num_train_epochs}
+        _warn(t("live.steps.both", **said))
 
 
 def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:

@@ -138,8 +138,12 @@ _CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
     "saved.callback": {"en": "the state of the callback {name}", "zh": "回调 {name} 的状态"},
     "saved.state": {"en": "the Trainer's state", "zh": "Trainer 的状态"},
     "resume.nothing": {
-        "en": "nothing to resume: no complete checkpoint in {folder}",
+        "en": "nothing to resume: No valid checkpoint found in output directory ({folder})",
         "zh": "没有可以继续的：{folder} 里没有完整的检查点",
+    },
+    "resume.absent": {
+        "en": "Can't find a valid checkpoint at {path}: there is no such folder",
+        "zh": "{path} 处没有可用的检查点：没有这个文件夹",
     },
     "resume.damaged": {
         "en": "nothing to resume: no checkpoint in {folder} is whole. {damaged}",
@@ -185,8 +189,18 @@ _LOSS: Mapping[str, Mapping[str, str]] = {
     "unpredicted": {
         "en": "the memory of {model} cannot be predicted ({reason}): it is trained without a plan, "
         "and the rehearsal and smaller micro-batches keep it inside the budget",
-        "zh": "无法预测 {model} 的内存（{reason}）：将不经规划直接训练，"
+        "zh": "无法预测 {model} 的显存（{reason}）：将不经规划直接训练，"
         "由预演和更小的微批次保证不超出预算",
+    },
+    "accumulation.twice": {
+        "en": "The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is "
+        "greater than 1, too: leave one of them out",
+        "zh": "同时设置了 AcceleratorConfig 的 num_steps 和大于 1 的 gradient_accumulation_steps："
+        "请去掉其中一个",
+    },
+    "steps.both": {
+        "en": "max_steps={steps} and num_train_epochs={epochs} are both set: max_steps counts",
+        "zh": "同时设置了 max_steps={steps} 和 num_train_epochs={epochs}：以 max_steps 为准",
     },
     "optim.backward": {
         "en": "optim={name} updates weights inside backward and cannot take an effective batch in "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ from memfit.runtime.effective import (
     accumulation_steps,
     effective_arguments,
     leave_out_refused_half,
+    warn_of_conflicts,
 )
 from memfit.runtime.guard import Guard
 from memfit.runtime.guarded import GuardedTraining
@@ -106,6 +108,8 @@ class BudgetTrainer(GuardedTraining):
     ) -> None:
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
         self._args_seen = _fields(self.user_args)
+        if user_set is None:
+            warn_of_conflicts(self.user_args)
         self._folded = accumulation_steps(self.user_args)
         named = {**by_name(positional), **named}
         if "tokenizer" in named:
@@ -629,12 +633,7 @@ class BudgetTrainer(GuardedTraining):
         """`num_items_in_batch` for a loss of the user's own; None for the model's, a mean."""
         if self.compute_loss_func is None and not self.setup.sees_inputs:
             return None
-        accepted = self.model_accepts_loss_kwargs
-        self.model_accepts_loss_kwargs = self._stock_counts_items
-        try:
-            return self._get_num_items_in_batch([inputs], self.args.device)
-        finally:
-            self.model_accepts_loss_kwargs = accepted
+        return self._get_num_items_in_batch([inputs], self.args.device)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """What learns, with weight decay and without, as the Trainer groups it."""
@@ -647,6 +646,22 @@ class BudgetTrainer(GuardedTraining):
             },
             {"params": [p for n, p in learning if n not in decayed], "weight_decay": 0.0},
         ]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As the Trainer's, whose model is told; here it is not, and takes a mean."""
+        accepted = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = self._stock_counts_items
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self.model_accepts_loss_kwargs = accepted
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """As the Trainer's, without counting: every micro-batch counts its own."""
+        del device
+        return list(itertools.islice(epoch_iterator, num_batches)), None
 
     def _mean_over_ranks(self, total: float) -> float:
         if self.accelerator.num_processes == 1:
