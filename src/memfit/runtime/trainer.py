@@ -402,12 +402,6 @@ class BudgetTrainer(GuardedTraining):
             for bar in bars:
                 bar.close()
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer's."""
-        self._follow_arguments()
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        return metrics
-
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As the Trainer's."""
         self._follow_arguments()
@@ -547,6 +541,7 @@ class BudgetTrainer(GuardedTraining):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; what its own rows were predicted to be is kept."""
+        self._follow_arguments()
         self._keeps_predictions = eval_dataset is None
         try:
             metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
