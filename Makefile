@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: env demo test test-fast test-faults lint types coverage docs test-oldest clean
+.PHONY: env demo test test-fast test-faults lint types coverage docs test-oldest test-trainer clean
 
 env: $(STAMP)
 
@@ -56,5 +56,20 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt tests/oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c tests/oldest.txt
 	touch $@
 
+# transformers' own Trainer tests on BudgetTrainer, which are not part of this project:
+# make test-trainer TESTS=a folder with them and a script `run PYTHON`. docs/differences.md lists
+# what differs on purpose. What only these tests need lies in an environment that adds to .venv's.
+TRAINER := .venv-trainer
+test-trainer: $(TRAINER)/.installed
+	@test -x "$(TESTS)/run" || { echo "make test-trainer TESTS=a folder with the tests and run"; exit 2; }
+	$(TRAINER)/bin/python tests/trainer_tests.py "$(TESTS)"
+
+$(TRAINER)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(TRAINER)
+	$(BIN)/python -c "import sysconfig as s; f = 'import site; site.addsitedir({!r})\n'; print(f.format(s.get_path('purelib')))" > "$$($(TRAINER)/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/beside.pth"
+	$(TRAINER)/bin/python -m pip install --quiet --disable-pip-version-check parameterized pytest-timeout optuna
+	$(TRAINER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps bitsandbytes schedulefree galore-torch apollo-torch lomo-optim grokadamw torch-optimi evaluate
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .cache build dist demo-run
+	rm -rf $(VENV) $(TRAINER) $(OLDEST) .cache build dist demo-run
