@@ -65,7 +65,7 @@ def test_a_kept_plan_is_the_plan_that_was_made() -> None:
         {"workload": task(bert(layers=23))},
         {"workload": task(user_set=frozenset({"optim"}))},
         {"card": dataclasses.replace(h200(), reached=None)},
-        {"card": dataclasses.replace(h200(), context_bytes=h200().context_bytes + 1)},
+        {"card": dataclasses.replace(h200(), context_bytes=h200().context_bytes + (33 << 20))},
         {"card": None},
         {"exact": True},
         {"allow": frozenset({"lora"})},
