@@ -257,7 +257,7 @@ def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    script = 'echo "$MEMFIT_LANG $CUDA_VISIBLE_DEVICES"; echo \'{"status": "ok"}\' > "$4"'
+    script = 'echo "$MEMFIT_LANG $CUDA_VISIBLE_DEVICES"; echo \'{"status": "ok"}\' > "$5"'
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
     assert process.run({}, tmp_path / "rung.json") == {"status": "ok"}
     assert (tmp_path / "rung.log").read_text() == "en 0\n"
@@ -268,7 +268,7 @@ def test_wrong_input_ends_the_ladder_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = json.dumps({"status": FAILED, "why": "no such table", "input_is_wrong": True})
-    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$4\""))
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$5\""))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     config = asked_run(
@@ -283,7 +283,7 @@ def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = json.dumps({"status": OK, "steps_per_epoch": 2, "step_seconds": [1.0, 3.0]})
-    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$4\""))
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$5\""))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     out = tmp_path / "out"
@@ -311,7 +311,7 @@ def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(
     (tmp_path / "model" / "config.json").write_text("{}")
 
     def climbed(plan: str, **options: Any) -> list[str]:
-        script = f"""case "$4" in *baseline*) echo '{base}';; *) echo '{plan}';; esac > "$4" """
+        script = f"""case "$5" in *baseline*) echo '{base}';; *) echo '{plan}';; esac > "$5" """
         monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
         config = asked_run(
             model=str(tmp_path / "model"), from_scratch=True, output_dir=str(tmp_path / "out")
@@ -323,3 +323,14 @@ def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(
     assert climbed(large) == ["baseline", "plan-auto", "plan-half"]
     asked_for = ["auto", "half"]
     assert climbed(small, plan_budgets=asked_for) == ["baseline", "plan-auto", "plan-half"]
+
+
+def test_a_file_in_the_current_folder_takes_no_modules_place_in_a_rungs_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memfit").mkdir()
+    (tmp_path / "memfit" / "__init__.py").write_text("raise SystemExit('taken over')")
+    monkeypatch.chdir(tmp_path)
+    process.run({}, tmp_path / "rung.json")  # an empty request fails, but inside of memfit
+    said = (tmp_path / "rung.log").read_text()
+    assert "taken over" not in said

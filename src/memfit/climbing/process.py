@@ -44,7 +44,8 @@ def run(request: dict[str, Any], path: Path) -> dict[str, Any]:
     environment = {**os.environ, ENVIRONMENT: language()}
     # Several cards would make the stock Trainer split batches over them.
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    command = [sys.executable, "-m", "memfit.climbing.run", str(asked), str(path)]
+    # Without -P a file in the current folder could take the place of a module.
+    command = [sys.executable, "-P", "-m", "memfit.climbing.run", str(asked), str(path)]
     log = path.with_suffix(".log")
     with log.open("w", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
