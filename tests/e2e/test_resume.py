@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 - the Trainer decides what callbacks are given.
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import BertForSequenceClassification, TrainerCallback
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.errors import OutputError
 from memfit.runtime.batching import MicroBatching
+from memfit.runtime.checkpoint import recorded_micro_batching
 from small_training import ROWS, STEPS_AN_EPOCH, collate, model_of, texts
 
 
@@ -146,6 +148,24 @@ def test_other_micro_batches_or_a_missing_optimizer_are_not_exact_and_said(tmp_p
     trainer_in(bare, max_steps=2, save_only_model=True).train()
     with pytest.warns(UserWarning, match="no optimizer state"):
         trainer_in(bare, max_steps=3).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_records_the_micro_batches_that_memory_left(tmp_path):
+    trainer = trainer_in(tmp_path, max_steps=2, save_steps=1)
+    step, failed = trainer.executor.loss, []
+
+    def first_fails(*parts):
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(*parts)
+
+    trainer.executor = dataclasses.replace(trainer.executor, loss=first_fails)
+    trainer.train()
+    used = recorded_micro_batching(tmp_path / "checkpoint-1")
+    assert used.max_tokens is not None
+    with pytest.warns(UserWarning, match=rf"max_tokens={used.max_tokens}.*not bit for bit"):
+        trainer_in(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
 
 
 def test_checkpoints_stay_within_the_limit_and_the_best_model_is_loaded(tmp_path):

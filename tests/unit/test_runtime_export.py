@@ -15,11 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 from test_against_stock import collate
 from test_strategies import model_of, texts
 
-from memfit import BudgetTrainer
-from memfit.strategies import LowBitAdamW, Packing
+from memfit import BudgetTrainer, outcome
+from memfit.strategies import Lora, LowBitAdamW, Packing, Strategy
 
 
-def trained(folder: Path, **arguments: Any) -> BudgetTrainer:
+def trained(
+    folder: Path, strategies: list[Strategy] | None = None, **arguments: Any
+) -> BudgetTrainer:
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=8, max_steps=4, learning_rate=1e-3,
         report_to="none", disable_tqdm=True, **{"save_strategy": "no", **arguments},
@@ -33,7 +35,7 @@ def trained(folder: Path, **arguments: Any) -> BudgetTrainer:
     trainer = BudgetTrainer(
         model_of(0.0), args, compute_metrics=earlier_is_better, train_dataset=texts(),
         eval_dataset=texts()[:8],
-        data_collator=collate, strategies=[Packing(), LowBitAdamW()],
+        data_collator=collate, strategies=strategies or [Packing(), LowBitAdamW()],
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -79,6 +81,30 @@ def test_without_their_masters_weights_are_saved_as_they_are(tmp_path: Path) -> 
     assert all(value.dtype == torch.float32 for value in saved.values())
     kept = load_file(Path(str(trainer.state.best_model_checkpoint)) / "model.safetensors")
     assert all(torch.equal(value, kept[name].float()) for name, value in saved.items())
+
+
+def test_merged_adapters_are_saved_with_the_bits_they_were_trained_in(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, strategies=[Packing(), Lora(rank=2), LowBitAdamW()])
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    masters = optimizer.fp32_state_dict(trainer.model)
+    trainer.processing_class = _NoTokenizer()
+    (tmp_path / "model").mkdir()
+    outcome.save_model(trainer, tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    name = "bert.encoder.layer.1.attention.self.query"
+    part = f"base_model.model.{name}"
+    lora_a, lora_b = (masters[f"{part}.lora_{one}.default.weight"] for one in "AB")
+    expected = masters[f"{part}.base_layer.weight"] + 2.0 * lora_b @ lora_a
+    torch.testing.assert_close(saved[f"{name}.weight"], expected, rtol=1e-6, atol=1e-8)
+    assert not torch.equal(expected, _halved(expected))
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == torch.float32
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        """There is none to save."""
 
 
 def _halved(value: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ in float32, on the host, one weight at a time.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import HubStrategy
 
 from memfit.files import atomic_writer
 from memfit.runtime.watched import WatchedTraining
@@ -35,7 +37,8 @@ class FullPrecisionExport(WatchedTraining):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; outside of checkpoints in float32 where masters were trained."""
         super().save_model(output_dir, _internal_call)
-        if not _internal_call and self.args.should_save:
+        # An upload saves by an internal call, too.
+        if not self._writing and self.args.should_save:
             self.export_weights(Path(str(output_dir or self.args.output_dir)))
 
     def export_weights(self, folder: Path) -> bool:
@@ -61,15 +64,58 @@ class FullPrecisionExport(WatchedTraining):
 
     def _joined(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
         """The model's state in float32 on the host; None where it was trained in float32."""
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        halved = any(p.dtype in _HALF and p.requires_grad for p in model.parameters())
-        joined = getattr(optimizer, "fp32_state_dict", None)
-        if joined is None or not halved:
+        if not self._has_masters(model):
             return None
         if self._masters_are_older:
             return {name: _widened(value) for name, value in model.state_dict().items()}
-        state: dict[str, torch.Tensor] = joined(model, device="cpu")
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        state: dict[str, torch.Tensor] = optimizer.fp32_state_dict(model, device="cpu")
         return state
+
+    def _has_masters(self, model: torch.nn.Module) -> bool:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        halved = any(p.dtype in _HALF and p.requires_grad for p in model.parameters())
+        return halved and hasattr(optimizer, "fp32_state_dict")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """The model goes up in float32; a checkpoint, where that is asked for, as it is."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if self._writing or not self._has_masters(model):
+            super()._push_from_checkpoint(checkpoint_folder)
+            return
+        # The Trainer copies the model out of the folder it is given, and uploads the copy. What
+        # begins with an underscore is not uploaded itself.
+        asked, jobs_before = self.args.hub_strategy, self._upload_jobs()
+        with tempfile.TemporaryDirectory(prefix="_float32-", dir=self.args.output_dir) as folder:
+            self.export_weights(Path(folder))
+            if asked != HubStrategy.END:
+                self.args.hub_strategy = HubStrategy.EVERY_SAVE
+            try:
+                super()._push_from_checkpoint(folder)
+            finally:
+                self.args.hub_strategy = asked
+        begun = self._upload_jobs() != jobs_before
+        if begun and asked in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            self._upload_checkpoint(Path(checkpoint_folder))
+
+    def _upload_jobs(self) -> list[Any]:
+        return list(getattr(getattr(self, "push_in_progress", None), "jobs", ()))
+
+    def _upload_checkpoint(self, folder: Path) -> None:
+        from huggingface_hub import HfApi
+
+        latest = self.args.hub_strategy == HubStrategy.CHECKPOINT
+        job = HfApi().upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=folder,
+            path_in_repo="last-checkpoint" if latest else folder.name,
+            commit_message=f"Training in progress, step {self.state.global_step}, checkpoint",
+            token=self.args.hub_token,
+            run_as_future=True,
+            revision=self.args.hub_revision,
+        )
+        uploads: Any = self.push_in_progress
+        uploads.jobs.append(job)
 
     def _load_best_model(self) -> None:
         """With the optimizer's state of that moment, which holds the rest of each weight."""

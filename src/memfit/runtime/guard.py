@@ -96,6 +96,12 @@ class Guard:
         """The micro-batching was changed from outside."""
         self.adjuster.replan(self._planned())
 
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """The limits in force: the planned ones, or those an adjustment put in their place."""
+        planned, now = self.adjuster.plan.micro_batching, self.adjuster.widest.micro_batching
+        return self._trainer.executor.micro_batching if now == planned else now
+
     @contextlib.contextmanager
     def held(self, cap: Cap | None, watch: Watch) -> Iterator[None]:
         """Inside, the process keeps to the limit."""

@@ -57,6 +57,7 @@ _DEVICE_IS_GONE = (
 class SafeSaving(EffectiveLoading):
     """What BudgetTrainer changes in how checkpoints are written, removed and read."""
 
+    user_args: transformers.TrainingArguments
     _last_good: Path | None = None
     _writing: bool = False
     _push_due: bool = False
@@ -112,7 +113,7 @@ class SafeSaving(EffectiveLoading):
             self._damaged = tuple(item for item in self._damaged if item != final)
             self._rotate(final)
         if self._push_due:
-            super()._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(final))
 
     def _rotate(self, newest: Path) -> None:
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
@@ -150,7 +151,22 @@ class SafeSaving(EffectiveLoading):
         if self._writing:
             self._push_due = True
             return
-        super()._push_from_checkpoint(checkpoint_folder)
+        with self._arguments_as_given():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._arguments_as_given():
+            super()._save(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _arguments_as_given(self) -> Iterator[None]:
+        """Whoever pickles `self.args` inside writes the user's own, and no token."""
+        used = self.args
+        self.args = _pickled_as(used, without_secrets(self.user_args))
+        try:
+            yield
+        finally:
+            self.args = used
 
     # ---- going on ----
 
@@ -272,6 +288,20 @@ def without_secrets(args: transformers.TrainingArguments) -> transformers.Traini
     for name in SECRET_FIELDS:
         if getattr(copied, name, None) is not None:
             setattr(copied, name, None)
+    return copied
+
+
+def _pickled_as(
+    args: transformers.TrainingArguments, written: transformers.TrainingArguments
+) -> transformers.TrainingArguments:
+    """A copy to work with, in whose place others are pickled."""
+
+    class AsGiven(type(args)):  # type: ignore[misc]
+        def __reduce_ex__(self, _: Any) -> Any:
+            return written.__reduce_ex__(1)  # later protocols insist on the object's own class
+
+    copied = copy.copy(args)
+    copied.__class__ = AsGiven
     return copied
 
 

@@ -59,7 +59,6 @@ from memfit.runtime.planning import Asked, by_name, own_optimizer, plan_for
 from memfit.runtime.predictions import logits_and_labels
 from memfit.runtime.progress import MemfitProgress
 from memfit.runtime.random_state import RandomState
-from memfit.runtime.saving import without_secrets
 from memfit.runtime.step import StepExecutor
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.units import Budget, parse_budget
@@ -67,7 +66,6 @@ from memfit.units import Budget, parse_budget
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
 
-_ARGUMENTS_FILE = "training_args.bin"
 _LABEL_COLUMNS = ("label", "label_ids", "labels")
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
@@ -579,13 +577,10 @@ class BudgetTrainer(GuardedTraining):
                     self.remove_callback(one)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; the arguments saved are the user's, not the effective ones."""
+        """As the Trainer's; a checkpoint also says how its batches are run."""
         super().save_model(output_dir, _internal_call)
-        folder = Path(str(output_dir or self.args.output_dir))
-        if self.args.should_save and (folder / _ARGUMENTS_FILE).is_file():
-            torch.save(without_secrets(self.user_args), folder / _ARGUMENTS_FILE)
-            if _internal_call:
-                record_micro_batching(folder, self.micro_batching)
+        if self.args.should_save and self._writing:
+            record_micro_batching(str(output_dir), self.guard.micro_batching)
 
     # ---- inside ----
 
@@ -670,11 +665,11 @@ class BudgetTrainer(GuardedTraining):
         self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
 
     def _compare_micro_batching(self, checkpoint: str) -> None:
-        recorded = recorded_micro_batching(checkpoint)
-        if recorded not in (None, self.micro_batching):
+        recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching
+        if recorded not in (None, now):
             warnings.warn(
                 f"{checkpoint} was trained with {recorded}, this run goes on with "
-                f"{self.micro_batching}: the same training up to rounding and dropout's random "
+                f"{now}: the same training up to rounding and dropout's random "
                 "numbers, not bit for bit",
                 UserWarning,
                 stacklevel=3,

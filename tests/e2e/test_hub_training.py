@@ -1,0 +1,103 @@
+"""What the Trainer's own uploads carry to a hub while a model trains."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from hub_server import HubServer
+
+TOKEN = "hf_" + "Uploaded" * 4
+TESTS = Path(__file__).resolve().parents[1]
+# The hub's address is read when huggingface_hub is imported, so a process trains.
+TRAINING = """
+import sys
+from pathlib import Path
+import torch, transformers
+from memfit import BudgetTrainer
+from memfit.strategies import LowBitAdamW
+from small_training import collate, model_of, texts
+
+out, strategy = Path(sys.argv[1]), sys.argv[2]
+args = transformers.TrainingArguments(
+    str(out), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
+    save_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True, use_cpu=True,
+    push_to_hub=True, hub_token=sys.argv[3], hub_model_id="anna/reviews", hub_always_push=True,
+    hub_strategy=strategy,
+)
+trainer = BudgetTrainer(
+    model_of(0.0), args, train_dataset=texts(), data_collator=collate, strategies=[LowBitAdamW()]
+)
+trainer.train()
+trainer._finish_current_push()
+optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+torch.save(optimizer.fp32_state_dict(trainer.model), out.with_name("masters.pt"))
+if len(sys.argv) > 4:
+    trainer.push_to_hub()
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.users[TOKEN] = "anna"
+        yield server
+
+
+def train(hub: HubServer, folder: Path, strategy: str, *more: str) -> dict[str, bytes]:
+    """What the hub holds afterwards."""
+    plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
+    path = os.pathsep.join([str(TESTS), *filter(None, [plain.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(folder / "out"), strategy, TOKEN, *more],
+        env={**plain, **hub.environment(folder), "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return hub.repos["anna/reviews"].files
+
+
+def _arguments_in(files: dict[str, bytes], name: str) -> dict[str, object]:
+    with zipfile.ZipFile(BytesIO(files[name])) as archive:
+        found = [item for item in archive.namelist() if item.endswith("data.pkl")]
+        return vars(pickle.loads(archive.read(found[0])))
+
+
+def test_uploads_carry_no_token_and_the_model_in_float32(hub: HubServer, tmp_path: Path) -> None:
+    files = train(hub, tmp_path, "checkpoint")
+    sent = [*hub.blobs.values(), *files.values()]
+    assert {"training_args.bin", "last-checkpoint/training_args.bin"} <= files.keys()
+    assert not any(TOKEN.encode() in content for content in sent)
+    given = _arguments_in(files, "training_args.bin")
+    assert given["per_device_train_batch_size"] == 4  # as the user gave it
+    assert given["gradient_accumulation_steps"] == 2
+
+    masters = torch.load(tmp_path / "masters.pt", weights_only=True)
+    for name, value in load(files["model.safetensors"]).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, masters[name])
+    kept = load(files["last-checkpoint/model.safetensors"])  # what a run goes on from
+    assert torch.bfloat16 in {value.dtype for value in kept.values()}
+    assert not any("_float32" in name for name in files)
+    assert b'"float32"' in files["config.json"]
+
+
+def test_an_upload_that_is_asked_for_at_the_end_is_in_float32(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    files = train(hub, tmp_path, "end", "and push")
+    assert "memfit.json" not in files
+    assert not any(TOKEN.encode() in content for content in [*hub.blobs.values(), *files.values()])
+    masters = torch.load(tmp_path / "masters.pt", weights_only=True)
+    for name, value in load(files["model.safetensors"]).items():
+        assert torch.equal(value, masters[name])
