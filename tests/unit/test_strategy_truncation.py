@@ -221,3 +221,35 @@ def test_shares_and_rows_that_make_no_sense_are_refused():
         choose_length([1, 2], cut_at_most=5)
     with pytest.raises(ConfigError, match="there is no row"):
         choose_length([])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_labels_of_tokens_are_cut_with_their_tokens(side: str) -> None:
+    ids = [torch.arange(5, 5 + length) for length in (12, 4, 7)]
+    pad = {"batch_first": True, "padding_side": side}
+    batch = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(ids, **pad),
+        "attention_mask": torch.nn.utils.rnn.pad_sequence([i.gt(0).long() for i in ids], **pad),
+        "labels": torch.nn.utils.rnn.pad_sequence([i * 10 for i in ids], padding_value=-100, **pad),
+    }
+    found = cut(batch, 6)
+    seen = found["attention_mask"].bool()
+    assert found["labels"].shape == found["input_ids"].shape == (3, 6)
+    assert torch.equal(found["labels"][seen], found["input_ids"][seen] * 10)
+    assert bool((found["labels"][~seen] == -100).all())
+    several = {**batch, "labels": torch.zeros(3, 12)}  # as many labels as tokens
+    assert cut(several, 6)["labels"].shape == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input_ids": [5] * 9, "start_positions": 7, "end_positions": 8}, "place in the text"),
+        ({"input_ids": [[5] * 9, [6] * 4], "labels": 1}, "several texts"),
+    ],
+)
+def test_rows_whose_labels_would_no_longer_fit_are_not_cut(row: Any, reason: str) -> None:
+    setup = setup_of(build("bert"))
+    setup.train_dataset = [row] * 4
+    with pytest.raises(ConfigError, match=reason):
+        Truncation(8).apply(setup)

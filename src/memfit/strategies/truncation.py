@@ -96,6 +96,8 @@ class Truncation(Strategy):
         return Fidelity.DATA
 
     def unavailable(self, setup: Setup) -> str:
+        if reason := _not_cut(setup.train_dataset):
+            return reason
         rows = token_rows(setup.train_dataset)
         if are_pairs(rows):
             return "of pairs of texts the tokenizer must choose which to cut; give it max_length"
@@ -173,12 +175,32 @@ def _columns(real: Tensor, max_length: int, *, keeps_end: bool) -> Tensor:
 
 
 def _is_tokens(name: str, value: Any, mask: Tensor) -> bool:
-    return name in _TOKEN_INPUTS and isinstance(value, Tensor) and value.shape[:2] == mask.shape
+    if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
+        return False
+    # Classes of tokens go with their tokens; several labels of a text are floating-point numbers.
+    return name in _TOKEN_INPUTS or (name == "labels" and not value.is_floating_point())
 
 
 def _picked(value: Tensor, columns: Tensor) -> Tensor:
     index = columns.view(*columns.shape, *[1] * (value.dim() - 2))
     return value.gather(1, index.expand(*columns.shape, *value.shape[2:]))
+
+
+def _not_cut(dataset: Any) -> str:
+    """Why the rows of a dataset cannot be cut in the batch, by its first one."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return ""
+    row = dataset[0]
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        return ""
+    if "start_positions" in row or "end_positions" in row:
+        return "answers are named by their place in the text; give the tokenizer max_length"
+    ids = _numbers(row["input_ids"])
+    return "each row holds several texts; give the tokenizer max_length" if _nested(ids) else ""
+
+
+def _nested(values: list[Any]) -> bool:
+    return bool(values) and (isinstance(values[0], list | tuple) or hasattr(values[0], "__len__"))
 
 
 def token_rows(dataset: Any) -> list[dict[str, list[int]]]:
