@@ -91,7 +91,9 @@ class GuardedTraining(FullPrecisionExport):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the Trainer's; a step that has begun is finished."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        careful(optimizer, self.args.device, self._room_bytes, self._drop_graphs)
+        # A trainer that trains once more has the one that accelerate wrapped.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        careful(inner, self.args.device, self._room_bytes, self._drop_graphs)
         return optimizer
 
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
