@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: env demo test test-fast test-faults lint types coverage docs test-oldest test-trainer clean
+.PHONY: env demo test test-fast test-faults test-differential lint types coverage docs test-oldest test-trainer clean
 
 env: $(STAMP)
 
@@ -33,6 +33,14 @@ test-fast: env
 # Kills, full disks, damaged checkpoints, memory that runs out, three hundred wrong inputs.
 test-faults: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
+
+# Random trainings by the stock Trainer and by BudgetTrainer, which must not differ. Each case that
+# does is printed as a script. The suite runs the first few hundred.
+N     ?= 5000
+FIRST ?= 0
+test-differential: env
+	DIFFERENTIAL_CASES=$(N) DIFFERENTIAL_FIRST=$(FIRST) \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests/differential
 
 coverage: env
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=90

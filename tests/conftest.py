@@ -25,7 +25,8 @@ _CACHE = tempfile.TemporaryDirectory(prefix="memfit-tests-", ignore_cleanup_erro
 os.environ["MEMFIT_CACHE"] = _CACHE.name
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-TIERS = ("e2e", "contract", "unit")  # the long ones first, so that no worker is left alone with one
+# The long ones first, so that no worker is left alone with one.
+TIERS = ("e2e", "differential", "contract", "unit")
 
 # A full collection looks at half a million objects of torch and transformers for a quarter
 # second, every Trainer asks for one, and Python for many more while modules are imported.
