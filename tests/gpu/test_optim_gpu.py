@@ -16,6 +16,7 @@ from memfit.optim import (
     LowBitAdamW,
     formats,
     kernels_torch,
+    to_lowbit,
 )
 from memfit.optim.backends import has_triton, pick_kernels
 from memfit.optim.layout import Addition, LowBitState, StepScalars, blocks_of, new_coded
@@ -160,3 +161,16 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_reached_to_its_end() -> N
     for part in (moved[:4096], moved[-4096:-1]):
         assert float((part.float() - 0.49).abs().max()) < 2e-3
     assert float(moved[-1]) == pytest.approx(0.51, abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_is_split_on_the_card_into_the_same_bits(dtype: torch.dtype) -> None:
+    split = []
+    for device in (None, torch.device("cuda", 0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1500, 1000), nn.Linear(1000, 3))
+        kept = to_lowbit(model, dtype, device=device)
+        assert all(p.device.type == "cpu" for p in model.parameters())
+        split.append([p.data for p in model.parameters()] + list(kept.corrections.values()))
+    assert len(split[0]) > 4
+    assert all(torch.equal(one, other) for one, other in zip(*split, strict=True))

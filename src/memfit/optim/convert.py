@@ -38,12 +38,14 @@ def to_lowbit(
     *,
     master_bits: int = 24,
     small_numel: int = SMALL_NUMEL,
+    device: torch.device | None = None,
 ) -> Remainders:
     """Convert fp32 parameters in place, one at a time; buffers stay as they are.
 
     Hand the result to `LowBitAdamW(remainders=...)`: the masters then start within 2^-17 of
     the fp32 weights (small parameters exactly), not within bf16's 2^-9. A frozen
-    parameter is only rounded.
+    parameter is only rounded. `device` is where the splitting is computed, a piece at a time,
+    whatever the model lies on: a card takes half a second for BERT-Large, a host several.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"weights are stored in bfloat16 or float16, not {dtype}")
@@ -58,14 +60,14 @@ def to_lowbit(
             kept.small[p] = p.data - low.float()
             p.data = low
         elif master_bits == 24:
-            weight, kept.corrections[p] = _split(p, dtype)
+            weight, kept.corrections[p] = _split(p, dtype, device or p.device)
             p.data = weight
         else:
             p.data = p.data.to(dtype)
     return kept
 
 
-def _split(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _split(p: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Weight and correction of a large parameter, without several fp32 copies of it at once."""
     weight = torch.empty_like(p, dtype=dtype)
     correction = torch.empty_like(p, dtype=torch.int8)
@@ -73,7 +75,7 @@ def _split(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return weight, correction  # a trace has no values to split
     chunks = (torch.split(flat(t), _CHUNK) for t in (p, weight, correction))
     for full, low, rest in zip(*chunks, strict=True):
-        new, units = split_master(full, dtype, correct=True)
+        new, units = split_master(full.to(device), dtype, correct=True)
         assert units is not None
         low.copy_(new)
         rest.copy_(units)

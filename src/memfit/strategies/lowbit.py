@@ -69,8 +69,12 @@ class LowBitAdamW(Strategy):
             p: p.data.cpu() for p in setup.model.parameters() if p.dtype == torch.float32
         }
         setup.undo.append(_widening(whole))
+        there = setup.card is None and setup.device.type == "cuda"
         remainders = to_lowbit(
-            setup.model, getattr(torch, self.dtype), master_bits=self.master_bits
+            setup.model,
+            getattr(torch, self.dtype),
+            master_bits=self.master_bits,
+            device=setup.device if there else None,
         )
 
         def make(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.Optimizer:
