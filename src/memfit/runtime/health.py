@@ -13,6 +13,10 @@ the rows go on as if it had been made. How:
     no sink, any other optimizer                            the host looks, once a step
     a sink of the low-bit optimizer                         its gate, as for an fp16 overflow
     another sink                                            refused before the run
+
+Gradients of fp16 are made of a loss that is multiplied by a scale. That they overflow is nothing
+unusual: the update is left out, the scale is halved, and nobody is told. Only where the scale has
+come down to 1 is such a gradient treated as one that is not finite.
 """
 
 from __future__ import annotations
