@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.trainer_utils import HPSearchBackend
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.runtime.batching import MicroBatching
@@ -186,6 +187,20 @@ def test_a_made_model_trains_as_with_the_stock_trainer(tmp_path):
         trainer.train()
         found.append(trainer.model.state_dict())
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+def test_a_batch_size_that_is_tried_is_a_devices(tmp_path):
+    trainer = trainer_of(
+        tmp_path, model_init=lambda: model_of(0.0), fields={"gradient_accumulation_steps": 4}
+    )
+    trainer.hp_search_backend = HPSearchBackend.WANDB
+    for tried, rows in (({"per_device_train_batch_size": 16}, 64), ({"learning_rate": 0.1}, 64)):
+        trainer._hp_search_setup(tried)
+        assert trainer.effective_rows == trainer._train_batch_size == rows
+        assert trainer.args.gradient_accumulation_steps == 1
+        assert trainer.accelerator.gradient_accumulation_steps == 1
+    trainer._hp_search_setup({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
+    assert trainer.effective_rows == 8
 
 
 def test_a_search_over_the_batch_size_keeps_the_accumulation(tmp_path):

@@ -86,7 +86,10 @@ def plan_for(trainer: BudgetTrainer, asked: Asked, eval_dataset: Any) -> Plan | 
             collate=trainer.collate_rows,
         )
         if asked.given is None and trainer.setup.args.world_size == 1:
-            plan = here.chosen_here(workload, budget, device).plan
+            if workload.given is None:
+                plan = here.chosen_here(workload, budget, device).plan
+            else:  # plans are kept by configuration, and this model is more than that
+                plan = here.plan_here(workload, budget, device).chosen
         else:  # ranks that measure their cards would come to different plans
             plan = here.fit_here(workload, asked.given or (), budget, device)
     except (DoesNotFitError, ConfigError):

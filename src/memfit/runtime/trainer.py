@@ -190,15 +190,15 @@ class BudgetTrainer(GuardedTraining):
 
     def _drop_model(self) -> None:
         """Hold no model and nothing that belongs to one: two would not fit."""
-        self.executor.drop()
+        if hasattr(self, "executor"):
+            self.executor.drop()
+            del self.guard, self.executor  # which know it, too
         self.setup.restore()
         handler = self.callback_handler
         handler.model = handler.optimizer = handler.lr_scheduler = None
         self.optimizer = self.lr_scheduler = None
         self.model = self.model_wrapped = self.setup.model = None  # type: ignore[assignment]
         self.accelerator.free_memory()
-        # What ran its steps knows it, too.
-        del self.guard, self.executor
 
     def collate_rows(self, rows: list[Any]) -> Any:
         """A batch of these rows, as the Trainer's loader makes it."""
