@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor
 
+from memfit import BudgetTrainer, TrainingArguments
 from memfit.runtime.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
 from memfit.runtime.updates import allocate_state, careful
+from small_training import collate, model_of, texts
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -224,3 +227,19 @@ def test_an_operator_that_never_finds_memory_is_given_up():
 )
 def test_what_running_out_of_memory_looks_like(error, memory):
     assert is_out_of_memory(error) == memory
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_a_trainer_trains_a_second_time_with_little_room(tmp_path, optim):
+    """The Trainer keeps its optimizer, wrapped by accelerate since the first time."""
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, max_steps=2, optim=optim, report_to="none",
+        save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = BudgetTrainer(model_of(), args, collate, texts())
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer._room_bytes = lambda: 4096  # type: ignore[method-assign]
+    for _ in range(2):
+        before = trainer.model.classifier.weight.detach().clone()
+        assert trainer.train().global_step == 2
+        assert not torch.equal(trainer.model.classifier.weight, before)

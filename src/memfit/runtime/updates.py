@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
@@ -77,6 +78,8 @@ def careful(
 
     `last_resort` gives back what is only held to be faster (out_of_memory.retrying).
     """
+    if isinstance(optimizer, AcceleratedOptimizer):  # of a trainer that has trained before
+        optimizer = optimizer.optimizer
     if hasattr(optimizer, _MARK):
         return
     # A bound method, as the learning rate's schedule wants to find it.
