@@ -270,5 +270,7 @@ def _run(draw: random.Random, made: dict[str, Any]) -> dict[str, Any]:
     elif kind < 0.22:
         asked["again"] = draw.choice(("trainer", "trainer", "train"))
     elif kind < 0.26 and asked.get("data") is None:
+        # Evaluations of a trial are reported to optuna, which is not here.
         asked |= {"trial": draw.choice((2, 6)), "model_init": True, "strategies": ()}
+        asked["evaluate"] = False
     return asked

@@ -12,7 +12,6 @@ OUR_FILES = frozenset({"manifest.json", "memfit.json"})
 """Checksums and the micro-batching of a checkpoint."""
 OUR_LOG_ENTRIES = frozenset({"adjustment"})
 """Entries of the log that say which micro-batches memory left."""
-OUR_LOG_KEYS = frozenset({"memory_peak_gib"})
 TIMES = frozenset(
     {
         "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",

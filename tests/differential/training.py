@@ -74,12 +74,18 @@ class Watch(TrainerCallback):
 
     def __init__(self, case: Case, seen: Seen) -> None:
         self.case, self.seen = case, seen
+        self._hook: Any = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         if self.case.neftune is not None:
-            model.get_input_embeddings().register_forward_hook(self._note_noise)
+            embeddings = model.get_input_embeddings()
+            self._hook = embeddings.register_forward_hook(self._note_noise)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
     def _note_noise(self, module: Any, given: Any, output: Tensor) -> None:
         if module.training:
