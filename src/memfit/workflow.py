@@ -248,18 +248,22 @@ class _Run:
         except (LossError, DeviceLostError):
             raise  # there is no model worth keeping, or nothing to read it from
         except Exception as error:
-            if not (ended or trainer.is_trained):
+            if not (ended or trainer.is_trained) or not self._is_saved(trainer):
                 raise
-            try:
-                outcome.save_model(trainer, self.claim.path)
-            except Exception:
-                raise error from None  # what went wrong first says more
             if isinstance(error, RunStoppedError):
                 error.model_in = self.claim.path
                 raise
             stopped = RunStoppedError(f"{type(error).__name__}: {error}", self._last_good())
             stopped.model_in = self.claim.path
             raise stopped from error
+
+    def _is_saved(self, trainer: BudgetTrainer) -> bool:
+        """Tries to save the model; where that fails too, what went wrong first says more."""
+        try:
+            outcome.save_model(trainer, self.claim.path)
+        except Exception:
+            return False
+        return True
 
     def _read(self) -> TextData:
         from memfit.data import read_table
