@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from memfit.cli import run
+from waits import without_waits
 
 GOOD_ROWS = ["1,服務人員都很親切", "0,服務人員都不親切"] * 12
 
@@ -33,12 +34,13 @@ def refused(capsys: pytest.CaptureFixture[str], output: Path | None, *words: str
     captured = capsys.readouterr()
     assert code == 2, captured.err
     assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1, captured.err
-    assert captured.err.startswith("memfit: ")
-    assert "Traceback" not in captured.err
+    said = without_waits(captured.err)
+    assert len(said.splitlines()) == 1, captured.err
+    assert said.startswith("memfit: ")
+    assert "Traceback" not in said
     if output is not None:
         assert not output.exists()
-    return captured.err
+    return said
 
 
 @pytest.mark.parametrize(

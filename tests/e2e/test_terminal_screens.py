@@ -165,7 +165,7 @@ def test_a_run_in_chinese_at_80_columns(
         "预算 ",
         "方案 ",
         "批次 ",
-        "时间 ",
+        "训练：14 步，约 ",
     ):
         assert any(line.startswith(begin) for line in text), begin
     (bar,) = (line for line in text if line.startswith("训练中 ━"))

@@ -21,6 +21,7 @@ from memfit.config import RunConfig
 from memfit.errors import OutputError
 from memfit.planner.plan import Plan
 from memfit.runtime.manifest import write_manifest
+from waits import without_waits
 
 PRAISE = (
     "服務人員都很親切",
@@ -338,7 +339,7 @@ def test_a_budget_nothing_fits_is_exit_code_3_and_leaves_nothing(
         ["train", str(reviews), "--model", str(tiny_model_dir), "--max-length", "64",
          "--output-dir", str(tmp_path / "out"), "--budget", "100KB", "--exact"]
     )  # fmt: skip
-    said = capsys.readouterr().err
+    said = without_waits(capsys.readouterr().err)
     assert code == 3
     assert len(said.splitlines()) == 1
     assert "are missing" in said

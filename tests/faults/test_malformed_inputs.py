@@ -18,6 +18,7 @@ from malformed_tables import json_tables, parquet_tables, tables
 from memfit.cli import run
 from memfit.errors import InputError
 from memfit.units import parse_budget
+from waits import without_waits
 
 SOURCES = (tables, json_tables, parquet_tables, options, output_folders, configurations,
            models, runs, checkpoints)  # fmt: skip
@@ -49,7 +50,7 @@ def assert_refused(
     monkeypatch.setenv("COLUMNS", "200")
     code = run(words)
     captured = capsys.readouterr()
-    said = captured.err.strip()
+    said = without_waits(captured.err).strip()
     assert code == 2, f"{code}: {said[-600:]}"
     assert captured.out == ""
     lines = [line for line in said.splitlines() if not line.startswith(("note", "resuming"))]
