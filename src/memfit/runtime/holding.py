@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from memfit.runtime.trainer import BudgetTrainer
+    from memfit.runtime.model_changes import ModelChanges
 
 _ATTRIBUTE = "_memfit_held"
 
@@ -25,7 +25,7 @@ class Held:
     """
 
     def __init__(
-        self, undo: list[Callable[[], None]] | None = None, trainer: BudgetTrainer | None = None
+        self, undo: list[Callable[[], None]] | None = None, trainer: ModelChanges | None = None
     ) -> None:
         self.undo = [] if undo is None else undo
         self.trainer = None if trainer is None else weakref.ref(trainer)
@@ -37,7 +37,7 @@ class Held:
         return Held, ()
 
 
-def hold(model: nn.Module, undo: list[Callable[[], None]], trainer: BudgetTrainer) -> None:
+def hold(model: nn.Module, undo: list[Callable[[], None]], trainer: ModelChanges) -> None:
     """Note that this trainer changed the model."""
     vars(model)[_ATTRIBUTE] = Held(undo, trainer)
 

@@ -19,6 +19,7 @@ from memfit.strategies import Strategy
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
     from memfit.planner.values import Workload
+    from memfit.runtime.model_changes import ModelChanges
     from memfit.runtime.trainer import BudgetTrainer
 
 
@@ -63,7 +64,7 @@ def own_optimizer(trainer: BudgetTrainer, named: dict[str, Any]) -> str:
     return "" if makes.startswith(("memfit.", "transformers.")) else "of your own"
 
 
-def plan_for(trainer: BudgetTrainer, asked: Asked, eval_dataset: Any) -> Plan | None:
+def plan_for(trainer: ModelChanges, asked: Asked, eval_dataset: Any) -> Plan | None:
     """The plan for the trainer's budget; None where nothing is left to plan."""
     budget, model = trainer.budget, trainer.setup.model
     if budget is None or model is None or asked.limits is not None:
