@@ -1,4 +1,4 @@
-"""Differences to the stock Trainer that are meant, each with its reason."""
+"""Differences to the stock Trainer that are meant; docs/differences.md has them, too."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ if TYPE_CHECKING:
     from differential.cases import Case
     from differential.training import Seen
 
+EXPLAINED = {
+    "files": "A checkpoint also has `manifest.json`, its checksums, and `memfit.json`, how its "
+    "batches were run.",
+    "log": "`log_history` also has an entry for each change to the micro-batches that memory made "
+    "necessary.",
+    "order": "With `group_by_length` the order of the rows depends on the seed and the epoch "
+    "alone, so that a resumed run repeats it.",
+    "noise": "NEFTune's noise is as large, but drawn for micro-batches: its numbers are others.",
+    "adapters": "`Lora` trains adapters that begin at random, and `trainer.model` holds them.",
+    "cut": "`Truncation` cuts texts, and with them what is predicted for each token.",
+}
 OUR_FILES = frozenset({"manifest.json", "memfit.json"})
-"""Checksums and the micro-batching of a checkpoint."""
 OUR_LOG_ENTRIES = frozenset({"adjustment"})
-"""Entries of the log that say which micro-batches memory left."""
 TIMES = frozenset(
     {
         "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
@@ -23,12 +32,10 @@ TIMES = frozenset(
 
 def values_differ_by_design(case: Case, ours: Seen) -> str:
     """Why the numbers of this case cannot be those of the stock Trainer; empty where they must."""
-    if "lora" in ours.strategies:
-        return "adapters are other weights, which begin at random"
-    if "truncation" in ours.strategies:
-        return "texts are cut"
-    if case.sampling == "group_by_length":
-        return "the order depends on seed and epoch alone, so that a resumed run repeats it"
-    if case.neftune is not None:
-        return "noise is drawn for other shapes; how much of it is compared apart"
-    return ""
+    found = {
+        "adapters": "lora" in ours.strategies,
+        "cut": "truncation" in ours.strategies,
+        "order": case.sampling == "group_by_length",
+        "noise": case.neftune is not None,
+    }
+    return next((EXPLAINED[name] for name, there in found.items() if there), "")

@@ -185,7 +185,7 @@ class Headed(nn.Module):
         for index, branch in enumerate(self.branches):
             rows = (taken == index).nonzero().squeeze(1)
             if len(rows):
-                pooled = pooled.index_put((rows,), branch(first[rows]))
+                pooled = pooled.index_put((rows,), branch(first[rows]).to(pooled.dtype))
         return pooled
 
 

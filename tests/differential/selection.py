@@ -12,7 +12,7 @@ from typing import Literal
 
 from differential.cases import Case, drawn
 
-COUNT = int(os.environ.get("DIFFERENTIAL_CASES", "240"))
+COUNT = int(os.environ.get("DIFFERENTIAL_CASES", "300"))
 FIRST = int(os.environ.get("DIFFERENTIAL_FIRST", "0"))
 
 

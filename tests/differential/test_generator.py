@@ -11,6 +11,7 @@ import pytest
 from transformers.training_args import OptimizerNames
 
 from differential import Case, cases, check, drawn
+from differential.explained import EXPLAINED
 from differential.models import CLASSIFIER_HEADS, FAMILIES, TASKS
 from memfit.runtime.loss import ClassWeightedLoss
 from memfit.strategies import ORDER
@@ -54,6 +55,11 @@ def test_a_case_is_what_it_prints_and_a_seed_is_one_case() -> None:
     for case in DRAWN[:50]:
         assert eval(repr(case), {"Case": Case}) == case
         assert drawn(case.seed) == case
+
+
+def test_differences_that_are_meant_are_in_the_documents() -> None:
+    words = " ".join((TOP / "docs" / "differences.md").read_text(encoding="utf-8").split())
+    assert [reason for reason in EXPLAINED.values() if reason not in words] == []
 
 
 def test_a_case_that_differs_is_printed_as_a_script_that_finds_it_again(
