@@ -94,6 +94,7 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.allclose(mine[name].float(), theirs[name].float(), atol=1e-6), name
 
 
+@pytest.mark.filterwarnings("ignore:the memory of Normed cannot be predicted")
 @pytest.mark.parametrize(
     "settings", [{}, {"budget": "4GB", "strategies": []}], ids=["plain", "rehearsed"]
 )

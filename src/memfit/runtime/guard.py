@@ -38,6 +38,7 @@ from memfit.runtime.out_of_memory import (
     free_memory,
     is_out_of_memory,
     let_go,
+    retrying,
 )
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.sinking import GraphedExecutor, SinkExecutor
@@ -123,7 +124,8 @@ class Guard:
         """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
         self.look()
         executor = self._trainer.executor
-        lengths = lengths_of(batch, executor.trim)
+        with retrying(self._device):  # a stream's batches are on the device already
+            lengths = lengths_of(batch, executor.trim)
         way = self.way_for(lengths)
         start = RandomState.now(self._device)
         while True:
@@ -216,11 +218,12 @@ class Guard:
         self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: Pieces
     ) -> tuple[Tensor | None, str]:
         executor = self.executor_for(way)
-        before = self._before = self._buffers.now(self._trainer.model)
+        self._before = None
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.cap is not None:
             counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
         try:
+            before = self._before = self._buffers.now(self._trainer.model)
             with counting:
                 outcome = run(executor)
             self._buffers.learn(before)
