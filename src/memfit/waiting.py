@@ -5,7 +5,7 @@
             ...
 
 A thread shows the innermost piece of work: at a terminal on a line with a spinner and the seconds;
-in a pipe or a file as a plain line, followed by a dot every second. Work that is over at once is
+in a pipe or a file as a plain line, followed by a dot every moment. Work that is over at once is
 not mentioned. Outside of `telling`, `doing` does nothing. Whatever prints to stderr meanwhile calls
 `make_way()` first.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rich.spinner import Spinner
 
 _TICK_SECONDS = 0.1
-_LINE_AFTER_SECONDS = 0.5
+_LINE_AFTER_SECONDS = 0.3
 """Shorter silences need no explanation."""
-_DOT_AFTER_SECONDS = 1.0
+_DOT_AFTER_SECONDS = 0.7
 """Well below two seconds: while a library is loaded, the thread may have to wait for its turn."""
 
 

@@ -240,5 +240,6 @@ def test_in_a_shell_it_is_the_same_and_torch_is_never_imported(
         check=True,
     )
     assert done.stdout == "False 2\n"
-    assert done.stderr.splitlines() == ["memfit: there is no file none.csv; check the path."]
+    said = without_waits(done.stderr)
+    assert said.splitlines() == ["memfit: there is no file none.csv; check the path."]
     assert list(tmp_path.iterdir()) == []
