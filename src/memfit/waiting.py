@@ -5,7 +5,7 @@
             ...
 
 A thread shows the innermost piece of work: at a terminal on a line with a spinner and the seconds;
-in a pipe or a file as a plain line, followed by a dot every moment. Work that is over at once is
+in a pipe or a file as a plain line, followed by dots. Work that is over at once is
 not mentioned. Outside of `telling`, `doing` does nothing. Whatever prints to stderr meanwhile calls
 `make_way()` first.
 """
