@@ -23,6 +23,7 @@ from memfit.runtime.adjustments import Adjustment
 from memfit.runtime.batching import MicroBatching
 from memfit.runtime.cap import CpuCap
 from memfit.runtime.checkpoint import damage
+from memfit.runtime.guard import Guard
 from memfit.runtime.out_of_memory import end_of_training, free_memory
 from memfit.runtime.watch import Reading, Watch
 from memfit.strategies import Packing
@@ -358,3 +359,23 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_pieces(tmp_path):
         transformers.Trainer.prediction_step = step
     assert sizes[0] == 24
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_buffers_that_cannot_be_copied_at_first_lose_no_step(tmp_path, monkeypatch, number):
+    """The first operators of an attempt copy the model's buffers."""
+
+    def trained(failing: Any) -> torch.Tensor:
+        attempt = Guard._attempt
+
+        def watched(*args: Any) -> Any:
+            with failing:
+                return attempt(*args)
+
+        trainer = trainer_of(tmp_path, fields={"max_steps": 1})
+        with monkeypatch.context() as changed:
+            changed.setattr(Guard, "_attempt", watched)
+            trainer.train()
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    assert torch.equal(trained(FailAt(number)), trained(FailAt()))

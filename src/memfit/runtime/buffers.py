@@ -65,6 +65,11 @@ class Buffers:
     def __init__(self) -> None:
         self._moving: list[_Place] | None = None
 
+    @property
+    def may_move(self) -> bool:
+        """Whether there are any to copy, as far as is known."""
+        return self._moving is None or bool(self._moving)
+
     def now(self, model: nn.Module) -> BufferState:
         """The state of those that may move next."""
         if traced.device():

@@ -218,20 +218,26 @@ class Guard:
         self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: Pieces
     ) -> tuple[Tensor | None, str]:
         executor = self.executor_for(way)
-        self._before = None
+        with self._copying_buffers():
+            before = self._before = self._buffers.now(self._trainer.model)
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.cap is not None:
             counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
         try:
-            before = self._before = self._buffers.now(self._trainer.model)
             with counting:
                 outcome = run(executor)
-            self._buffers.learn(before)
-            return outcome, ""
         except Exception as error:
             if self._trainer.args.world_size > 1 or not is_out_of_memory(error):
                 raise  # the other ranks would wait for this one
             return None, let_go(error)
+        with self._copying_buffers():
+            self._buffers.learn(before)
+        return outcome, ""
+
+    def _copying_buffers(self) -> contextlib.AbstractContextManager[None]:
+        """A copy that finds no memory is made again: the step is not to blame, nor run twice."""
+        may_move = self._buffers.may_move
+        return retrying(self._device) if may_move else contextlib.nullcontext()
 
     def executor_for(self, way: Way) -> StepExecutor:
         """The trainer's executor, running this way."""
