@@ -48,10 +48,23 @@ ROUNDING = (
     "OptimizerOffload(dtype='bfloat16')", "StateOffload()",
 )  # fmt: skip
 RELEASES = ("GradientRelease('kept8')", "GradientRelease('host')", "GradientRelease('two_pass')",
-            "GradientRelease()", "GradientRelease('two_pass', accumulate=True)")  # fmt: skip
+            "GradientRelease()")  # fmt: skip
 OTHER = (
     "Freezing('encoder')", "Freezing('embeddings')", "Freezing(1)", "Lora(rank=2)",
     "SmallStateOptimizer()", "FrozenFeatures()", "Truncation(max_length=8)",
+)  # fmt: skip
+ARGUMENTS: tuple[tuple[str, Any], ...] = (
+    ("dataloader_drop_last", True), ("include_num_input_tokens_seen", "all"),
+    ("include_num_input_tokens_seen", "non_padding"), ("logging_first_step", True),
+    ("logging_steps", 2), ("logging_strategy", "epoch"), ("gradient_checkpointing", True),
+    ("torch_empty_cache_steps", 1), ("remove_unused_columns", False), ("data_seed", 7),
+    ("adam_beta2", 0.9), ("optim_args", "momentum=0.9"), ("warmup_steps", 0.4),
+)  # fmt: skip
+"""Settings one of which a case may have beside all others."""
+EVALUATION_ARGUMENTS: tuple[tuple[str, Any], ...] = (
+    ("prediction_loss_only", True), ("eval_on_start", True), ("eval_accumulation_steps", 1),
+    ("include_for_metrics", ["inputs", "loss"]), ("eval_do_concat_batches", False),
+    ("eval_strategy", "epoch"), ("eval_delay", 2),
 )  # fmt: skip
 _CLASSIFYING = ("single", "multi", "regression")
 _CROSS_ENTROPY = ("single", "token", "masked_lm", "choice")
@@ -105,6 +118,8 @@ class Case:
     """Operators of steps, counted from the start, that find no memory."""
     wide: bool = False
     """Whether matrices are large to the low-bit optimizer."""
+    argument: tuple[str, Any] | None = None
+    """One more of the TrainingArguments."""
     outputs: str = ""
     """hidden_states or attentions: asked of the model in its config."""
 
@@ -138,6 +153,10 @@ def drawn(seed: int) -> Case:
     made |= _training(draw)
     made |= _memory(draw, made)
     made |= _run(draw, made)
+    if {"GradientRelease()", "GradientRelease('two_pass')"} & set(made.get("strategies", ())):
+        made |= {"micro_rows": None, "micro_tokens": None}  # such a step is one micro-batch
+    if made.get("head") == "module" and made.get("loss") == "smoothing":
+        made["loss"] = "model"  # the Trainer asks for a config then
     if made.get("head") == "module" and made.get("loss", "model") != "model":
         made["evaluate"] = False  # without labels its tuple has no loss to be left out
     if made.get("outputs") and made["evaluate"]:
@@ -148,6 +167,11 @@ def drawn(seed: int) -> Case:
         # Gradients that come late in a step are what such a sink may get wrong.
         made |= {"task": "single", "family": "bert", "head": "branches", "loss": "model",
                  "collator": "dynamic", "micro_rows": 1, "outputs": ""}  # fmt: skip
+    if draw.random() < 0.25:
+        asks = made["evaluate"] and not made.get("best") and draw.random() < 0.7
+        name, value = draw.choice(EVALUATION_ARGUMENTS if asks else ARGUMENTS)
+        if name != "optim_args" or made["optim"] == "sgd":
+            made["argument"] = (name, value)
     return Case(**made)
 
 

@@ -31,6 +31,7 @@ from memfit import BudgetTrainer
 from memfit import strategies as memfit_strategies
 from memfit.errors import ConfigError
 from memfit.runtime.batching import MicroBatching
+from memfit.runtime.guard import Guard
 from memfit.strategies import Fidelity, Strategy
 
 CLASS_WEIGHTS = (0.5, 1.0, 3.0)
@@ -330,8 +331,7 @@ class Training:
         optim = case.optim if case.optim in OPTIMIZERS else "sgd"
         if self.given is not None and "small_state_optimizer" in self.given.strategies:
             optim = "adafactor"
-        return transformers.TrainingArguments(
-            str(self.folder),
+        fields: dict[str, Any] = dict(
             per_device_train_batch_size=case.batch if own else case.effective,
             gradient_accumulation_steps=case.accumulation if own else 1,
             per_device_eval_batch_size=4,
@@ -355,6 +355,9 @@ class Training:
             **(evaluation if case.evaluate else {}),
             **length,
         )
+        if case.argument is not None:
+            fields |= dict([case.argument])
+        return transformers.TrainingArguments(str(self.folder), **fields)
 
     def trainer(self, model: nn.Module | None) -> transformers.Trainer:
         """Strategies that have no use for the first trainer are left out; all else must work."""
@@ -417,17 +420,17 @@ class Training:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Operators inside of steps fail, and only there."""
+        """Operators of forward and backward fail; what comes before them runs on the host."""
         if not self.budgeted or not self.case.failing:
             yield
             return
-        failing, step = Failing(self.case.failing), self.kind.training_step
+        failing, attempt = Failing(self.case.failing), Guard._attempt
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with failing:
-                return step(*args, **kwargs)
+                return attempt(*args, **kwargs)
 
-        with mock.patch.object(self.kind, "training_step", watched):
+        with mock.patch.object(Guard, "_attempt", watched):
             yield
 
     # ---- looking ----
@@ -482,7 +485,7 @@ def _strategy(text: str) -> Strategy:
 def _spread(found: Any) -> dict[str, float]:
     """A metric of what the model says, whatever it says."""
     first = found.predictions
-    while isinstance(first, tuple):
+    while isinstance(first, tuple | list):
         first = first[0]
     return {"spread": float(np.abs(np.asarray(first, dtype=np.float64)).mean())}
 
