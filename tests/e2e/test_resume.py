@@ -46,6 +46,8 @@ def trainer_in(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Bu
         "num_train_epochs": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1,
         "eval_strategy": "epoch", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
+    if "max_steps" in settings:
+        del defaults["num_train_epochs"]
     trainer = BudgetTrainer(
         model_of(),
         TrainingArguments(str(folder), **{**defaults, **settings}),

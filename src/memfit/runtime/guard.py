@@ -84,6 +84,8 @@ class Guard:
         """Called when the limit has fallen: the rehearsal may have more to find out."""
         self.boundaries: LayerBoundaries | None = None
         """Where gradients are released: how far backward has come."""
+        self.used: MicroBatching | None = None
+        """The limits of the last step that went well."""
         self.tokens = 0
         """Trained on so far, padding left out where it is known."""
         self._evaluated: int | None = None
@@ -133,6 +135,7 @@ class Guard:
             loss, failed = self._attempt(lambda e: e.run(model, batch), way, pieces)
             if loss is not None:
                 self.tokens += sum(lengths)
+                self.used = self.micro_batching
                 self._went_well()
                 return loss
             self.clear(model)

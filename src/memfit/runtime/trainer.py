@@ -432,7 +432,7 @@ class BudgetTrainer(ModelChanges):
         """As the Trainer's; a checkpoint also says how its batches are run."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save and self._writing:
-            record_micro_batching(str(output_dir), self.guard.micro_batching)
+            record_micro_batching(str(output_dir), self.guard.used or self.micro_batching)
 
     # ---- inside ----
 
