@@ -170,7 +170,11 @@ def drawn(seed: int) -> Case:
     if draw.random() < 0.25:
         asks = made["evaluate"] and not made.get("best") and draw.random() < 0.7
         name, value = draw.choice(EVALUATION_ARGUMENTS if asks else ARGUMENTS)
-        if name != "optim_args" or made["optim"] == "sgd":
+        checkpointing = made.get("head", "own") == "own" and made.get("family") not in (
+            "albert", "mpnet"
+        )  # fmt: skip
+        fits = {"optim_args": made["optim"] == "sgd", "gradient_checkpointing": checkpointing}
+        if fits.get(name, True):
             made["argument"] = (name, value)
     return Case(**made)
 
