@@ -346,6 +346,7 @@ class _Run:
         )
         if self.plan is not None and self.given_plan is None and self.config.plan is None:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
+            trainer.guard.adjuster.keeps_tokens = True
             trainer.may_plan_again = self.choosing.may_plan_again
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None

@@ -175,6 +175,14 @@ def test_a_plan_of_the_users_own_is_never_exceeded():
     assert adjuster.widest == Way(max_tokens=300)
 
 
+def test_a_planned_limit_on_tokens_stays_and_planned_layers_are_as_few_as_fit():
+    adjuster = Adjuster(Way(max_tokens=300, recomputed=4), FULL)
+    adjuster.keeps_tokens = True
+    adjuster.learn(MODEL)
+    assert adjuster.plan == Way(max_tokens=300)
+    assert adjuster.way_for([400] * 8, 10**9, packed=True) == Way(max_tokens=300)
+
+
 # ---- each batch by its tokens ----
 
 

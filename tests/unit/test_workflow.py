@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from transformers import TrainerControl
 
-from memfit import announce
+from memfit import announce, models
 from memfit.api import finetune
 from memfit.config import RunConfig
 from memfit.errors import OutputError, RunStoppedError, TraceError
 from memfit.interrupt import StopAfterStep
 from memfit.memory.components import Component
+from memfit.models import load_weights
 from memfit.planner import here
 from memfit.probe import MeasureOneStep
 from memfit.runtime import rehearsal
@@ -154,6 +156,16 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
             tried.append(limit)
         return (None, "no memory") if len(tried) <= 2 else try_it(stage, *args, **named)
 
+    alive: list[weakref.ref[Any]] = []
+
+    def load(*args: Any, **named: Any) -> Any:
+        # The model before is gone when the next is loaded: both would not fit.
+        assert all(one() is None for one in alive)
+        model = load_weights(*args, **named)
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(models, "load_weights", load)
     monkeypatch.setattr(rehearsal._Stage, "_try", fail_twice)
     result = finetune(
         table, output_dir=tmp_path / "run", budget="1GB", model=tiny_model_dir, max_length=16,
@@ -161,6 +173,7 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
     )  # fmt: skip
     said = capsys.readouterr().err
     assert said.count("planned again with") == 2
+    assert len(alive) == 3
     assert result.summary.training["steps"] == 2
     assert (tmp_path / "run" / "model.safetensors").is_file()
     # Each is planned for 1 % and 20 MiB less than the one before.

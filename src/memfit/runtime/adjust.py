@@ -45,6 +45,8 @@ class Adjuster:
         """The widest way that is believed to fit."""
         self.keeps_plan = False
         """Whether the user said how batches are to be run."""
+        self.keeps_tokens = False
+        """Whether no micro-batch may be larger than planned: its memory was promised."""
         self.memory: MemoryModel | None = None
         self._failures: list[Failure] = []
         self._largest_failed = 0
@@ -59,11 +61,13 @@ class Adjuster:
     def learn(self, memory: MemoryModel) -> None:
         """What batches need is known: from here on each is run as its size allows.
 
-        A limit on tokens and a number of layers to recompute were guesses for the worst batch.
+        A number of layers to recompute was a guess for the worst batch, and so was a limit on
+        tokens, unless a plan was priced with it.
         """
         self.memory = memory
         if not self.keeps_plan and self.abilities.by_batch:
-            self.plan = replace(self.plan, max_tokens=None, recomputed=0)
+            tokens = self.plan.max_tokens if self.keeps_tokens else None
+            self.plan = replace(self.plan, max_tokens=tokens, recomputed=0)
         self.widest = self.plan
 
     def way_for(self, lengths: Sequence[int], limit_bytes: int | None, *, packed: bool) -> Way:
