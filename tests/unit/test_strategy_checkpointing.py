@@ -11,6 +11,7 @@ import torch
 from strategy_models import DEPTH, MODELS, batch_for, build, peak_bytes, setup_for, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from memfit.errors import ConfigError
 from memfit.packing import packed
@@ -256,3 +257,21 @@ def test_a_model_without_layers_or_with_fewer_raises() -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Checkpointing(**settings)
+
+
+def test_a_decoders_cache_is_not_filled_a_second_time() -> None:
+    """GPT-2 hands its layers the cache by position, and caches by default."""
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=True,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    ids = torch.randint(5, 40, (3, 12))
+    model(input_ids=ids, labels=ids).loss.backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    recompute(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    again = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))

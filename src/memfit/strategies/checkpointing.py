@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 
 from memfit.errors import ConfigError
 from memfit.packing.families import unwrap
@@ -113,6 +114,8 @@ def _recomputed(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     Only those are saved as autograd saves tensors, where an offload can take them to the host.
     """
     kwargs = {name: _NO_CACHE.get(name, value) for name, value in kwargs.items()}
+    # GPT-2 hands its cache over by position; a layer that is run again would fill it twice.
+    args = tuple(None if isinstance(value, Cache) else value for value in args)
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in kwargs.items() if name not in names}
 
