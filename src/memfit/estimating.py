@@ -181,7 +181,7 @@ def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]
 def as_json(
     estimate: MemoryEstimate, device: DeviceProfile | None, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The numbers under the names DESIGN gives them."""
+    """The numbers as the command prints them with --json."""
     return {
         "parameters": estimate.parameters,
         "trainable_parameters": estimate.trainable_parameters,

@@ -45,7 +45,7 @@ def to_lowbit(
     Hand the result to `LowBitAdamW(remainders=...)`: the masters then start within 2^-17 of
     the fp32 weights (small parameters exactly), not within bf16's 2^-9. A frozen
     parameter is only rounded. `device` is where the splitting is computed, a piece at a time,
-    whatever the model lies on: a card takes half a second for BERT-Large, a host several.
+    whatever the model lies on.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"weights are stored in bfloat16 or float16, not {dtype}")

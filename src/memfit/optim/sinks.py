@@ -94,7 +94,7 @@ class GradientSink(ABC):
 
     @classmethod
     def fidelity(cls, *, max_grad_norm: float, micro_batches: int) -> str:  # noqa: ARG003
-        """What training through this sink does to the result, in DESIGN's words."""
+        """The fidelity of training through this sink."""
         return "rounding"
 
     @property

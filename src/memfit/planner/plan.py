@@ -176,7 +176,7 @@ class Plan:
         return tuple(one.name for one in self.strategies if one.name not in STOCK)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan under the names DESIGN gives its values."""
+        """The plan as the commands print it with --json."""
         shown = {
             "fidelity": str(self.fidelity),
             "strategies": {one.name: settings_of(one) for one in self.strategies},
