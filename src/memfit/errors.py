@@ -6,15 +6,15 @@
     │   ├── SaveError        a checkpoint or result could not be written
     │   ├── DeviceLostError  the GPU no longer answers
     │   └── LossError        the loss or its gradient is not a finite number
-    ├── DatasetsFailedError  of several datasets some failed
     ├── InputError           exit code 2: what was given is wrong
     │   ├── ConfigError      an option, a TOML key or a value
     │   ├── BudgetError      a budget that does not parse
     │   ├── DataError        a file, a table, a column, a label
     │   ├── ModelError       a model folder or id
     │   └── OutputError      the output folder
-    └── DoesNotFitError      exit code 3: nothing fits the budget
-        └── PlanMissedError  a rehearsed plan needs more than predicted; another may fit
+    ├── DoesNotFitError      exit code 3: nothing fits the budget
+    │   └── PlanMissedError  a rehearsed plan needs more than predicted; another may fit
+    └── DatasetsFailedError  of several datasets some failed
 
 A message says what is wrong, where, and what to do. The command line prints it
 without a traceback; a traceback is a bug.

@@ -330,20 +330,20 @@ class _Run:
         with self.clock.measure("load"), doing(t("run.wait.load")):
             set_seed(arguments.seed)  # the head's first weights are random
             model = load_weights(self.config.model, self.settings, tokenizer, max_length)
-        trainer = BudgetTrainer(
-            model,
-            arguments,
-            budget=self.config.budget,
-            plan=self.plan,
-            micro_batching=None if self.plan is not None else MicroBatching(),
-            user_set=user_set_of(self.config),
-            on_nan=self.config.on_nan,
-            train_dataset=tokens.train,
-            eval_dataset=tokens.validation,
-            processing_class=tokenizer,
-            compute_metrics=compute_metrics_for(labels.task, labels.names),
-            callbacks=self._callbacks(arguments.device.type),
-        )
+            trainer = BudgetTrainer(
+                model,
+                arguments,
+                budget=self.config.budget,
+                plan=self.plan,
+                micro_batching=None if self.plan is not None else MicroBatching(),
+                user_set=user_set_of(self.config),
+                on_nan=self.config.on_nan,
+                train_dataset=tokens.train,
+                eval_dataset=tokens.validation,
+                processing_class=tokenizer,
+                compute_metrics=compute_metrics_for(labels.task, labels.names),
+                callbacks=self._callbacks(arguments.device.type),
+            )
         if self.plan is not None and self.given_plan is None and self.config.plan is None:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
             trainer.guard.adjuster.keeps_tokens = True

@@ -13,6 +13,7 @@ from differential.models import DECODERS
 from differential.selection import first_cases
 from memfit import BudgetTrainer
 from memfit.optim.kept import KeptInt8
+from memfit.runtime import model_changes
 from memfit.runtime import trainer as trainer_module
 from memfit.runtime.batching import row_count
 from memfit.runtime.noise import BatchNoise
@@ -106,15 +107,16 @@ def test_noise_that_is_scaled_by_all_packed_tokens(monkeypatch: pytest.MonkeyPat
 def test_changes_to_a_model_that_are_not_undone_for_the_next_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changing = {"Packing()", "Checkpointing()", "LowBitAdamW()"}
+    changing = {"Packing()", "LowBitAdamW()"}  # a layer may be recomputed twice and be the same
     cases = first(
         lambda c: (
             c.again == "trainer" and changing & set(c.strategies) and len(c.strategies) == 1
             and c.head == "own" and c.family in ("bert", "ernie", "electra", "roberta")
-            and c.task == "single" and not c.outputs
+            and c.task == "single" and not c.outputs and c.collator != "left"
         )
     )  # fmt: skip
-    monkeypatch.setattr(trainer_module, "give_back", lambda _: None)
+    for module in (trainer_module, model_changes):
+        monkeypatch.setattr(module, "give_back", lambda _: None)
     assert all(map(reported, cases))
 
 

@@ -506,11 +506,14 @@ def _quiet() -> Iterator[None]:
     level = ours.level
     ours.setLevel(logging.CRITICAL)
     transformers.logging.set_verbosity(logging.CRITICAL)
+    had_bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        if had_bars:
+            transformers.logging.enable_progress_bar()
         ours.setLevel(level)
         transformers.logging.set_verbosity(before)

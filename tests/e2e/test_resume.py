@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_trainer_is_taken_unchecked_and_that_is_said(tmp
 
 
 def test_nothing_to_resume_is_said(tmp_path):
-    with pytest.raises(OutputError, match="no complete checkpoint in"):
+    with pytest.raises(OutputError, match="No valid checkpoint found in output directory"):
         trainer_in(tmp_path).train(resume_from_checkpoint=True)
 
 

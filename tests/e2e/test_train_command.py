@@ -292,7 +292,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
 def test_the_seconds_of_the_parts_add_up(trained: Path) -> None:
     seconds = summary_of(trained)["seconds"]
     total = seconds.pop("total")
-    assert set(seconds) == {"data", "load", "plan", "train", "evaluate", "save"}
+    assert set(seconds) == {"data", "import", "load", "plan", "train", "evaluate", "save"}
     assert sum(seconds.values()) == pytest.approx(total, rel=0.1)
 
 

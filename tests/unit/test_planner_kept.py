@@ -150,6 +150,7 @@ def test_the_oldest_of_too_many_are_removed(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_second_run_neither_plans_nor_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration._of_cpu.cache_clear()  # a test before may have measured
     work = task(bert(layers=2, width=64, vocabulary=100), lengths=(9, 12, 16, 20))
     found = here.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
     assert not found.kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -245,3 +246,16 @@ def test_a_way_in_words():
     assert str(Way()) == "whole batches"
     words = str(Way(max_tokens=1200, recomputed=3, offloaded=True))
     assert words == "1,200 tokens at once, 3 layers recomputed, activations offloaded"
+
+
+def test_where_no_layer_was_seen_to_take_anything_the_plans_are_recomputed():
+    adjuster = Adjuster(Way(max_tokens=300, recomputed=4), FULL)
+    adjuster.learn(dataclasses.replace(MODEL, layer_bytes=0.0))
+    assert adjuster.plan.recomputed == 4
+
+
+def test_a_plan_that_is_kept_is_what_comes_next_whatever_was_learnt():
+    adjuster = Adjuster(Way(max_tokens=300, recomputed=4), FULL)
+    adjuster.learn(MODEL)
+    adjuster.keep(Way(max_tokens=300, recomputed=4))
+    assert adjuster.way_for([400] * 8, 10**9, packed=True) == Way(max_tokens=300, recomputed=4)

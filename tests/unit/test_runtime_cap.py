@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from memfit.memory.context import PAGE_BYTES
 from memfit.runtime import watch
 from memfit.runtime.cap import CudaCap
 from memfit.runtime.watch import CudaReader
@@ -78,7 +79,8 @@ def test_a_context_that_grew_is_taken_from_what_tensors_may_have(card: Card) -> 
     card.reserved_bytes = before - 10 * MIB
     reader()
     assert cap.keep()
-    assert card.allowed_bytes == before - 50 * MIB
+    # The page that torch may map beyond its limit is left free, too.
+    assert card.allowed_bytes == before - 50 * MIB - PAGE_BYTES
     card.reserved_bytes = 0
     assert not cap.keep()
 
@@ -99,5 +101,5 @@ def test_graphs_and_copies_are_expected_where_there_is_no_plan(card: Card) -> No
     plain = CudaReader(device).context_bytes
     copying = CudaReader(device, used=frozenset({"activation_offload"})).context_bytes
     graphs = CudaReader(device, used=frozenset({"cuda_graphs"})).context_bytes
-    assert copying - plain == 64 * MIB
+    assert copying - plain == 70 * MIB
     assert graphs > copying

@@ -75,7 +75,11 @@ def test_the_best_model_is_saved_with_the_masters_of_its_own_step(tmp_path: Path
 
 def test_without_their_masters_weights_are_saved_as_they_are(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    trainer = trained(tmp_path, load_best_model_at_end=True, save_only_model=True, **best)
+    trainer = trained(
+        tmp_path, load_best_model_at_end=True, save_only_model=True, greater_is_better=True,
+        metric_for_best_model="earliness", **best,
+    )  # fmt: skip
+    assert trainer.state.best_global_step < trainer.state.global_step
     trainer.save_model(str(tmp_path / "model"))
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert all(value.dtype == torch.float32 for value in saved.values())

@@ -176,9 +176,9 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
     assert len(alive) == 3
     assert result.summary.training["steps"] == 2
     assert (tmp_path / "run" / "model.safetensors").is_file()
-    # Each is planned for 1 % and 20 MiB less than the one before.
-    assert tried[0] - tried[1] == pytest.approx(0.01 * 1e9 + 20 * 2**20, rel=0.01)
-    assert tried[0] - tried[2] == pytest.approx(2 * (0.01 * 1e9 + 20 * 2**20), rel=0.01)
+    # Each is planned for 2 % less than the one before.
+    assert tried[0] - tried[1] == pytest.approx(0.02 * 1e9, rel=0.01)
+    assert tried[0] - tried[2] == pytest.approx(2 * 0.02 * 1e9, rel=0.01)
 
 
 def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(

@@ -58,6 +58,12 @@ class Adjuster:
         self.plan = self.widest = plan
         self._clean_steps = 0
 
+    def keep(self, plan: Way) -> None:
+        """What was learnt led to a way that did not fit: go by the plan from here on."""
+        self.plan = self.widest = plan
+        self.memory = None
+        self._clean_steps = 0
+
     def learn(self, memory: MemoryModel) -> None:
         """What batches need is known: from here on each is run as its size allows.
 
@@ -67,7 +73,9 @@ class Adjuster:
         self.memory = memory
         if not self.keeps_plan and self.abilities.by_batch:
             tokens = self.plan.max_tokens if self.keeps_tokens else None
-            self.plan = replace(self.plan, max_tokens=tokens, recomputed=0)
+            # Where no layer was seen to take anything, the plan knows more.
+            recomputed = 0 if memory.layer_bytes > 0 else self.plan.recomputed
+            self.plan = replace(self.plan, max_tokens=tokens, recomputed=recomputed)
         self.widest = self.plan
 
     def way_for(self, lengths: Sequence[int], limit_bytes: int | None, *, packed: bool) -> Way:

@@ -74,7 +74,9 @@ class Guard:
         self._device: torch.device = trainer.args.device
         self.live = LiveStrategies(trainer.setup, used)
         self.adjustments = Adjustments(lambda: trainer.state.log_history)
-        self.adjuster = Adjuster(self._planned(), self._abilities())
+        self.planned_way = self._planned()
+        """How the plan runs its worst batch."""
+        self.adjuster = Adjuster(self.planned_way, self._abilities())
         self.watch: Watch | None = None
         self.cap: Cap | None = None
         self.spill = SpillWatch()
@@ -97,7 +99,8 @@ class Guard:
 
     def replan(self) -> None:
         """The micro-batching was changed from outside."""
-        self.adjuster.replan(self._planned())
+        self.planned_way = self._planned()
+        self.adjuster.replan(self.planned_way)
 
     @property
     def micro_batching(self) -> MicroBatching:

@@ -43,9 +43,10 @@ LONG_SECONDS = 5.0
 """Nobody should wait for a second try of a step that takes this long."""
 _QUICK_SECONDS = 1.0
 """On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
-_SHORT_SHARE = 0.01
+_SHORT_SHARE = 0.02
 _SHORT_BYTES = 20 * MIB
-"""By how much a failed plan is taken to miss its limit, beside what its context has grown by."""
+"""By how much a failed plan is taken to miss its limit, beside what its context has grown by; the
+bytes are a page of torch's allocator on a card."""
 _DRAWN = 200
 """Batches drawn to see which sizes will come."""
 _ROOMY = 0.5
@@ -151,6 +152,10 @@ class _Stage:
         """What did not fit is run in another way from now on, or by another plan."""
         guard = self._guard
         if self._trainer.may_plan_again:
+            planned = guard.planned_way
+            if way != planned and way.needs_no_less_than(planned):
+                guard.adjuster.keep(planned)  # the plan itself was not tried yet
+                return
             raise PlanMissedError(t("live.stop.row", way=way, failed=failed), self._short_bytes())
         smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
         if smaller is None or smaller == way:
@@ -164,7 +169,8 @@ class _Stage:
         grown_bytes = 0
         if plan is not None and plan.context_bytes is not None and context_bytes is not None:
             grown_bytes = max(context_bytes - plan.context_bytes, 0)
-        return grown_bytes + _SHORT_BYTES + int(_SHORT_SHARE * self._guard.limit_bytes)
+        pages_bytes = _SHORT_BYTES if self._device.type == "cuda" else 0
+        return grown_bytes + pages_bytes + int(_SHORT_SHARE * self._guard.limit_bytes)
 
     def _dress(self, worst: Batch, lengths: list[int]) -> None:
         """The worst batch as it will be trained: with its update, and replayed where it will be."""

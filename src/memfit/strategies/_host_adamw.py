@@ -40,6 +40,10 @@ class Masters:
         """This is what the parameter stands for, as long as nobody changes it."""
         self._kept[p] = (p._version, master)
 
+    def forget(self, p: Tensor) -> None:
+        """Its own weights are all there is to know."""
+        self._kept.pop(p, None)
+
     def of(self, p: Tensor) -> Tensor | None:
         """Its fp32 weights; None where another value was loaded into it meanwhile."""
         version, master = self._kept.get(p, (-1, None))
@@ -164,6 +168,12 @@ class HostAdamW(Optimizer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        # What was trained is what the parameters stand for from here on.
+        for p in list(self._hosted):
+            if (master := self._master_of(p)) is None:
+                self._masters.forget(p)
+            else:
+                self._masters.keep(p, master)
 
     @torch.no_grad()
     def _arrived(self, p: Tensor) -> None:
