@@ -30,12 +30,13 @@ test: env
 test-fast: env
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-# Kills, full disks, damaged checkpoints, memory that runs out, three hundred wrong inputs.
+# Kills, full disks, damaged checkpoints, memory that runs out, CPUs that trap, three hundred wrong
+# inputs.
 test-faults: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
 
 # Random trainings by the stock Trainer and by BudgetTrainer, which must not differ. Each case that
-# does is printed as a script. The suite runs the first few hundred.
+# does is printed as a script. CI runs the first 300.
 N     ?= 5000
 FIRST ?= 0
 test-differential: env
