@@ -54,8 +54,11 @@ class RunStoppedError(MemfitError):
         self.model_in: Path | None = None
 
     def __str__(self) -> str:
-        if self.model_in is not None:
-            return _said("stopped.model", what=self.what, folder=self.model_in)
+        if self.model_in is None:
+            return self._how_to_go_on()
+        return _said("stopped.model", what=self._how_to_go_on(), folder=self.model_in)
+
+    def _how_to_go_on(self) -> str:
         if self.last_good is None:
             return _said("stopped.nothing", what=self.what)
         how = "stopped.resume" if self.resume_with else "stopped.good"

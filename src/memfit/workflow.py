@@ -253,7 +253,10 @@ class _Run:
             if isinstance(error, RunStoppedError):
                 error.model_in = self.claim.path
                 raise
-            stopped = RunStoppedError(f"{type(error).__name__}: {error}", self._last_good())
+            what = f"{type(error).__name__}: {error}"
+            if is_disk_problem(error):
+                what = t("error.unwritten", why=why_not_written(error, self.claim.path))
+            stopped = RunStoppedError(what, self._last_good())
             stopped.model_in = self.claim.path
             raise stopped from error
 
