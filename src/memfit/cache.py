@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -87,12 +88,15 @@ def processor() -> list[str]:
     return [platform.node(), platform.machine(), platform.processor(), threads, isa]
 
 
-def tidy(pattern: str) -> None:
-    """Removes the oldest of too many files."""
+def tidy(pattern: str, *, most_bytes: float = math.inf) -> None:
+    """Removes the oldest of too many files, or of files that take too much together."""
     with suppress(OSError, RuntimeError):
-        files = sorted(cache_folder().glob(pattern), key=lambda one: one.stat().st_mtime)
-        for one in files[:-_MOST_FILES]:
-            one.unlink()
+        files = sorted(cache_folder().glob(pattern), key=lambda one: -one.stat().st_mtime)
+        total_bytes = 0
+        for count, one in enumerate(files, 1):
+            total_bytes += one.stat().st_size
+            if count > _MOST_FILES or total_bytes > most_bytes:
+                one.unlink()
 
 
 def remembered(name: str) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.errors import RunStoppedError
 from memfit.evaluation import Evaluation, evaluate_predictions, worst_mistakes
 from memfit.files import staged_files
 from memfit.results import write_evaluation
@@ -52,7 +53,11 @@ def save_model(trainer: BudgetTrainer, target: Path) -> None:
 
 
 def _checkpoint_of(trainer: BudgetTrainer) -> Path | None:
-    """The checkpoint that holds the weights as they are now."""
+    """The checkpoint that holds the weights as they are now, whole and under its name."""
+    try:
+        trainer.settle_checkpoint()
+    except RunStoppedError:
+        return None  # said once the model is saved
     best = trainer.state.best_model_checkpoint
     if best and trainer.args.load_best_model_at_end:
         return Path(best)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import importlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import announce, drawing, outcome
+from memfit import announce, drawing, outcome, preloading
 from memfit.config import RunConfig
 from memfit.errors import (
     DeviceLostError,
@@ -148,18 +146,6 @@ def _write_report(folder: Path) -> None:
     write_report(folder)
 
 
-def _import_libraries() -> None:
-    """What preparing a run needs, loaded here so that the wait for it has its own name."""
-    collects = gc.isenabled()
-    gc.disable()  # modules are no garbage, and are looked through again and again
-    try:
-        for name in ("transformers", "transformers.trainer", "memfit.runtime.trainer"):
-            importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
-
-
 @dataclass
 class _Run:
     """The state of one run while it lasts."""
@@ -184,9 +170,11 @@ class _Run:
 
     @property
     def predicted(self) -> MemoryPeak | None:
-        """The highest moment of the run, as planned."""
+        """The highest moment of the run, as planned: what the process will hold then."""
         price = self.plan.price if self.plan is not None else None
-        return price.peak if price is not None else None
+        if price is None or self.arguments.device.type != "cuda":
+            return None if price is None else price.peak
+        return dataclasses.replace(price.peak, device_bytes=price.peak.held_bytes)
 
     def finish(self) -> RunResult:
         """Everything, in order; what stops it says how to go on."""
@@ -212,6 +200,7 @@ class _Run:
 
     def _finish(self) -> RunResult:
         started = time.perf_counter()
+        preloading.start()
         start_reading_weights(self.config.model)
         if self.resume:
             with doing(t("run.wait.libraries")):
@@ -219,7 +208,7 @@ class _Run:
         with self.clock.measure("data"), doing(t("run.wait.read")):
             text = self._read()
         with self.clock.measure("import"), doing(t("run.wait.libraries")):
-            _import_libraries()
+            preloading.finish()
         with announce.no_progress_bars():
             self._prepare(text)
             tokens = self.tokens
@@ -230,6 +219,7 @@ class _Run:
                 # Disks need no interpreter: the library that draws the report is loaded meanwhile.
                 drawing.load_soon()
                 outcome.save_model(trainer, self.claim.path)
+                self._settle(trainer)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
         total = time.perf_counter() - started + self.elapsed.earlier_seconds
@@ -259,6 +249,14 @@ class _Run:
             stopped = RunStoppedError(what, self._last_good())
             stopped.model_in = self.claim.path
             raise stopped from error
+
+    def _settle(self, trainer: BudgetTrainer) -> None:
+        """Waits for the last checkpoint, which was left unfinished to save the model beside it."""
+        try:
+            trainer.settle_checkpoint()
+        except RunStoppedError as error:
+            error.model_in = self.claim.path
+            raise
 
     def _is_saved(self, trainer: BudgetTrainer) -> bool:
         """Tries to save the model; where that fails too, what went wrong first says more."""
@@ -302,6 +300,7 @@ class _Run:
     def _trained(self, text: TextData) -> BudgetTrainer:
         """Trains by the plan; by another where its rehearsal runs out of memory."""
         while True:
+            self._write_settings()
             trainer = self._trainer(text)
             self._announce(trainer, text, self.tokens)
             self.record.begin(self._summary(trainer, text, self.tokens, None))
@@ -351,6 +350,7 @@ class _Run:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
             trainer.guard.adjuster.keeps_tokens = True
             trainer.may_plan_again = self.choosing.may_plan_again
+        trainer.seals_last_later = not self.callbacks  # a user's callback may look into it
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):
@@ -417,11 +417,14 @@ class _Run:
             needs = format_both(self.predicted.device_bytes)
             self.say(line("memory", t("run.memory", needs=needs, share=share)))
 
-    def _train(self, trainer: BudgetTrainer) -> None:
+    def _write_settings(self) -> None:
+        """What --resume needs, before there is a folder of checkpoints: a run may be killed."""
         with atomic_writer(self.claim.folder.config) as file:
             file.write(self.config.to_toml())
         if self.plan is not None:
             self.plan.write(self.claim.folder.plan, language())
+
+    def _train(self, trainer: BudgetTrainer) -> None:
         self.claim.keep()
         checkpoint: Any = trainer.args.resume_from_checkpoint
         if self.found is not None:

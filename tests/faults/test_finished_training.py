@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from transformers import AutoModelForSequenceClassification
 
 from memfit import outcome
 from memfit.cli import run
+from memfit.runtime import saving
+from memfit.runtime.manifest import problem_with
 from memfit.runtime.trainer import BudgetTrainer
 
 STEPS = 7  # an epoch
@@ -110,3 +115,46 @@ def test_a_save_that_fails_half_way_leaves_no_model_that_looks_finished(
     assert run([*words, "--load-best-model-at-end", "false", "--eval-strategy", "no"]) == 1
     assert "its model is saved" not in capsys.readouterr().err
     assert not (output / "model.safetensors").exists()
+
+
+def test_the_last_checkpoint_gets_its_name_beside_the_saving_of_the_model(
+    tmp_path: Path, by_plan: list[str], whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = tmp_path / "out" / "checkpoints" / f"checkpoint-{STEPS}"
+    begun, may_go_on = threading.Event(), threading.Event()
+    write, save = saving.write_manifest, outcome.save_model
+
+    def slow_manifest(folder: Path) -> Path:
+        if folder.name == last.name:
+            begun.set()
+            assert may_go_on.wait(60)
+        return write(folder)
+
+    def seen(trainer: BudgetTrainer, target: Path) -> None:
+        assert begun.wait(60)
+        assert not last.exists()
+        may_go_on.set()
+        save(trainer, target)
+
+    monkeypatch.setattr(saving, "write_manifest", slow_manifest)
+    monkeypatch.setattr(outcome, "save_model", seen)
+    assert run(words_for(by_plan, tmp_path / "out")) == 0
+    assert not problem_with(last)
+    assert same_weights(tmp_path / "out" / "model.safetensors", whole / "model.safetensors")
+
+
+def test_a_last_checkpoint_that_cannot_be_sealed_leaves_the_model(
+    tmp_path: Path,
+    by_plan: list[str],
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(folder: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(saving, "write_manifest", full)
+    assert run(words_for(by_plan, tmp_path / "out")) == 1
+    said = capsys.readouterr().err
+    assert f"checkpoint-{STEPS} could not be written: No space left on device" in said
+    assert_model_is_kept(tmp_path / "out", whole, said)

@@ -165,6 +165,7 @@ def test_captured_micro_batches_add_up_in_kept8() -> None:
 
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
+    attached.begin(2, replayed=True)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         with torch.cuda.graph(graph, stream=stream):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,16 @@ import numpy as np
 import pytest
 from data_fixtures import config, write_csv, write_jsonl
 
-from memfit.data import LengthBin, TextData, read_table, tokenize, tokenize_dataset
+from memfit import cache
+from memfit.data import (
+    LengthBin,
+    TextData,
+    kept_tokens,
+    read_table,
+    tokenize,
+    tokenize_dataset,
+    tokens,
+)
 from memfit.data.tokens import summarize_lengths
 from memfit.errors import DataError
 
@@ -208,3 +219,76 @@ def test_the_data_package_loads_nothing_heavy() -> None:
     program = f"import sys, memfit.data; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert run.stdout.strip() == b"[]"
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where tokens are kept; in other tests nothing of earlier runs is read."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    before = cache._used.set(True)
+    yield tmp_path / "cache" / "tokens"
+    cache._used.reset(before)
+
+
+def test_the_same_rows_are_not_tokenized_twice(
+    tmp_path: Path, tokenizer: Any, kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = table(tmp_path, [3, 30, 12])
+    first = tokenize(data, tokenizer, 16)
+    assert len(list(kept_in.iterdir())) == 1  # training and validation rows are the same here
+    monkeypatch.setattr(tokens, "_encode", lambda *_: pytest.fail("tokenized again"))
+    again = tokenize(data, tokenizer, 16)
+    assert again.train[:] == first.train[:]
+    assert again.train.features == first.train.features
+    assert again.lengths == first.lengths
+
+
+def test_other_rows_lengths_and_tokenizers_are_not_taken_for_the_kept_ones(
+    tmp_path: Path, tokenizer: Any, kept_in: Path
+) -> None:
+    from transformers import BertTokenizer
+
+    data = table(tmp_path, [3, 30, 12])
+    tokenize(data, tokenizer, 16)
+    known = set(kept_in.iterdir())
+    backwards = [*tokenizer.get_vocab()][::-1]
+    other = BertTokenizer(vocab={word: number for number, word in enumerate(backwards)})
+    for again in (
+        lambda: tokenize(data, tokenizer, 12),
+        lambda: tokenize(data, other, 16),
+        lambda: tokenize(table(tmp_path, [3, 30, 13]), tokenizer, 16),
+    ):
+        again()
+        assert len(set(kept_in.iterdir()) - known) == 1
+        known = set(kept_in.iterdir())
+
+
+def test_damaged_tokens_are_made_again_and_no_cache_reads_none(
+    tmp_path: Path, tokenizer: Any, kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = table(tmp_path, [3, 30, 12])
+    first = tokenize(data, tokenizer, 16)
+    for file in kept_in.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    assert tokenize(data, tokenizer, 16).train[:] == first.train[:]
+    calls = []
+    encode = tokens._encode
+    monkeypatch.setattr(tokens, "_encode", lambda *of: calls.append(of) or encode(*of))
+    with cache.unused():
+        tokenize(data, tokenizer, 16)
+    assert len(calls) == 2  # of both
+
+
+def test_the_oldest_tokens_go_when_there_are_too_many(
+    tmp_path: Path, tokenizer: Any, kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(table(tmp_path, [3, 30, 12]), tokenizer, 16)
+    first = set(kept_in.iterdir())
+    size = sum(file.stat().st_size for file in first)
+    for file in first:
+        os.utime(file, (1, 1))
+    monkeypatch.setattr(kept_tokens, "_MOST_BYTES", int(1.5 * size))
+    tokenize(table(tmp_path, [3, 30, 13]), tokenizer, 16)
+    left = set(kept_in.iterdir())
+    assert not left & first
+    assert len(left) == 1

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from memfit.data import kept_tokens
 from memfit.data.rows import column_of
 from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
 from memfit.data.workspace import progress_bar, quiet_datasets, room_on_disk
@@ -99,6 +100,9 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
     _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
     if "label" in dataset.column_names:
         dataset = dataset.rename_column("label", "labels")  # keeps its type
+    place = kept_tokens.place_of(dataset, tokenizer, max_length)
+    if (kept := kept_tokens.read(place)) is not None:
+        return kept.remove_columns([_LENGTH]), column_of(kept, _LENGTH)
     bar = progress_bar("tokenizing", total_rows=len(dataset))
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
@@ -117,6 +121,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
             new_fingerprint=uuid4().hex,
         )
     bar.close()
+    kept_tokens.keep(place, tokenized)
     return tokenized.remove_columns([_LENGTH]), column_of(tokenized, _LENGTH)
 
 

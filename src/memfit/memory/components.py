@@ -31,3 +31,12 @@ class MemoryPeak:
     reserved_bytes: int
     device_bytes: int
     module: str = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the process holds on the card.
+
+        A budget must allow `device_bytes`, which may be more: before the allocator maps a page,
+        there must be room for the whole segment that the page belongs to.
+        """
+        return self.reserved_bytes + self.components.get(Component.CONTEXT, 0)

@@ -48,6 +48,9 @@ _THREADS_PER_MULTIPROCESSOR = {
 }  # fmt: skip
 _MOST_THREADS = 2048
 
+_first_bytes: dict[int, int] = {}
+"""By device: the context when it was created, until somebody asks for it again."""
+
 
 def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
     """The threads a multiprocessor holds at once."""
@@ -98,7 +101,9 @@ def own_context_bytes(index: int = 0) -> int | None:
 def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
     """The context of this process on a device, what other processes hold left out; or None.
 
-    With `load`, the libraries of a training step are loaded first, so that they are counted.
+    With `load`, the libraries of a training step are loaded first, so that they are counted. Where
+    the driver does not tell processes apart, the answer of the call that created the context is
+    given once more: only that call could see what others held before.
     """
     import torch
 
@@ -119,7 +124,10 @@ def measured_context_bytes(index: int = 0, *, load: bool = True) -> int | None:
         if own_bytes is not None:
             return own_bytes - reserved_bytes
         if others_bytes is not None and device is not None:
-            return device.use().used_bytes - others_bytes - reserved_bytes
+            _first_bytes[index] = device.use().used_bytes - others_bytes - reserved_bytes
+            return _first_bytes[index]
+        if index in _first_bytes:
+            return _first_bytes.pop(index)
     # Neither the driver's books nor a moment before the context: all use is taken as our own.
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     return total_bytes - free_bytes - reserved_bytes

@@ -85,6 +85,8 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
             rank = 0
             if event.birth:
                 blocks.append(event.block)
+            elif event.block not in blocks:
+                continue  # born in a repetition that is not kept, held on to by another thread
             else:
                 rank = len(blocks) - 1 - blocks.index(event.block)
                 if rank and rank == len(blocks) - 1 and name in oldest_first:

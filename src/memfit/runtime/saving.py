@@ -13,6 +13,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ class SafeSaving(EffectiveLoading):
     _damaged: tuple[Path, ...] = ()
     _written: Path | None = None
     """The checkpoint this process wrote last."""
+    seals_last_later: bool = False
+    """The last step's checkpoint gets its checksums and its name beside what follows the training;
+    `settle_checkpoint` waits for them."""
+    _sealing: Future[None] | None = None
 
     def before_saving(self) -> None:
         """Called before each checkpoint; raise to keep one from being written."""
@@ -92,14 +97,44 @@ class SafeSaving(EffectiveLoading):
             self._save_whole(model, trial)
 
     def _save_whole(self, model: nn.Module, trial: Any) -> None:
+        self.settle_checkpoint()
         self._with_room(self.before_saving)
         final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         best_before = self.state.best_model_checkpoint
-        try:
+        with self._undone_if_it_fails(final, best_before):
             self._with_room(lambda: self._write_beside(final, model, trial))
-            if self.args.should_save:
-                publish(final)
+        if self.args.should_save:
+            self._written = final
+            last = self.state.global_step >= self.state.max_steps
+            if self.seals_last_later and last and not self._push_due:
+                pool = ThreadPoolExecutor(1, "memfit-sealing")
+                self._sealing = pool.submit(self._seal, final, best_before)
+                pool.shutdown(wait=False)
+            else:
+                self._seal(final, best_before)
+        self.accelerator.wait_for_everyone()
+        if self._push_due:
+            self._push_from_checkpoint(str(final))
+
+    def _seal(self, final: Path, best_before: str | None) -> None:
+        """Lists the files with their checksums, brings them to the disk, gives the folder its name.
+
+        Needs no device and, for most of its time, no interpreter.
+        """
+        with self._undone_if_it_fails(final, best_before):
+            write_manifest(place_for(final))
+            publish(final)
+        self._last_good = final
+        self._damaged = tuple(item for item in self._damaged if item != final)
+        self._rotate(final)
+
+    @contextlib.contextmanager
+    def _undone_if_it_fails(self, final: Path, best_before: str | None) -> Iterator[None]:
+        """Removes what a failed save left, and says why it failed."""
+        try:
+            yield
         except BaseException as error:
+            self._written = None
             self.state.best_model_checkpoint = best_before
             with contextlib.suppress(OSError):
                 tidy(final.parent)
@@ -107,20 +142,18 @@ class SafeSaving(EffectiveLoading):
                 raise
             what = f"{final.name} could not be written: {why_not_written(error, final.parent)}"
             raise SaveError(what, self.last_good_checkpoint) from error
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._last_good = self._written = final
-            self._damaged = tuple(item for item in self._damaged if item != final)
-            self._rotate(final)
-        if self._push_due:
-            self._push_from_checkpoint(str(final))
+
+    def settle_checkpoint(self) -> None:
+        """Waits until the last checkpoint has its name. Raises, each time, why it has none."""
+        if self._sealing is not None:
+            self._sealing.result()
 
     def _rotate(self, newest: Path) -> None:
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         rotate(newest.parent, limit, newest=newest, best=best, damaged=self._damaged)
 
     def _write_beside(self, final: Path, model: nn.Module, trial: Any) -> None:
-        """All the Trainer writes, and the manifest, in the place of what is unfinished."""
+        """All the Trainer writes, in the place of what is unfinished."""
         if self.args.should_save:
             tidy(final.parent)
         self.accelerator.wait_for_everyone()
@@ -133,7 +166,6 @@ class SafeSaving(EffectiveLoading):
         if self.args.should_save:
             unfinished = place_for(final)
             self._note_best(final, unfinished)
-            write_manifest(unfinished)
 
     def _note_best(self, final: Path, unfinished: Path) -> None:
         """The state names the best checkpoint by the place it will have."""
@@ -235,6 +267,7 @@ class SafeSaving(EffectiveLoading):
         if held is not None and str(held) == self.state.best_model_checkpoint:
             return
         self._written = None
+        self.settle_checkpoint()
         with doing(t("run.wait.best")):
             self._load_whole()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -21,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from memfit._compat import without_num_items
 from memfit.arguments import TrainingArguments
-from memfit.errors import ConfigError, ModelError
+from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.half_on_cpu import TYPES, half_on_cpu
 from memfit.memory.expandable import use_expandable_segments
 from memfit.messages import t
@@ -228,6 +229,8 @@ class BudgetTrainer(ModelChanges):
         begun = self.state.global_step
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
+        except PlanMissedError:
+            raise  # the model is dropped, and in float32 it might not fit
         except BaseException:
             if self.state.global_step == begun and self.setup.model is not None:
                 self.give_back()  # nothing was trained: the model is left as it was
@@ -248,6 +251,10 @@ class BudgetTrainer(ModelChanges):
         try:
             with self._ending_in_words():
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(RunStoppedError):  # there is something worse to say
+                self.settle_checkpoint()
+            raise
         finally:
             for bar in bars:
                 bar.close()

@@ -55,6 +55,10 @@ class Reading:
 Read = Callable[[], Reading]
 
 
+_CAPTURED: set[int] = set()
+"""Cards on which this process has run a training with captured graphs."""
+
+
 class CudaReader:
     """A card's memory, and the context, which torch does not count.
 
@@ -85,6 +89,13 @@ class CudaReader:
         self._strange_bytes = _STRANGE * usual
         self._measured_bytes = self.context_bytes
         self._learn(measured_context_bytes(self.index))
+        if graphs and self.index in _CAPTURED:
+            # What the driver kept of an earlier training's graphs is not used for the next ones.
+            to_come = run_context_bytes(0, capability, {}, graphed_kernels=USUAL_GRAPHED_KERNELS)
+            again_bytes = self._measured_bytes + to_come + PAGE_BYTES
+            self.context_bytes = max(self.context_bytes, again_bytes)
+        if graphs:
+            _CAPTURED.add(self.index)
         self._pause_seconds = _MEASURE_SECONDS
         self._due = time.monotonic() + self._pause_seconds
 
