@@ -70,6 +70,7 @@ def compared(bench: Bench, pair: Case) -> dict[str, Any]:
         "failed": failed, "first_step_after_imports_seconds": again["after_imports_seconds"],
         "memfit_held_bytes": [run["held_bytes"] for run in timed if run["who"] == "memfit"],
         "stock_held_bytes": [run["held_bytes"] for run in timed if run["who"] == "stock"],
+        "said_over_taken": [run["time"].get("said_over_taken") for run in timed if "time" in run],
     }  # fmt: skip
     return {"name": pair.name, "said": said, "runs": runs, "again": again}
 
@@ -82,7 +83,7 @@ def one_run(bench: Bench, pair: Case, kind: str) -> dict[str, Any]:
     table, model = str(bench.tables["single"]), bench.model(pair.model)
     if kind == "A":
         ended = bench.memfit(pair.command(table, model, str(folder)), folder)
-        more = {"f1": _f1(folder), "detail": ended.as_json()}
+        more = {"f1": _f1(folder), "detail": ended.as_json(), "time": _said(ended)}
     else:
         words = [table, model, str(folder), str(pair.epochs), str(pair.length)]
         ended = bench.run([sys.executable, str(HERE / "_whole_stock.py"), *words], folder)
@@ -128,6 +129,13 @@ def _told(ended: Ended) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(line.partition("STOCK ")[2])
             return found
     return {}
+
+
+def _said(ended: Ended) -> dict[str, Any]:
+    """How long training would take, as said beforehand, and how long it took."""
+    from whole_runs import said_beforehand
+
+    return said_beforehand(ended)
 
 
 def _f1(folder: Path) -> float | None:

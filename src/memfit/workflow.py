@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,14 @@ def _write_report(folder: Path) -> None:
     write_report(folder)
 
 
+def _give_back_pinned_memory() -> None:
+    """What the strategies kept on the host: a process that ends with it ends seconds later."""
+    from memfit.optim.pinned import give_back_unused
+
+    gc.collect()
+    give_back_unused()
+
+
 @dataclass
 class _Run:
     """The state of one run while it lasts."""
@@ -226,7 +235,10 @@ class _Run:
         self.clock.seconds["total"] = total
         summary = self._summary(trainer, text, tokens, evaluation)
         write_summary(self.claim.path, summary)
+        del trainer
         with doing(t("run.wait.report")):
+            if self.arguments.device.type == "cuda":
+                _give_back_pinned_memory()
             _write_report(self.claim.path)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
 

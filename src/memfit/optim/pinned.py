@@ -90,3 +90,12 @@ def apart(tensor: Tensor) -> Tensor:
 
 def _zeroed(nbytes: int, *, pinned: bool) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def give_back_unused() -> None:
+    """Frees the pinned memory that torch keeps for tensors to come."""
+    # The name in torch 2.13, and the one before.
+    for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):
+        if hasattr(torch._C, name):
+            getattr(torch._C, name)()
+            return
