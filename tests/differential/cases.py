@@ -7,7 +7,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from differential.models import CLASSIFIER_HEADS, DECODERS, FAMILIES, TASKS, has_task
+from differential.models import (
+    CLASSIFIER_HEADS,
+    DECODERS,
+    FAMILIES,
+    TASKS,
+    WITHOUT_OWN_HEAD,
+    has_task,
+)
 
 OPTIMIZERS = ("sgd", "adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop")
 """All that TrainingArguments name and that run on a CPU with torch and transformers alone."""
@@ -162,6 +169,8 @@ def drawn(seed: int) -> Case:
     if made.get("outputs") and made["evaluate"]:
         made["collator"] = "max_length"  # the Trainer joins them only where all are of one width
     asked = made.get("strategies", ())
+    if "Freezing('encoder')" in asked and _only_encoder_learns(made):
+        made["strategies"] = asked = ()
     made["wide"] = any(one.startswith("LowBit") for one in asked)
     if "GradientRelease('kept8')" in asked and draw.random() < 0.5:
         # Gradients that come late in a step are what such a sink may get wrong.
@@ -176,7 +185,15 @@ def drawn(seed: int) -> Case:
         fits = {"optim_args": made["optim"] == "sgd", "gradient_checkpointing": checkpointing}
         if fits.get(name, True):
             made["argument"] = (name, value)
+        if name == "include_for_metrics" and made["task"] == "choice":
+            made["collator"] = "max_length"  # the Trainer joins such inputs only of one width
     return Case(**made)
+
+
+def _only_encoder_learns(made: dict[str, Any]) -> bool:
+    """Whether nothing else has a part in the loss, so that nobody trains with it frozen."""
+    tied = made["task"] == "causal_lm" and made["family"] in WITHOUT_OWN_HEAD
+    return bool(tied or made.get("loss") == "body")
 
 
 def _model(draw: random.Random) -> dict[str, Any]:

@@ -62,6 +62,8 @@ WIDE = {
 }
 """Sizes whose matrices are large to the low-bit optimizer, which leaves small ones in float32."""
 DECODERS = frozenset({"qwen3", "llama", "gpt2", "opt"})
+WITHOUT_OWN_HEAD = frozenset({"gpt2", "opt"})
+"""Decoders whose language-model head is their embeddings."""
 
 _AUTO = {
     "single": "SequenceClassification",

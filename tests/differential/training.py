@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Seen:
     files: frozenset[str] = frozenset()
     state: dict[str, Any] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)
-    """How much NEFTune adds, beside what was asked for."""
+    """What NEFTune adds in each call, as a share of what was asked for; 1 on average."""
     fidelity: Fidelity = Fidelity.EXACT
     strategies: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -76,6 +77,8 @@ class Watch(TrainerCallback):
     def __init__(self, case: Case, seen: Seen) -> None:
         self.case, self.seen = case, seen
         self._hook: Any = None
+        self.width: int | None = None
+        """Tokens of a row of the whole batch, by which the noise is to be scaled."""
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
@@ -89,9 +92,10 @@ class Watch(TrainerCallback):
             self._hook.remove()
 
     def _note_noise(self, module: Any, given: Any, output: Tensor) -> None:
-        if module.training:
+        if module.training and self.width is not None:
             noise = output - F.embedding(given[0], module.weight)
-            self.seen.noise.append(float(noise.abs().mean()))
+            largest = self.case.neftune / math.sqrt(self.width * output.shape[-1])
+            self.seen.noise.append(float(noise.abs().mean()) / (largest / 2))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seen.events.append(("step begins", state.global_step))
@@ -189,7 +193,8 @@ def _own_loss(case: Case, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor
         assert inputs["attention_mask"].shape == inputs["input_ids"].shape
     rest = {name: value for name, value in inputs.items() if name != "labels"}
     if case.loss == "body":
-        body = getattr(model, model.base_model_prefix)
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        body = getattr(inner, inner.base_model_prefix)
         hidden = body(**rest).last_hidden_state
         width = 1 if case.task == "regression" else len(CLASS_WEIGHTS)
         logits = hidden[:, 0, :width]
@@ -399,10 +404,12 @@ class Training:
             data_collator=collator_of(case.collator, pad),
             compute_metrics=_spread if case.evaluate else None,
             model_init=self.model if case.model_init else None,
-            callbacks=[Watch(case, self.seen)],
+            callbacks=[watch := Watch(case, self.seen)],
             **more,
         )
         trainer.remove_callback(transformers.PrinterCallback)
+        if case.neftune is not None:
+            _tell_width(trainer, watch)
         return trainer
 
     def _ours(self) -> dict[str, Any]:
@@ -430,7 +437,7 @@ class Training:
             with failing:
                 return attempt(*args, **kwargs)
 
-        with mock.patch.object(Guard, "_attempt", watched):
+        with mock.patch.object(Guard, "_attempt", watched), _without_torchscript():
             yield
 
     # ---- looking ----
@@ -466,6 +473,21 @@ class Training:
         self.seen.sink = trainer.setup.sink is not None
 
 
+def _tell_width(trainer: Any, watch: Watch) -> None:
+    """Let the watch know each batch's width: the two Trainers may have their rows in another order,
+    and `Truncation` cuts them."""
+    training_step = trainer.training_step
+
+    def noting(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        watch.width = inputs["input_ids"].shape[1]
+        try:
+            return training_step(model, inputs, *rest, **more)
+        finally:
+            watch.width = None
+
+    trainer.training_step = noting
+
+
 def _is_json(path: Path) -> bool:
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -495,6 +517,24 @@ def _state(trainer: Any) -> dict[str, Any]:
              "best_global_step", "total_flos", "train_batch_size", "eval_steps",
              "logging_steps", "save_steps")  # fmt: skip
     return {name: getattr(trainer.state, name) for name in names}
+
+
+@contextlib.contextmanager
+def _without_torchscript() -> Iterator[None]:
+    """DeBERTa's scripted functions as the Python functions they were.
+
+    A Python error that passes TorchScript becomes a RuntimeError without a message, which an
+    allocator's does not; and how many operators it runs depends on what it has optimized before.
+    """
+    from transformers.models.deberta_v2 import modeling_deberta_v2 as deberta
+
+    scripted = {
+        name: value._torchdynamo_inline
+        for name, value in vars(deberta).items()
+        if isinstance(value, torch.jit.ScriptFunction)
+    }
+    with mock.patch.multiple(deberta, **scripted):
+        yield
 
 
 @contextlib.contextmanager
