@@ -168,6 +168,24 @@ def test_left_padding_gives_what_right_padding_gives(family: str) -> None:
         assert_same_step(expected, step(model, flat.inputs()))
 
 
+def between(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with a padded cell in the middle of its longest text."""
+    mask = batch["attention_mask"].clone()
+    mask[int(mask.sum(dim=1).argmax()), mask.shape[1] // 2] = 0
+    return {**batch, "attention_mask": mask}
+
+
+@every_family
+def test_padding_that_is_not_behind_the_texts_has_the_part_it_has_unpacked(family: str) -> None:
+    model = build(family).train()
+    for batch in (padded_batch(model, left=True), between(padded_batch(model))):
+        expected = step(model, batch)
+        with packed(model) as packer:
+            assert_same_step(expected, step(model, dict(packer.inputs_of(batch))))
+            packer.pack_inside()
+            assert_same_step(expected, step(model, batch))
+
+
 @pytest.mark.parametrize("family", ["bert", "ernie", "electra", "albert"])
 def test_pairs_keep_their_token_types(family: str) -> None:
     model = build(family).train()

@@ -16,8 +16,6 @@ EXPLAINED = {
     "order": "With `group_by_length` the order of the rows depends on the seed and the epoch "
     "alone, so that a resumed run repeats it.",
     "noise": "NEFTune's noise is as large, but drawn for micro-batches: its numbers are others.",
-    "left": "`Packing` reads every text from its first token on; where a collator pads on the "
-    "left, the stock Trainer's encoder reads padding there.",
     "adapters": "`Lora` trains adapters that begin at random, and `trainer.model` holds them.",
     "cut": "`Truncation` cuts texts, and with them what is predicted for each token.",
 }
@@ -37,7 +35,6 @@ def values_differ_by_design(case: Case, ours: Seen) -> str:
     found = {
         "adapters": "lora" in ours.strategies,
         "cut": "truncation" in ours.strategies,
-        "left": "packing" in ours.strategies and case.collator == "left",
         "order": case.sampling == "group_by_length",
         "noise": case.neftune is not None,
     }

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memfit.errors import DataError
-from memfit.packing import PackedBatch, PackSpec, pack, text_lengths, weighted_loss
+from memfit.packing import (
+    PackedBatch,
+    PackSpec,
+    pack,
+    padded_on_the_right,
+    text_lengths,
+    weighted_loss,
+)
 
 IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 0, 0, 0], [4, 3, 2, 1, 6]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
@@ -43,6 +50,24 @@ def test_a_hole_in_the_mask_keeps_the_columns_of_what_follows() -> None:
     flat = pack(batch(attention_mask=torch.tensor([[1, 0, 1, 0, 0], [1, 1, 0, 0, 0], [1] * 5])))
     assert flat.input_ids.tolist()[:2] == [5, 7]
     assert flat.position_ids.tolist()[:2] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (MASK.tolist(), True),
+        ([[1, 1], [1, 1]], True),
+        ([[1], [1]], True),
+        ([[1, 1, 1], [0, 1, 1]], False),
+        ([[1, 1, 1], [1, 0, 1]], False),
+        ([[1, 1, 1], [0, 0, 0]], False),
+    ],
+    ids=["right", "none", "one column", "left", "between", "a row without tokens"],
+)
+def test_only_padding_behind_the_texts_has_no_part_in_a_step(mask: Any, expected: bool) -> None:
+    mask = torch.tensor(mask)
+    assert padded_on_the_right({"input_ids": mask, "attention_mask": mask}) is expected
+    assert padded_on_the_right({"input_ids": mask})  # every cell is a token
 
 
 def test_roberta_positions_start_after_the_padding_token_and_skip_it() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from memfit.packing import pack, packed
-from memfit.runtime.batching import MicroBatching, Trim
+from memfit.runtime.batching import MicroBatching, Trim, row_count
 from memfit.runtime.graphs import Signatures, TokenBuckets
 from memfit.runtime.sinking import GraphedExecutor
 from small_training import collate, model_of, texts
@@ -86,3 +86,38 @@ def test_a_step_is_packed_with_all_its_inputs_with_or_without_a_mask(masked):
     assert (found.rows, found.total_tokens) == (8, 256)
     assert torch.allclose(logits[:3], expected, atol=1e-5)
     assert float(found.row_weight.sum()) == pytest.approx(1.0)
+
+
+class Counting:
+    """A sink that would let every step be captured."""
+
+    capturable, hooked, updates_in_backward, phases = True, True, False, ("apply",)
+
+    def __init__(self):
+        self.armed = 0
+
+    def begin(self, _count, replayed=False):
+        assert not replayed
+
+    def arm(self, _index, _phase):
+        self.armed += 1
+
+    def end_backward(self):
+        pass
+
+
+def test_a_batch_padded_on_the_left_is_launched_padded_instead_of_replayed_packed():
+    model, sink = model_of(dropout=0.0).eval(), Counting()
+    batch = collate(texts(6), side="left")
+    expected = model(**batch).loss.detach()
+    with packed(model) as packing:
+        executor = GraphedExecutor(
+            micro_batching=MicroBatching(max_rows=2), trim=Trim.RIGHT, weigh=row_count,
+            prepare=packing.inputs_of, loss=lambda model, inputs, _: model(**inputs).loss,
+            backward=torch.autograd.backward, sink=lambda: sink, packing=packing,
+            device=torch.device("cpu"), rows=8,
+        )  # fmt: skip
+        loss = executor.run(model, batch)
+    assert sink.armed == 3
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert executor.captured_graphs == 0

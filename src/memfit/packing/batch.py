@@ -188,6 +188,21 @@ def pack(
     )
 
 
+def padded_on_the_right(batch: Mapping[str, Any]) -> bool:
+    """Whether every text begins in the first column and its padding follows it.
+
+    Other padding has a part in what the stock model computes: its heads read the first column, and
+    its positions count from there.
+    """
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return True  # `pack` says what is wrong with a mask that is no mask
+    real = mask.bool()
+    begins_late = ~real[:, :1]
+    goes_on = real[:, 1:] & ~real[:, :-1]
+    return not bool(torch.cat([begins_late, goes_on], dim=1).any())
+
+
 def text_lengths(batch: Mapping[str, Any]) -> list[int]:
     """Tokens of each row as `pack` counts them."""
     _, mask = _ids_and_mask(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from memfit.errors import ModelError
 from memfit.packing.attention import IMPLEMENTATION, STOCK_ATTRIBUTE
-from memfit.packing.batch import PackedBatch, PackSpec, pack
+from memfit.packing.batch import PackedBatch, PackSpec, pack, padded_on_the_right
 from memfit.packing.families import FAMILIES, Family, attention_modules, base_of, pack_spec, unwrap
 from memfit.packing.heads import shows_tokens
 
@@ -48,10 +49,15 @@ class PackedModel:
         """`pack` with this model's positions and token types."""
         return pack(batch, self.spec, **shapes)
 
+    def inputs_of(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Keyword arguments for the model: packed, or the batch itself where padding has a part."""
+        return self.pack(batch).inputs() if padded_on_the_right(batch) else batch
+
     def pack_inside(self) -> None:
         """Pack padded batches as they enter the model: who calls it sees them padded.
 
-        Batches whose outputs show padding (hidden states, attention weights) stay padded.
+        Batches whose outputs show padding (hidden states, attention weights) stay padded, and so
+        do those that are padded elsewhere than behind their texts.
         """
         inner = unwrap(self.model)
         self._handles.append(inner.register_forward_pre_hook(self._packed, with_kwargs=True))
@@ -67,7 +73,7 @@ class PackedModel:
             return None
         if ids.dim() != 2 or not isinstance(mask, Tensor) or mask.shape != ids.shape:
             return None
-        return (), self.pack(kwargs).inputs()
+        return (), dict(self.inputs_of(kwargs))
 
     def remove(self) -> None:
         """Give the model back as it was; a second call does nothing."""

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from memfit.errors import MemfitError
-from memfit.packing import PackedBatch, PackedModel, text_lengths, weighted_loss
+from memfit.packing import (
+    PackedBatch,
+    PackedModel,
+    padded_on_the_right,
+    text_lengths,
+    weighted_loss,
+)
 from memfit.runtime.batching import Batch, MicroBatch
 from memfit.runtime.boundaries import LayerBoundaries
 from memfit.runtime.buffers import Buffers
@@ -128,6 +134,8 @@ class GraphedExecutor(SinkExecutor):
         if not sink.capturable or (len(parts) > 1 and not sink.hooked):
             # Gradients left in `.grad` would be the graph's own memory, written anew each time.
             return super().run(model, batch)
+        if not all(padded_on_the_right(part.inputs) for part, _ in parts):
+            return super().run(model, batch)  # such a batch stays padded; graphs are of packed ones
         packed = [self._packed(part, share) for part, share in parts]
         if len(parts) == 1:
             sink.prepare(0)

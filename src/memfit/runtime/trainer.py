@@ -369,7 +369,7 @@ class BudgetTrainer(ModelChanges):
         """As the Trainer's; packed first, where that strategy is used."""
         if self._packs_here and isinstance(inputs, Mapping) and "input_ids" in inputs:
             assert self.setup.packing is not None
-            inputs = self.setup.packing.pack(inputs).inputs()
+            inputs = dict(self.setup.packing.inputs_of(inputs))
         prepared: Batch = super()._prepare_inputs(inputs)
         return prepared
 

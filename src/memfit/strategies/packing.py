@@ -17,7 +17,9 @@ from memfit.strategies.base import Fidelity, Setup, Strategy
 class Packing(Strategy):
     """Micro-batches are packed by the attention mask before they go to the device.
 
-    A `compute_loss` of the user's own is handed padded batches, which are packed inside the model.
+    Batches that are padded on the left, or between tokens, stay padded: what the model makes of
+    them depends on it. A `compute_loss` of the user's own is handed padded batches, which are
+    packed inside the model.
     """
 
     name = "packing"
