@@ -17,7 +17,15 @@ from test_strategies import model_of, texts
 
 from memfit import BudgetTrainer
 from memfit.runtime.batching import MicroBatching
-from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW, Packing
+from memfit.strategies import (
+    Checkpointing,
+    CudaGraphs,
+    FusedLayers,
+    GradientRelease,
+    LowBitAdamW,
+    Packing,
+)
+from memfit.strategies.checkpointing import _recomputed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SINKS = {
@@ -210,3 +218,40 @@ def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path):
     assert int(trainer.setup.sink.loss_scale.skipped_steps) >= 1
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_recomputed_part_drops_in_a_graph_what_it_dropped_before():
+    """Else its gradient is that of another forward pass. x is 1: output and gradient are equal."""
+    x = torch.ones(1 << 14, device="cuda", requires_grad=True)
+
+    def once():
+        dropped = _recomputed(lambda v: torch.nn.functional.dropout(v, 0.5) * 1.0, (x,), {})
+        (gradient,) = torch.autograd.grad(dropped.sum(), x)
+        return dropped.detach(), gradient
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        once()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            output, gradient = once()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, gradient)
+        seen.append(output.clone())
+    assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("more", [[], [FusedLayers()]], ids=["stock", "fused"])
+def test_recomputed_layers_in_graphs_learn_as_kept_ones_do(tmp_path, more):
+    """With dropout: the losses of 20 steps, summed, differ by chance alone."""
+    strategies = [Packing(), *more, LowBitAdamW(), CudaGraphs(64)]
+    sums = []
+    for extra in ([], [Checkpointing()]):
+        graphs, losses = train(tmp_path, [*strategies, *extra], 0.5, dropout=0.3)
+        assert graphs.tokens["whole"]
+        sums.append(sum(losses[10:]) / 10)
+    assert sums[1] == pytest.approx(sums[0], abs=0.1)
