@@ -48,18 +48,73 @@ CALLS: dict[Any, Call] = {
     aten.split.Tensor: lambda new: ((new(4, 6), 4, 1), {}),
     aten.split_with_sizes.default: lambda new: ((new(4, 6), [1, 3]), {}),
     aten.unbind.int: lambda new: ((new(4, 6),), {}),
+    aten.sum.dim_IntList: lambda new: ((new(4, 6), [0], True), {}),
+    aten.mul.Scalar: lambda new: ((new(4, 6), 2), {}),
+    aten.gelu.default: lambda new: ((new(4, 6).half(),), {}),
+    aten.gelu_backward.default: lambda new: ((new(4, 6), new(4, 6)), {}),
+    aten.tanh.default: lambda new: ((new(4, 6),), {}),
+    aten.tanh_backward.default: lambda new: ((new(4, 6), new(4, 6)), {}),
+    aten._to_copy.default: lambda new: ((new(4, 6),), {"dtype": torch.bfloat16}),
+    aten.index_copy.default: lambda new: ((new(4, 6), 0, _rows(), new(3, 6)), {}),
+    aten.index_add.default: lambda new: ((new(4, 6), 0, _rows(), new(3, 6)), {}),
+    aten.index_select.default: lambda new: ((new(4, 6).t(), 1, _rows()), {}),
+    aten.embedding.default: lambda new: ((new(4, 6).half(), _rows().expand(2, 3), 0), {}),
+    aten.embedding_dense_backward.default: lambda new: (
+        (new(2, 3, 6), _rows().expand(2, 3), 4, 0, False), {},
+    ),
+    aten.linalg_vector_norm.default: lambda new: ((new(4, 6), 2.0), {}),
+    aten.nll_loss_forward.default: lambda new: ((new(3, 6), _rows(), None, 1, -100), {}),
+    aten.nll_loss_backward.default: lambda new: (
+        (new(()), new(3, 6), _rows(), None, 1, -100, new(())), {},
+    ),
+    aten.add_.Tensor: lambda new: ((new(4, 6), new(6)), {"alpha": 2}),
+    aten.mul_.Tensor: lambda new: ((new(4, 6).t(), new(())), {}),
+    aten.mul_.Scalar: lambda new: ((new(4, 6), 2), {}),
+    aten.div_.Scalar: lambda new: ((new(4, 6), 2), {}),
+    aten.div_.Tensor: lambda new: ((new(4, 6), new(6)), {}),
+    aten.bernoulli_.float: lambda new: ((new(4, 6), 0.5), {}),
+    aten.zero_.default: lambda new: ((new(4, 6),), {}),
+    aten.fill_.Scalar: lambda new: ((new(4, 6), 1), {}),
+    aten.copy_.default: lambda new: ((new(4, 6).half(), new(6)), {}),
+}  # fmt: skip
+ALIKE: dict[Any, Call] = {
+    aten.add.Tensor: lambda new: ((new(4, 6), new(4, 6)), {"alpha": 2}),
+    aten.sub.Tensor: lambda new: ((new(4, 6).half(), new(4, 6).half()), {}),
+    aten.mul.Tensor: lambda new: ((new(4, 6), 2), {}),
+    aten.div.Tensor: lambda new: ((new(()), new(())), {}),
 }
+UNUSUAL: dict[str, tuple[Any, Call]] = {
+    "two types": (aten.gelu_backward.default, lambda new: ((new(4).half(), new(4)), {})),
+    "two layouts": (aten.tanh_backward.default, lambda new: ((new(6, 4).t(), new(4, 6)), {})),
+    "a broadcast": (aten.tanh_backward.default, lambda new: ((new(4, 6), new(6)), {})),
+    "integers": (aten.tanh.default, lambda new: ((new(4).long(),), {})),
+    "two devices": (aten._to_copy.default, lambda new: ((new(4),), {"device": META})),
+    "pinned": (aten._to_copy.default, lambda new: ((new(4),), {"pin_memory": True})),
+    "transposed": (aten._to_copy.default, lambda new: ((new(4, 6).t(),), {"dtype": torch.half})),
+    "by rows": (aten.linalg_vector_norm.default, lambda new: ((new(4, 6), 2.0, [1]), {})),
+    "not summed": (
+        aten.nll_loss_forward.default, lambda new: ((new(3, 6), _rows(), None, 0, -100), {}),
+    ),
+    "an autocast's product": (
+        aten.addmm.default, lambda new: ((new(3), new(4, 6).half(), new(6, 3).half()), {}),
+    ),
+}  # fmt: skip
+META = torch.device("meta")
 
 
 def test_every_operator_it_takes_is_compared() -> None:
-    every = fake_ops._FOLLOWS | fake_ops._ALLOCATES | fake_ops._WRITES | fake_ops._SEVERAL
-    assert set(CALLS) == every
+    every: set[Any] = {fake_ops._TO_COPY, *fake_ops._ALLOCATES, *fake_ops._SHAPES}
+    every |= fake_ops._FOLLOWS | fake_ops._WRITES | fake_ops._SEVERAL | fake_ops._CHANGES
+    assert set(CALLS) == every | fake_ops._ELEMENTWISE
+    assert set(ALIKE) == fake_ops._ELEMENTWISE & fake_ops._FOLLOWS
 
 
-@pytest.mark.parametrize("func", CALLS, ids=str)
-def test_it_gives_what_the_usual_way_gives(func: Any) -> None:
+@pytest.mark.parametrize(
+    ("func", "call"), [*CALLS.items(), *ALIKE.items()], ids=lambda one: str(one).split()[0]
+)
+def test_it_gives_what_the_usual_way_gives(func: Any, call: Call) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        args, kwargs = CALLS[func](torch.empty)
+        args, kwargs = call(torch.empty)
         usual = func(*args, **kwargs)
         ours = run_directly(func, args, kwargs, mode)
         pairs = list(zip(ours, usual, strict=True)) if _is_several(usual) else [(ours, usual)]
@@ -71,6 +126,30 @@ def test_it_gives_what_the_usual_way_gives(func: Any) -> None:
             )  # fmt: skip
             assert (one.dtype, one.device) == (other.dtype, other.device)
             assert _shared(one, args) == _shared(other, args)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_where_the_shape_is_not_that_simple_it_goes_the_usual_way(name: str) -> None:
+    func, call = UNUSUAL[name]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        args, kwargs = call(torch.empty)
+        assert run_directly(func, args, kwargs, mode) is NotImplemented
+
+
+def test_an_update_of_lists_gives_nothing_and_leaves_them_as_they_are() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        many = [torch.empty(4, 6), torch.empty(3)]
+        steps = [torch.empty(()), torch.empty(())]
+        assert run_directly(aten._foreach_add_.Scalar, (steps, 1), {}, mode) is None
+        assert run_directly(aten._foreach_copy_.default, (many, many), {}, mode) is None
+        given = (many, many, many, many, [], steps)
+        named = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+        named |= {"amsgrad": False, "maximize": False}
+        adamw = aten._fused_adamw_.default
+        assert run_directly(adamw, given, named, mode) is None
+        assert adamw(*given, **named) is None
+        real = [[_real(4, 6), _real(3)], *given[1:]]
+        assert run_directly(adamw, tuple(real), named, mode) is NotImplemented
 
 
 def _is_several(found: Any) -> bool:
@@ -89,11 +168,11 @@ def _shared(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
 def test_what_it_does_not_know_goes_the_usual_way() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = torch.empty(4, 6)
-        assert run_directly(aten.relu.default, (fake,), {}, mode) is None
-        assert run_directly(aten.mm.default, (fake, _real(6, 3)), {}, mode) is None
-        assert run_directly(aten.t.default, (_real(4, 6),), {}, mode) is None
+        assert run_directly(aten.relu.default, (fake,), {}, mode) is NotImplemented
+        assert run_directly(aten.mm.default, (fake, _real(6, 3)), {}, mode) is NotImplemented
+        assert run_directly(aten.t.default, (_real(4, 6),), {}, mode) is NotImplemented
     with FakeTensorMode() as another:
-        assert run_directly(aten.t.default, (fake,), {}, another) is None
+        assert run_directly(aten.t.default, (fake,), {}, another) is NotImplemented
 
 
 def _real(*shape: int) -> torch.Tensor:
@@ -101,3 +180,11 @@ def _real(*shape: int) -> torch.Tensor:
 
     with unset_fake_temporarily():
         return torch.ones(*shape)
+
+
+def _rows() -> torch.Tensor:
+    """Real indices, as a batch's are."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return torch.tensor([2, 0, 1])

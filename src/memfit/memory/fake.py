@@ -106,7 +106,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
                 out = torch.ones(()) if func is _RAND else func(*args, **kwargs)
             if not _too_large(out):
                 return out
-        if (out := run_directly(func, args, kwargs, self.mode)) is not None:
+        if (out := run_directly(func, args, kwargs, self.mode)) is not NotImplemented:
             return out
         if func is _INDEX:
             with unset_fake_temporarily():
