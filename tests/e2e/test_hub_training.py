@@ -28,43 +28,47 @@ from memfit import BudgetTrainer
 from memfit.strategies import LowBitAdamW
 from small_training import collate, model_of, texts
 
-out, strategy = Path(sys.argv[1]), sys.argv[2]
-args = transformers.TrainingArguments(
-    str(out), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
-    save_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True, use_cpu=True,
-    push_to_hub=True, hub_token=sys.argv[3], hub_model_id="anna/reviews", hub_always_push=True,
-    hub_strategy=strategy,
-)
-trainer = BudgetTrainer(
-    model_of(0.0), args, train_dataset=texts(), data_collator=collate, strategies=[LowBitAdamW()]
-)
-trainer.train()
-trainer._finish_current_push()
-optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-torch.save(optimizer.fp32_state_dict(trainer.model), out.with_name("masters.pt"))
-if len(sys.argv) > 4:
-    trainer.push_to_hub()
+folder, token = Path(sys.argv[1]), sys.argv[2]
+for strategy in ("checkpoint", "end"):
+    args = transformers.TrainingArguments(
+        str(folder / strategy), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        max_steps=4, save_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True,
+        use_cpu=True, push_to_hub=True, hub_token=token, hub_model_id=f"anna/{strategy}",
+        hub_always_push=True, hub_strategy=strategy,
+    )
+    trainer = BudgetTrainer(
+        model_of(0.0), args, train_dataset=texts(), data_collator=collate,
+        strategies=[LowBitAdamW()],
+    )
+    trainer.train()
+    trainer._finish_current_push()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    masters = optimizer.fp32_state_dict(trainer.model)
+    torch.save(masters, folder / f"{strategy}.pt")
+    if strategy == "end":
+        trainer.push_to_hub()
 """
 
 
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        server.users[TOKEN] = "anna"
-        yield server
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
 
 
-def train(hub: HubServer, folder: Path, strategy: str, *more: str) -> dict[str, bytes]:
-    """What the hub holds afterwards."""
+@pytest.fixture(scope="module")
+def hub(folder: Path) -> Iterator[HubServer]:
+    """A hub after two trainings: one uploaded its checkpoints, one was pushed at its end too."""
     plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
     path = os.pathsep.join([str(TESTS), *filter(None, [plain.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINING, str(folder / "out"), strategy, TOKEN, *more],
-        env={**plain, **hub.environment(folder), "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return hub.repos["anna/reviews"].files
+    with HubServer() as server:
+        server.users[TOKEN] = "anna"
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINING, str(folder), TOKEN],
+            env={**plain, **server.environment(folder), "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        yield server
 
 
 def _arguments_in(files: dict[str, bytes], name: str) -> dict[str, object]:
@@ -73,8 +77,8 @@ def _arguments_in(files: dict[str, bytes], name: str) -> dict[str, object]:
         return vars(pickle.loads(archive.read(found[0])))
 
 
-def test_uploads_carry_no_token_and_the_model_in_float32(hub: HubServer, tmp_path: Path) -> None:
-    files = train(hub, tmp_path, "checkpoint")
+def test_uploads_carry_no_token_and_the_model_in_float32(hub: HubServer, folder: Path) -> None:
+    files = hub.repos["anna/checkpoint"].files
     sent = [*hub.blobs.values(), *files.values()]
     assert {"training_args.bin", "last-checkpoint/training_args.bin"} <= files.keys()
     assert not any(TOKEN.encode() in content for content in sent)
@@ -82,7 +86,7 @@ def test_uploads_carry_no_token_and_the_model_in_float32(hub: HubServer, tmp_pat
     assert given["per_device_train_batch_size"] == 4  # as the user gave it
     assert given["gradient_accumulation_steps"] == 2
 
-    masters = torch.load(tmp_path / "masters.pt", weights_only=True)
+    masters = torch.load(folder / "checkpoint.pt", weights_only=True)
     for name, value in load(files["model.safetensors"]).items():
         assert value.dtype == torch.float32
         assert torch.equal(value, masters[name])
@@ -92,12 +96,10 @@ def test_uploads_carry_no_token_and_the_model_in_float32(hub: HubServer, tmp_pat
     assert b'"float32"' in files["config.json"]
 
 
-def test_an_upload_that_is_asked_for_at_the_end_is_in_float32(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    files = train(hub, tmp_path, "end", "and push")
+def test_an_upload_that_is_asked_for_at_the_end_is_in_float32(hub: HubServer, folder: Path) -> None:
+    files = hub.repos["anna/end"].files
     assert "memfit.json" not in files
     assert not any(TOKEN.encode() in content for content in [*hub.blobs.values(), *files.values()])
-    masters = torch.load(tmp_path / "masters.pt", weights_only=True)
+    masters = torch.load(folder / "end.pt", weights_only=True)
     for name, value in load(files["model.safetensors"]).items():
         assert torch.equal(value, masters[name])
