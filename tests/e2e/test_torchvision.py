@@ -29,7 +29,7 @@ for kind in ("numpy", "torch"):
     else:
         raise AssertionError(f"the formatter for {kind} does without it: this test shows nothing")
 
-settings = ["--max-length", "16", "--batch-size", "8", "--epochs", "1", "--quiet"]
+settings = ["--max-length", "16", "--batch-size", "8", "--epochs", "1", "--exact", "--quiet"]
 assert run(["train", table, "--model", model, "--output-dir", out, *settings]) == 0
 assert run(["evaluate", out, table]) == 0
 assert run(["predict", out, "服務人員都很親切"]) == 0
