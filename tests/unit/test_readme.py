@@ -52,6 +52,11 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("memfit ")]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> None:
+    """Instead of the shared one: a reader's second command finds what the first one kept."""
+
+
 # ---- the tree ----
 
 
