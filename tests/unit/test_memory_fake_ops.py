@@ -75,6 +75,8 @@ CALLS: dict[Any, Call] = {
     aten.bernoulli_.float: lambda new: ((new(4, 6), 0.5), {}),
     aten.zero_.default: lambda new: ((new(4, 6),), {}),
     aten.fill_.Scalar: lambda new: ((new(4, 6), 1), {}),
+    aten.stack.default: lambda new: (([new(()).half(), new(()).half()],), {}),
+    aten._foreach_norm.Scalar: lambda new: (([new(4, 6).half(), new(3)], 2.0), {}),
     aten.copy_.default: lambda new: ((new(4, 6).half(), new(6)), {}),
 }  # fmt: skip
 ALIKE: dict[Any, Call] = {
@@ -91,6 +93,8 @@ UNUSUAL: dict[str, tuple[Any, Call]] = {
     "two devices": (aten._to_copy.default, lambda new: ((new(4),), {"device": META})),
     "pinned": (aten._to_copy.default, lambda new: ((new(4),), {"pin_memory": True})),
     "transposed": (aten._to_copy.default, lambda new: ((new(4, 6).t(),), {"dtype": torch.half})),
+    "a stack of rows": (aten.stack.default, lambda new: (([new(4), new(4)],), {})),
+    "a stack of two types": (aten.stack.default, lambda new: (([new(()), new(()).half()],), {})),
     "by rows": (aten.linalg_vector_norm.default, lambda new: ((new(4, 6), 2.0, [1]), {})),
     "not summed": (
         aten.nll_loss_forward.default, lambda new: ((new(3, 6), _rows(), None, 0, -100), {}),
@@ -103,7 +107,8 @@ META = torch.device("meta")
 
 
 def test_every_operator_it_takes_is_compared() -> None:
-    every: set[Any] = {fake_ops._TO_COPY, *fake_ops._ALLOCATES, *fake_ops._SHAPES}
+    every: set[Any] = {fake_ops._TO_COPY, fake_ops._STACK, fake_ops._NORMS}
+    every |= {*fake_ops._ALLOCATES, *fake_ops._SHAPES}
     every |= fake_ops._FOLLOWS | fake_ops._WRITES | fake_ops._SEVERAL | fake_ops._CHANGES
     assert set(CALLS) == every | fake_ops._ELEMENTWISE
     assert set(ALIKE) == fake_ops._ELEMENTWISE & fake_ops._FOLLOWS
@@ -142,6 +147,7 @@ def test_an_update_of_lists_gives_nothing_and_leaves_them_as_they_are() -> None:
         steps = [torch.empty(()), torch.empty(())]
         assert run_directly(aten._foreach_add_.Scalar, (steps, 1), {}, mode) is None
         assert run_directly(aten._foreach_copy_.default, (many, many), {}, mode) is None
+        assert run_directly(aten._foreach_mul_.Tensor, (many, steps[0]), {}, mode) is None
         given = (many, many, many, many, [], steps)
         named = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
         named |= {"amsgrad": False, "maximize": False}

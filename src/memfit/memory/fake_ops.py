@@ -56,10 +56,15 @@ _CHANGES = frozenset(
 )  # fmt: skip
 """Their first tensor, which they return."""
 _CHANGES_LISTS = frozenset(
-    (_aten._fused_adamw_.default, _aten._foreach_add_.Scalar, _aten._foreach_copy_.default)
-)
+    (
+        _aten._fused_adamw_.default, _aten._foreach_add_.Scalar, _aten._foreach_copy_.default,
+        _aten._foreach_mul_.Tensor,
+    )
+)  # fmt: skip
 """Tensors in lists, and return nothing."""
 _TO_COPY = _aten._to_copy.default
+_STACK = _aten.stack.default
+_NORMS = _aten._foreach_norm.Scalar
 _SEVERAL = frozenset((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int))
 
 
@@ -77,6 +82,10 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         return _shaped(_SHAPES[func], args, kwargs, mode)
     if func is _TO_COPY:
         return _copied(args[0], mode, **kwargs)
+    if func is _STACK:
+        return _stacked(*args, mode=mode)
+    if func is _NORMS:
+        return _norms(*args, mode=mode, **kwargs)
     if func in _ELEMENTWISE and _are_alike(args, mode):
         return _empty(args[0].shape, args[0].dtype, args[0], mode)
     several = func in _SEVERAL
@@ -208,6 +217,22 @@ def _copied(tensor: Any, mode: Any, *, dtype: Any = None, device: Any = None, **
     if device is not None and device != tensor.fake_device:
         return NotImplemented
     return _empty(tensor.shape, dtype or tensor.dtype, tensor, mode)
+
+
+def _stacked(tensors: Sequence[Any], dim: int = 0, *, mode: Any) -> Any:
+    """Numbers in a row: the norms of all gradients."""
+    first = tensors[0]
+    if dim or not all(_is_ours(one, mode) and one.dim() == 0 for one in tensors):
+        return NotImplemented
+    if any(one.dtype is not first.dtype for one in tensors):
+        return NotImplemented
+    return _empty((len(tensors),), first.dtype, first, mode)
+
+
+def _norms(tensors: Sequence[Any], *_: Any, mode: Any, **named: Any) -> Any:
+    if named or not all(_is_ours(one, mode) and one.is_floating_point() for one in tensors):
+        return NotImplemented
+    return [_empty((), one.dtype, one, mode) for one in tensors]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, like: FakeTensor, mode: Any) -> FakeTensor:
