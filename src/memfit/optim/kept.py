@@ -96,7 +96,7 @@ class KeptInt8(GradientSink):
         self._due = dict(self._captured) if replayed else {}
         self._is_replayed = replayed
         self.allocate()
-        if replayed:
+        if replayed and self._kept:
             # A graph cannot know which gradient is its parameter's first in a step.
             torch._foreach_zero_([kept.scales for kept in self._kept.values()])
 
