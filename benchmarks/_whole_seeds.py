@@ -5,8 +5,9 @@
 
 A plan is a budget, which may be followed by `--exact` or `--allow lora`, or a plan.toml. Both sides
 of a pair have the same seed, the same rows to train and to validate on (memfit's split), the same
-tokens and learning rate, two epochs, an effective batch of 32, and score the weights of the best
-epoch. A process a seed; inside of it, one training after the other.
+tokens and learning rate, three epochs, an effective batch of 32, and score the weights of the best
+epoch. Half of the rows are for validation: with 777 rows, chance alone moves the F1 of a pair by
+half a point. A process a seed; inside of it, one training after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from whole_runs import Bench, ResultFile
 
 STOCK = "stock fp32 AdamW"
-EPOCHS, LENGTH, BATCH = 2, 128, 32
+EPOCHS, LENGTH, BATCH, VALIDATION = 3, 128, 32, 0.5
 
 
 def compare(bench: Bench, results: ResultFile) -> None:
@@ -101,12 +102,12 @@ def compare(bench: Bench, results: ResultFile) -> None:
 
 def run_seed(table: str, model: str, seed: int, plans: list[str], folder: str, rate: float) -> None:
     """Every plan and the stock Trainer, each a line of JSON."""
-    for plan in [*plans, STOCK]:
+    for number, plan in enumerate([STOCK, *plans]):
         started = time.perf_counter()
         if plan == STOCK:
             found = stock(table, model, seed, folder, rate)
         else:
-            found = with_plan(table, model, seed, plan, f"{folder}/{plans.index(plan)}", rate)
+            found = with_plan(table, model, seed, plan, f"{folder}/{number}", rate)
         found |= {"plan": plan, "seed": seed, "seconds": time.perf_counter() - started}
         print("RESULT " + json.dumps(found), flush=True)
 
@@ -132,7 +133,7 @@ def with_plan(
     result = memfit.finetune(
         table, model=model, output_dir=folder, seed=seed, quiet=True, max_length=LENGTH,
         per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=rate,
-        text_column="review", label_column="label", **given,
+        text_column="review", label_column="label", validation_split=VALIDATION, **given,
     )  # fmt: skip
     used = result.summary.plan
     return {
@@ -152,8 +153,9 @@ def stock(table: str, model: str, seed: int, folder: str, rate: float) -> dict[s
     from memfit.evaluation import compute_metrics_for
 
     config = DataConfig(
-        path=table, max_length=LENGTH, seed=seed, text_column="review", label_column="label"
-    )
+        path=table, max_length=LENGTH, seed=seed, text_column="review", label_column="label",
+        validation_split=VALIDATION,
+    )  # fmt: skip
     text = read_table(config)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenize(text, tokenizer, LENGTH)
