@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.messages import speaking, t
+from memfit.messages import pt, speaking, t
 from memfit.report.ways import strategy_in_words
 from memfit.strategies import by_name, ordered
 
@@ -192,8 +192,8 @@ def in_words(tables: Mapping[str, Any], language: str) -> str:
         used = ordered([by_name(name)(**settings) for name, settings in given.items()])
         said = [strategy_in_words(one) for one in used if one.name not in UNSAID]
         if cut.get("max_tokens") is not None:
-            said.append(t("planned.way.micro_batching", tokens=f"{cut['max_tokens']:,}"))
-        return t("planned.way.comma").join(said) or WORDS["whole"][language]
+            said.append(t("micro-batches of {tokens} tokens", tokens=f"{cut['max_tokens']:,}"))
+        return pt("clauses", ", ").join(said) or WORDS["whole"][language]
 
 
 def _gb(size: int | None) -> str:

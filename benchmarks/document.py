@@ -27,7 +27,7 @@ import memory_accuracy as accuracy
 from bert_large import made
 from memfit.climbing import show
 from memfit.climbing.values import Outcome
-from memfit.messages import speaking, t
+from memfit.messages import pt, speaking, t
 from memfit.report.ways import strategy_in_words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -293,8 +293,8 @@ def plan_words(run: Mapping[str, Any], language: str) -> str:
         used = (made(text) for text in run["strategies"])
         said = [strategy_in_words(one) for one in used if one.name not in words.UNSAID]
         if run["max_tokens"] is not None:
-            said.append(t("planned.way.micro_batching", tokens=f"{run['max_tokens']:,}"))
-        return t("planned.way.comma").join(said)
+            said.append(t("micro-batches of {tokens} tokens", tokens=f"{run['max_tokens']:,}"))
+        return pt("clauses", ", ").join(said)
 
 
 def guard_table(language: str) -> str:
@@ -318,11 +318,11 @@ def ladder_table(language: str) -> str:
     with speaking(language):
         for values in found["outcomes"]:
             one, times = Outcome.from_json(values), values["times_baseline"]
-            parts = ", ".join(t(f"ladder.part.{part}") for part in one.rung.targets)
+            parts = ", ".join(t(show.PARTS[part]) for part in one.rung.targets)
             peaks = (one.predicted, one.measured)
             sizes = ("" if peak is None else mib(peak.device_bytes) for peak in peaks)
             time = "" if times is None else f"{times:.2f}"
-            fidelity = t(f"ladder.fidelity.{one.fidelity}") if one.fidelity else ""
+            fidelity = t(show.FIDELITY_NAMES[one.fidelity]) if one.fidelity else ""
             rows.append((show.name_of(one.rung), parts, *sizes, time, fidelity))
     return table(heads, rows)
 

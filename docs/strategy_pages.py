@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import string
 import sys
 import textwrap
 import typing
@@ -255,9 +256,14 @@ def _texts(value: ast.expr) -> Iterator[str]:
     """Sentences in a returned expression; what is filled in is shown as a dash."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str) and " " in value.value:
         yield value.value
-    elif isinstance(value, ast.JoinedStr):
-        pieces = [str(one.value) if isinstance(one, ast.Constant) else "…" for one in value.values]
-        if any(" " in piece.strip() for piece in pieces):
+    elif isinstance(value, ast.Call) and ast.unparse(value.func) == "Message":
+        pieces = [
+            piece + ("" if field is None else "…")
+            for text in value.args
+            if isinstance(text, ast.Constant)
+            for piece, field, _, _ in string.Formatter().parse(str(text.value))
+        ]
+        if any(" " in piece.strip("… ") for piece in pieces):
             yield "".join(pieces)
     elif isinstance(value, ast.IfExp):
         yield from _texts(value.body)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memfit.messages import N_, t
+
 RENAMED: Mapping[str, str] = {
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
@@ -25,23 +27,23 @@ RENAMED: Mapping[str, str] = {
 """Old field -> the field that means the same now."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "overwrite_output_dir": "nothing is deleted; `train(resume_from_checkpoint=True)` resumes",
-    "save_safetensors": "weights are always saved as safetensors",
-    "logging_dir": "TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR",
-    "use_mps_device": "an Apple GPU is used when there is one",
-    "fp16_backend": "torch's own autocast is the only one",
-    "half_precision_backend": "torch's own autocast is the only one",
-    "fp16_opt_level": "torch's own autocast has no levels",
-    "include_tokens_per_second": "set include_num_input_tokens_seen to count tokens",
-    "fsdp_min_num_params": "set min_num_params in fsdp_config",
-    "fsdp_transformer_layer_cls_to_wrap": "set transformer_layer_cls_to_wrap in fsdp_config",
-    "push_to_hub_organization": "write hub_model_id='organization/name'",
+    "overwrite_output_dir": N_("nothing is deleted; `train(resume_from_checkpoint=True)` resumes"),
+    "save_safetensors": N_("weights are always saved as safetensors"),
+    "logging_dir": N_("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
+    "use_mps_device": N_("an Apple GPU is used when there is one"),
+    "fp16_backend": N_("torch's own autocast is the only one"),
+    "half_precision_backend": N_("torch's own autocast is the only one"),
+    "fp16_opt_level": N_("torch's own autocast has no levels"),
+    "include_tokens_per_second": N_("set include_num_input_tokens_seen to count tokens"),
+    "fsdp_min_num_params": N_("set min_num_params in fsdp_config"),
+    "fsdp_transformer_layer_cls_to_wrap": N_("set transformer_layer_cls_to_wrap in fsdp_config"),
+    "push_to_hub_organization": N_("write hub_model_id='organization/name'"),
     **dict.fromkeys(
         (
             "jit_mode_eval", "mp_parameters", "past_index", "ray_scope", "sharded_ddp",
             "tpu_metrics_debug", "tpu_num_cores", "use_ipex", "use_legacy_prediction_loop",
         ),
-        "transformers removed what it switched",
+        N_("transformers removed what it switched"),
     ),
 }  # fmt: skip
 """Old field -> why it is accepted and does nothing."""
@@ -85,16 +87,18 @@ def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in given.items():
         if new := RENAMED.get(name):
             fields.setdefault(new, value)
-            notes.append(f"{name} is now called {new}")
+            notes.append(t("{name} is now called {new}", name=name, new=new))
         elif reason := WITHOUT_EFFECT.get(name):
-            notes.append(f"{name} has no effect any more: {reason}")
+            notes.append(t("{name} has no effect any more: {reason}", name=name, reason=t(reason)))
         elif translate := _TRANSLATED.get(name):
             new_fields = translate(value)
             for new, new_value in new_fields.items():
                 fields[new] = _merged(new_value, fields.get(new, new_value))
             spelling = ", ".join(f"{new}={new_value!r}" for new, new_value in new_fields.items())
             notes.append(
-                f"{name} is gone; " + (f"write {spelling}" if spelling else "leave it out")
+                t("{name} is gone; write {spelling}", name=name, spelling=spelling)
+                if spelling
+                else t("{name} is gone; leave it out", name=name)
             )
     notes += _old_values(fields)
     return fields, notes
@@ -113,9 +117,13 @@ def _old_values(fields: dict[str, Any]) -> list[str]:
     optimizer = fields.get("optim")
     if isinstance(optimizer, str) and optimizer in OLD_OPTIMIZERS:
         fields["optim"] = OLD_OPTIMIZERS[optimizer]
-        notes.append(f"optim={optimizer!r} is gone; {fields['optim']!r} is used")
+        notes.append(
+            t("optim={old} is gone; {new} is used", old=repr(optimizer), new=repr(fields["optim"]))
+        )
     if "report_to" in fields and fields["report_to"] in _REPORT_TO_NOTHING:
-        notes.append(f"report_to={fields['report_to']!r} is now written report_to='none'")
+        notes.append(
+            t("report_to={value} is now written report_to='none'", value=repr(fields["report_to"]))
+        )
         fields["report_to"] = "none"
     return notes
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from memfit.messages import language, t
-from memfit.reasons import called
+from memfit.messages import N_, shown, t
 from memfit.safe_text import encodable, printable
 from memfit.units import Budget, format_both, parse_budget
 from memfit.waiting import make_way
@@ -56,12 +55,25 @@ def plain_console() -> Console:
     )
 
 
+_LINES = {
+    "dataset": N_("dataset"),
+    "failed": N_("failed"),
+    "watch": N_("watch"),
+    "model": N_("model"),
+    "budget": N_("budget"),
+    "plan": N_("plan"),
+    "batch": N_("batch"),
+    "memory": N_("memory"),
+    "note": N_("note"),
+}
+
+
 def line(name: str, text: str) -> str:
     """One fact of a run, its name as wide as those of the data's summary above it."""
     from rich.cells import cell_len
 
-    title = t(f"run.line.{name}")
-    cells = max(cell_len(t(f"shown.fact.{one}")) for one in ("columns", "classes")) + 2
+    title = t(_LINES[name])
+    cells = max(cell_len(t("columns")), cell_len(t("classes"))) + 2
     return title + " " * max(cells - cell_len(title), 1) + text
 
 
@@ -83,7 +95,11 @@ def no_progress_bars() -> Iterator[None]:
 def model_sentence(model: str, trainer: BudgetTrainer) -> str:
     """Its name, its parameters, and how many of them learn where not all do."""
     total, learning = parameters(trainer)
-    kind = "run.model" if learning == total else "run.model.part"
+    kind = (
+        N_("{model}, {total} parameters")
+        if learning == total
+        else N_("{model}, {total} parameters, {learning} of them learn")
+    )
     return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
 
 
@@ -117,18 +133,23 @@ def budget_sentence(budget: str, device: torch.device) -> str:
     asked: Budget = parse_budget(budget)
     sentence = format_both(budget_bytes(budget, device))
     if asked.bytes is not None and asked.bytes > total_bytes:
-        return t("run.budget.less", bytes=sentence, asked=budget)
-    return t("run.budget.asked", bytes=sentence, asked=budget) if asked.bytes is None else sentence
+        return t(
+            "{bytes}: all there is, less than the {asked} asked for", bytes=sentence, asked=budget
+        )
+    return t("{bytes}, {asked}", bytes=sentence, asked=budget) if asked.bytes is None else sentence
 
 
 def batch_sentence(trainer: BudgetTrainer) -> str:
     """The rows an optimizer step learns from, and how many are on the device at once."""
     micro = trainer.micro_batching
     kind = {
-        (True, True): "run.batch.both",
-        (True, False): "run.batch.rows",
-        (False, True): "run.batch.tokens",
-        (False, False): "run.batch.whole",
+        (True, True): N_(
+            "{rows} rows a step, at most {most_rows} rows and {most_tokens} tokens on the "
+            "device at once"
+        ),
+        (True, False): N_("{rows} rows a step, at most {most_rows} rows on the device at once"),
+        (False, True): N_("{rows} rows a step, at most {most_tokens} tokens on the device at once"),
+        (False, False): N_("{rows} rows a step, all on the device at once"),
     }[micro.max_rows is not None, micro.max_tokens is not None]
     said = t(
         kind,
@@ -136,16 +157,19 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
         most_rows=f"{micro.max_rows or 0:,}",
         most_tokens=f"{micro.max_tokens or 0:,}",
     )
-    return t("run.batch.packed", batch=said) if trainer.setup.packing is not None else said
+    return (
+        t("{batch}, packed without padding", batch=said)
+        if trainer.setup.packing is not None
+        else said
+    )
 
 
 def plan_sentence(plan: Plan) -> str:
     """What the plan does to the result, and the strategies it uses."""
-    names = [called(one.name) for one in plan.strategies]
+    names = [shown(one.called()) for one in plan.strategies]
     if not names:
         return str(plan.fidelity)
-    between = "、" if language() == "zh" else ", "
-    return t("run.plan", fidelity=plan.fidelity, strategies=between.join(names))
+    return t("{fidelity}: {strategies}", fidelity=plan.fidelity, strategies=t(", ").join(names))
 
 
 def device_name(device: torch.device) -> str:

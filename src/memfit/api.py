@@ -66,7 +66,7 @@ def finetune(
         given["plan"] = plan
     if resume:
         if output_dir is None:
-            raise OutputError(t("error.resume.unnamed"))
+            raise OutputError(t("name the run to resume with --output-dir"))
         run = resumed_config(os.fspath(output_dir), config, given)
     else:
         run = RunConfig.build(config, **given)

@@ -10,6 +10,7 @@ import transformers
 
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.errors import ConfigError, nearest
+from memfit.messages import t
 
 # The last word of a metric's name decides; "neg_mean_squared_error" is scikit-learn's negated kind.
 _SMALLER_IS_BETTER = (
@@ -37,11 +38,15 @@ class TrainingArguments(transformers.TrainingArguments):
         unknown = next((name for name in kwargs if name not in {*known, *OLD_FIELDS}), None)
         if unknown is not None:
             raise ConfigError(
-                f"TrainingArguments has no field {unknown!r}.{nearest(unknown, known)}"
+                t(
+                    "TrainingArguments has no field {unknown}.{hint}",
+                    unknown=repr(unknown),
+                    hint=nearest(unknown, known),
+                )
             )
         fields, notes = modernize(kwargs)
         for note in notes:
-            warnings.warn(f"TrainingArguments: {note}", FutureWarning, stacklevel=2)
+            warnings.warn(t("TrainingArguments: {note}", note=note), FutureWarning, stacklevel=2)
         super().__init__(*args, **fields)
 
     def __post_init__(self) -> None:

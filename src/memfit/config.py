@@ -70,16 +70,23 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_choice("task", self.task, TASKS)
-        _check_path(t("input.path.data"), self.path)
+        _check_path(t("the data file"), self.path)
         _check_path("--validation-file", self.validation_file)
         check_seed("--seed", self.seed)
         if self.max_length > _LONGEST_TEXT:
             said = {"flag": "--max-length", "value": self.max_length, "most": _LONGEST_TEXT}
-            raise ConfigError(t("input.most", **said))
+            raise ConfigError(t("{flag} is {value}; write {most} or less", **said))
         if not 0 < self.validation_split < 1:
-            raise ConfigError(t("error.split", share=self.validation_split))
+            raise ConfigError(
+                t(
+                    "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
+                    share=self.validation_split,
+                )
+            )
         if self.max_length < 2:
-            raise ConfigError(t("error.length", length=self.max_length))
+            raise ConfigError(
+                t("--max-length is {length}; write at least 2", length=self.max_length)
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +115,23 @@ class ModelConfig:
         if self.freeze is not None and not (
             self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
         ):
-            raise ConfigError(t("error.freeze", value=repr(self.freeze)))
+            raise ConfigError(
+                t(
+                    "--freeze is {value}; write encoder, embeddings, or a number of layers",
+                    value=repr(self.freeze),
+                )
+            )
         if self.lora is not None and self.lora < 1:
-            raise ConfigError(t("error.lora", rank=self.lora))
+            raise ConfigError(t("--lora is {rank}; write a rank such as 8", rank=self.lora))
         if self.lora is not None and self.freeze is not None:
-            raise ConfigError(t("error.lora.freeze", rank=self.lora, freeze=self.freeze))
+            raise ConfigError(
+                t(
+                    "--lora {rank} and --freeze {freeze} do not go together: LoRA freezes all "
+                    "but its adapters and the head already; leave --freeze out",
+                    rank=self.lora,
+                    freeze=self.freeze,
+                )
+            )
         if self.dtype is not None:
             _check_choice("dtype", self.dtype, DTYPES)
 
@@ -141,9 +160,11 @@ class RunConfig:
         for name in sorted(self.allowed):
             _check_choice("allow", name, ALLOWABLE)
         if self.exact and self.allow:
-            raise ConfigError(t("error.exact.allow", allow=self.allow))
+            raise ConfigError(
+                t("--exact and --allow {allow} exclude each other; choose one", allow=self.allow)
+            )
         if self.plan is not None and (self.exact or self.allow):
-            raise ConfigError(t("error.plan.allow"))
+            raise ConfigError(t("--exact and --allow are for making a plan, and --plan gives one"))
 
     @property
     def allowed(self) -> frozenset[str]:
@@ -202,9 +223,11 @@ class RunConfig:
     def differences(self, other: RunConfig) -> list[str]:
         """What differs, one 'name: mine, not theirs' each."""
         mine, theirs = _flatten(self.to_tables()), _flatten(other.to_tables())
+        unset = t("not set")
         return [
-            f"{key}: {mine.get(key, 'not set')}"
-            + (f", not {theirs[key]}" if key in theirs else ", which was not set")
+            t("{key}: {mine}, not {theirs}", key=key, mine=mine.get(key, unset), theirs=theirs[key])
+            if key in theirs
+            else t("{key}: {mine}, which was not set", key=key, mine=mine[key])
             for key in dict.fromkeys([*mine, *theirs])
             if mine.get(key) != theirs.get(key)
         ]
@@ -232,11 +255,13 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     tables = _empty_tables()
     for key, value in toml.read(path).items():
         if key in tables and not isinstance(value, dict):
-            raise ConfigError(t("error.key.table", path=path, key=key))
+            raise ConfigError(
+                t("{path}: {key} is a table; write its values under [{key}]", path=path, key=key)
+            )
         if key not in tables:
             if key not in own_fields(""):
                 said = {"path": path, "key": repr(key), "hint": _suggest(key)}
-                raise ConfigError(t("error.key.unknown", **said))
+                raise ConfigError(t("{path}: unknown key {key}.{hint}", **said))
             tables[""][key] = value
             continue
         known = training_names() if key == "training" else frozenset(own_fields(key))
@@ -244,7 +269,7 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
             name = _canonical(raw.replace("-", "_"), known)
             if name not in known:
                 said = {"path": path, "key": repr(raw), "table": key, "hint": _suggest(raw)}
-                raise ConfigError(t("error.key.unknown.in", **said))
+                raise ConfigError(t("{path}: unknown key {key} in [{table}].{hint}", **said))
             tables[key][name] = inner
     return tables
 
@@ -271,7 +296,7 @@ def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
                 tables["training"][key] = value
             return
     if key not in training_names():
-        raise ConfigError(t("error.option.unknown", key=repr(key), hint=_suggest(key)))
+        raise ConfigError(t("unknown option {key}.{hint}", key=repr(key), hint=_suggest(key)))
     tables["training"][key] = value
 
 
@@ -291,13 +316,13 @@ def _construct(kind: type[_Part], options: Mapping[str, Any]) -> _Part:
     for key in values:
         if key not in known:
             hint = nearest(key, known)
-            raise ConfigError(t("error.option.unknown", key=repr(key), hint=hint))
+            raise ConfigError(t("unknown option {key}.{hint}", key=repr(key), hint=hint))
     for item in fields(kind):
         required = item.default is dataclasses.MISSING
         if required and item.default_factory is dataclasses.MISSING and item.name not in values:
             if item.name == "path":
-                raise ConfigError(t("error.option.missing.data"))
-            raise ConfigError(t("error.option.missing", what=item.name))
+                raise ConfigError(t("no data file given; see --help for how to name it"))
+            raise ConfigError(t("no {what} given; see --help for how to name it", what=item.name))
     return kind(**{key: _coerce(kind, key, value) for key, value in values.items()})
 
 
@@ -321,7 +346,14 @@ def _coerce(kind: type, key: str, value: Any) -> Any:
     if value is None and type(None) in types:
         return None
     names = " or ".join(sorted(item.__name__ for item in types if item is not type(None)))
-    raise ConfigError(t("error.option.type", key=key, value=repr(value), types=names))
+    raise ConfigError(
+        t(
+            "{key} is {value}; it takes a value of type {types}",
+            key=key,
+            value=repr(value),
+            types=names,
+        )
+    )
 
 
 def _label_names(value: Any) -> dict[str, str]:
@@ -330,11 +362,15 @@ def _label_names(value: Any) -> dict[str, str]:
         return {str(key): str(name) for key, name in value.items()}
     names: dict[str, str] = {}
     if not isinstance(value, (str, list, tuple)):
-        raise ConfigError(t("error.names.type", value=repr(value)))
+        raise ConfigError(
+            t("label_names is {value}; write label=name, such as 0=negative", value=repr(value))
+        )
     for item in [value] if isinstance(value, str) else value:
         label, sign, name = str(item).partition("=")
         if not (sign and label and name):
-            raise ConfigError(t("error.names.item", value=repr(item)))
+            raise ConfigError(
+                t("label_names has {value}; write label=name, such as 0=negative", value=repr(item))
+            )
         names[label.strip()] = name.strip()
     return names
 
@@ -344,13 +380,20 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         hint = nearest(value, choices)
         flag = "--" + key.replace("_", "-")
         said = {"flag": flag, "value": repr(value), "choices": ", ".join(choices), "hint": hint}
-        raise ConfigError(t("error.option.choice", **said))
+        raise ConfigError(t("{flag} is {value}; it is one of {choices}.{hint}", **said))
 
 
 def check_seed(flag: str, seed: object) -> None:
     """What torch, numpy and Python's own generator all take."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError(t("error.seed", flag=flag, seed=repr(seed), most=2**32 - 1))
+        raise ConfigError(
+            t(
+                "{flag} is {seed}; write a whole number from 0 to {most}",
+                flag=flag,
+                seed=repr(seed),
+                most=2**32 - 1,
+            )
+        )
 
 
 def _check_path(what: str, path: str | None) -> None:
@@ -358,9 +401,17 @@ def _check_path(what: str, path: str | None) -> None:
     if path is None:
         return
     if not path.strip() or "\0" in path:
-        raise ConfigError(t("input.path.empty", what=what, path=repr(path)))
+        raise ConfigError(
+            t("{what} is {path}, which is no name; write a path", what=what, path=repr(path))
+        )
     if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in path.split("/")):
-        raise ConfigError(t("input.path.long", what=what, path=repr(path[:40])))
+        raise ConfigError(
+            t(
+                "{what} begins with {path} and is too long a name; check it",
+                what=what,
+                path=repr(path[:40]),
+            )
+        )
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from memfit.errors import MemfitError
 from memfit.memory.components import Component
+from memfit.messages import t
 
 UNUSED = "unused"
 """What the allocator holds beyond the components."""
@@ -154,7 +155,7 @@ class Drawing:
     def __init__(self, name: str, label: str, size_inches: tuple[float, float]) -> None:
         if not available():
             raise MemfitError(
-                "drawings need matplotlib; install it with: pip install 'memfit[report]'"
+                t("drawings need matplotlib; install it with: pip install 'memfit[report]'")
             )
         self.name, self.label, self.size_inches = name, label, size_inches
         self.svg = ""

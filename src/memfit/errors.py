@@ -33,6 +33,17 @@ class MemfitError(Exception):
 
     exit_code = 1
 
+    @property
+    def reason(self) -> str:
+        """What is wrong: English if the error was raised with a `Message`."""
+        said: str = self.args[0]
+        return said
+
+    def __str__(self) -> str:
+        from memfit.messages import shown
+
+        return shown(self.args[0]) if len(self.args) == 1 else super().__str__()
+
 
 class TraceError(MemfitError):
     """The memory trace cannot run this architecture."""
@@ -56,13 +67,27 @@ class RunStoppedError(MemfitError):
     def __str__(self) -> str:
         if self.model_in is None:
             return self._how_to_go_on()
-        return _said("stopped.model", what=self._how_to_go_on(), folder=self.model_in)
+        return _said(
+            "{what}; the training itself had come to its end, and its model is saved in {folder}",
+            what=self._how_to_go_on(),
+            folder=self.model_in,
+        )
 
     def _how_to_go_on(self) -> str:
         if self.last_good is None:
-            return _said("stopped.nothing", what=self.what)
-        how = "stopped.resume" if self.resume_with else "stopped.good"
-        return _said(how, what=self.what, checkpoint=self.last_good, command=self.resume_with)
+            return _said("{what}; no checkpoint had been written", what=self.what)
+        if not self.resume_with:
+            return _said(
+                "{what}; the last good checkpoint is {checkpoint}",
+                what=self.what,
+                checkpoint=self.last_good,
+            )
+        return _said(
+            "{what}; the last good checkpoint is {checkpoint}; go on with: {command}",
+            what=self.what,
+            checkpoint=self.last_good,
+            command=self.resume_with,
+        )
 
 
 class SaveError(RunStoppedError):
@@ -141,11 +166,11 @@ def forget(error: BaseException) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for a misspelt name, or nothing when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return _said("nearest", name=repr(close[0])) if close else ""
+    return _said(" Did you mean {name}?", name=repr(close[0])) if close else ""
 
 
 def _said(message: str, **fields: object) -> str:
-    """From the catalogue, which knows errors and so is not imported before they are made."""
+    """Translates a sentence: memfit.messages imports this module, so it is imported late."""
     from memfit.messages import t
 
-    return t(f"error.{message}", **fields)
+    return t(message, **fields)

@@ -79,15 +79,21 @@ def _sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     for key, value in fields.items():
         if key not in training_fields():
             known = [*own_names, *SHORT_NAMES, *training_fields()]
-            raise ConfigError(t("error.option.unknown", key=repr(key), hint=nearest(key, known)))
+            raise ConfigError(
+                t("unknown option {key}.{hint}", key=repr(key), hint=nearest(key, known))
+            )
         if key in _NOT_PRICED and value:
-            raise ConfigError(t("input.unpriced", name=key))
+            raise ConfigError(
+                t("{name} changes the memory of a step in ways that are not priced yet", name=key)
+            )
     return fields, own
 
 
 def _problem_type(task: str) -> str:
     if task not in ("single_label", "multi_label", "regression"):
-        raise ConfigError(t("input.task", task=repr(task)))
+        raise ConfigError(
+            t("task is {task}; it is one of single_label, multi_label, regression", task=repr(task))
+        )
     return LabelSpace(task, ()).problem_type
 
 
@@ -95,10 +101,17 @@ def _precision(dtype: str | None, given: Mapping[str, Any]) -> str:
     """Autocast by --bf16 or --fp16; --dtype loads the weights themselves in half precision."""
     autocast = [name for name in ("bf16", "fp16") if given.get(name)]
     if len(autocast) > 1:
-        raise ConfigError(t("input.halves"))
+        raise ConfigError(t("--bf16 and --fp16 exclude each other; choose one"))
     pure = {"bfloat16": "pure_bf16", "float16": "pure_fp16"}.get(dtype or "")
     if autocast and pure:
-        raise ConfigError(t("input.half.dtype", name=autocast[0], dtype=dtype))
+        raise ConfigError(
+            t(
+                "--{name} computes in half precision over float32 weights and --dtype {dtype} "
+                "has none; choose one",
+                name=autocast[0],
+                dtype=dtype,
+            )
+        )
     return pure or (autocast[0] if autocast else "fp32")
 
 
@@ -118,7 +131,13 @@ def _check_length(spec: StepSpec, name: str) -> None:
     limit = position_limit(build_on_meta(plain, model_config(plain)))
     if limit is not None and spec.length > limit:
         said = {"length": spec.length, "limit": limit, "model": name}
-        raise ConfigError(t("error.model.positions", **said))
+        raise ConfigError(
+            t(
+                "max_length {length} is beyond the {limit} positions of {model}; write "
+                "--max-length {limit} or less",
+                **said,
+            )
+        )
 
 
 def device_for(gpu: str | DeviceProfile | None) -> DeviceProfile | None:
@@ -171,10 +190,22 @@ def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]
         )
         stored = str(getattr(load_config(model), "dtype", None)).removeprefix("torch.")
         if stored in ("bfloat16", "float16"):
-            found.append(t("input.note.dtype", dtype=stored))
+            found.append(
+                t(
+                    "the checkpoint is {dtype} and transformers loads it so: add --dtype "
+                    "{dtype} to price that",
+                    dtype=stored,
+                )
+            )
     if device is not None and not device.has_bf16 and (bf16 or dtype == "bfloat16"):
         instead = "--fp16" if bf16 else "--dtype float16"
-        found.append(t("input.note.bf16", card=device.name, instead=instead))
+        found.append(
+            t(
+                "{card} has no bf16 units, which came with capability 8.0: use {instead}",
+                card=device.name,
+                instead=instead,
+            )
+        )
     return found
 
 

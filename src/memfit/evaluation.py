@@ -95,12 +95,18 @@ def evaluate_predictions(logits: Array, labels: Array, labelspace: Labels) -> Ev
     """Score raw model outputs against the true labels."""
     logits, labels = np.asarray(logits), np.asarray(labels)
     if len(labels) == 0:
-        raise DataError(t("input.evaluate.none"))
+        raise DataError(t("there are no rows to evaluate on; give a validation file or a split"))
     # A diverged model would otherwise pass for one that always answers class 0.
     broken_rows = int(np.isnan(logits).reshape(len(logits), -1).any(axis=1).sum())
     if broken_rows:
         said = {"rows": f"{broken_rows:,}", "count": f"{len(logits):,}"}
-        raise MemfitError(t("input.evaluate.nan", **said))
+        raise MemfitError(
+            t(
+                "the model answers {rows} of {count} rows with NaN: the training has diverged; "
+                "lower the learning rate or train in bf16 or fp32 instead of fp16",
+                **said,
+            )
+        )
     return _TASKS[labelspace.task](logits, labels, tuple(labelspace.names))
 
 
@@ -200,7 +206,12 @@ def _single_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evalu
         wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
         listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
         said = {"label": wrong, "most": len(names) - 1, "names": listed}
-        raise DataError(t("input.evaluate.label", **said))
+        raise DataError(
+            t(
+                "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
+                **said,
+            )
+        )
     said = logits.argmax(axis=-1)
     confusion = np.zeros((len(names), len(names)), dtype=np.int64)
     np.add.at(confusion, (labels.astype(np.int64), said), 1)
@@ -300,7 +311,9 @@ class Metric:
                 np.asarray(references), np.asarray(predictions), **options
             )
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"cannot compute {self.name}: {error}") from error
+            raise ConfigError(
+                t("cannot compute {name}: {error}", name=self.name, error=error)
+            ) from error
         return {self.name: float(value) if np.ndim(value) == 0 else value}
 
 
@@ -310,5 +323,5 @@ def load(name_or_path: str) -> Metric:
     if name not in _METRICS:
         hint = nearest(name, _METRICS)
         said = {"name": repr(name_or_path), "known": ", ".join(_METRICS), "hint": hint}
-        raise ConfigError(t("input.metric", **said))
+        raise ConfigError(t("there is no metric {name} here; known are {known}.{hint}", **said))
     return Metric(name)

@@ -111,7 +111,8 @@ def why_not_written(error: BaseException, folder: Path) -> str:
     reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__)
     with contextlib.suppress(OSError):
         free = format_bytes(shutil.disk_usage(folder).free)
-        return f"{reason.splitlines()[0]} ({free} are free in {folder})"
+        why = reason.splitlines()[0]
+        return t("{reason} ({free} are free in {folder})", reason=why, free=free, folder=folder)
     return str(reason.splitlines()[0])
 
 
@@ -135,12 +136,16 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OutputError(
-            t("error.output.unfinished", name=path.name, folder=path.parent)
+            t(
+                "there is no {name} in {folder}; name the output folder of a finished run",
+                name=path.name,
+                folder=path.parent,
+            )
         ) from None
     except (OSError, ValueError) as error:
-        raise OutputError(t("input.unread", path=path, reason=error)) from None
+        raise OutputError(t("cannot read {path}: {reason}", path=path, reason=error)) from None
     if not isinstance(values, dict):
-        raise OutputError(t("input.unread.json", path=path))
+        raise OutputError(t("cannot read {path}: it holds no JSON object", path=path))
     return values
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.cache import remember, remembered
-from memfit.messages import t
+from memfit.messages import N_, Message, t
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 SMALLER_SETS = ("AVX512_CORE_FP16", "AVX512_CORE")
@@ -48,6 +48,18 @@ _TRIAL_SECONDS = 120.0
 """The import of torch takes most of it: 2 s, or 20 s from a cold disk."""
 _FORK_SECONDS = 20.0
 _ALSO_DECIDE = ("DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
+
+
+_PROBLEMS = {
+    "late": N_(
+        "this CPU advertises AMX instructions that it does not run, and torch has begun to use "
+        "them: memfit goes on without half precision; set {variable} before Python starts to "
+        "have it"
+    ),
+    "untried": N_(
+        "whether this CPU runs half precision could not be tried: memfit goes on without it"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +78,31 @@ class HalfOnCpu:
         return bool(getattr(self, dtype)) if dtype in TYPES else True
 
     def reason(self, dtype: str) -> str:
-        """Why this type cannot be used, in English as strategies refuse; empty where it can."""
+        """Why this type cannot be used, as strategies refuse; empty where it can."""
         if self.works(dtype):
             return ""
-        return f"this CPU advertises {dtype} instructions that it does not run"
+        return Message("this CPU advertises {dtype} instructions that it does not run", dtype=dtype)
 
     def sentence(self) -> str:
         """What a user should know of it; empty where everything is as usual."""
         if self.problem:
-            return t(f"run.half.{self.problem}", variable=f"{VARIABLE}={self.instruction_set}")
+            return t(_PROBLEMS[self.problem], variable=f"{VARIABLE}={self.instruction_set}")
         lost = [dtype for dtype in TYPES if not self.works(dtype)]
         if self.instruction_set and not lost:
-            return t("run.half.lowered", variable=f"{VARIABLE}={self.instruction_set}")
-        return t("run.half.none", types=", ".join(lost)) if lost else ""
+            return t(
+                "this CPU advertises AMX instructions that it does not run: half precision "
+                "does without them ({variable})",
+                variable=f"{VARIABLE}={self.instruction_set}",
+            )
+        return (
+            t(
+                "this CPU advertises half-precision instructions that it does not run: memfit "
+                "goes on without {types}",
+                types=", ".join(lost),
+            )
+            if lost
+            else ""
+        )
 
 
 _asking = threading.Lock()

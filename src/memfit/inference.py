@@ -23,7 +23,7 @@ from memfit.evaluation import (
 )
 from memfit.half_on_cpu import half_on_cpu
 from memfit.hub import source_of
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.models import WEIGHT_FILES, check_model_folder, explain, load_config, load_tokenizer
 from memfit.parts import position_limit
 from memfit.results import RunFolder, read_summary
@@ -171,12 +171,18 @@ class Classifier:
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
         if any(pairs) and not all(pairs):
-            raise DataError(t("input.texts.mixed"))
+            raise DataError(t("some of the texts are pairs and some are not; give one kind"))
         self._check_kind(any(pairs))
         for number, text in enumerate(texts, start + 1):
             parts = text if isinstance(text, tuple | list) else (text,)
             if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
-                raise DataError(t("input.texts.kind", number=number, text=f"{text!r:.60}"))
+                raise DataError(
+                    t(
+                        "text {number} is {text}; give a text or a pair of texts",
+                        number=number,
+                        text=f"{text!r:.60}",
+                    )
+                )
         columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
         return dict(encoded)
@@ -184,9 +190,20 @@ class Classifier:
     def _check_kind(self, pairs: bool) -> None:
         """An answer to half a question looks like any other."""
         if self.pairs and not pairs:
-            raise DataError(t("input.texts.pairs"))
+            raise DataError(
+                t(
+                    "this model was trained on pairs of texts and got single ones; give both: "
+                    "--file with --text-column and --text-pair-column, or tuples of two in "
+                    "Python"
+                )
+            )
         if self.pairs is False and pairs:
-            raise DataError(t("input.texts.single"))
+            raise DataError(
+                t(
+                    "this model was trained on single texts and got pairs; name the column to "
+                    "use with --text-column"
+                )
+            )
 
     def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
         import torch
@@ -239,10 +256,28 @@ def _check_trained(config: ModelConfig) -> None:
         done = run.checkpoints()
         if done:
             said = {"folder": folder, "checkpoint": done[-1]}
-            raise ModelError(t("input.run.unfinished.checkpoint", **said))
-        raise ModelError(t("input.run.unfinished", folder=folder))
+            raise ModelError(
+                t(
+                    "the run in {folder} has not finished; continue it with memfit train "
+                    "--resume --output-dir {folder}, or name a checkpoint of it ({checkpoint})",
+                    **said,
+                )
+            )
+        raise ModelError(
+            t(
+                "the run in {folder} has not finished; continue it with memfit train --resume "
+                "--output-dir {folder}",
+                folder=folder,
+            )
+        )
     if folder.is_dir() and not weights and (folder / "config.json").is_file():
-        raise ModelError(t("input.model.weights", folder=folder))
+        raise ModelError(
+            t(
+                "the model folder {folder} has no weights; it needs model.safetensors or "
+                "pytorch_model.bin beside config.json",
+                folder=folder,
+            )
+        )
     check_model_folder(config)
 
 
@@ -253,16 +288,21 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
 
     if dtype not in (None, *DTYPES):
         raise ConfigError(
-            f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}.{nearest(str(dtype), DTYPES)}"
+            t(
+                "dtype is {dtype}; it is one of {choices}.{hint}",
+                dtype=repr(dtype),
+                choices=", ".join(DTYPES),
+                hint=nearest(str(dtype), DTYPES),
+            )
         )
     settings = load_config(config)
     kinds = settings.architectures or []
-    untrained = (
-        f"{config.model} has no trained classifier, only {{}}; train one with "
-        f"memfit train DATA --model {config.model}"
+    untrained = N_(
+        "{model} has no trained classifier, only {found}; train one with memfit train DATA "
+        "--model {model}"
     )
     if kinds and not any("ForSequenceClassification" in kind for kind in kinds):
-        raise ModelError(untrained.format(kinds[0]))
+        raise ModelError(t(untrained, model=config.model, found=kinds[0]))
     try:
         with no_progress_bars():
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -276,7 +316,8 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
         raise explain(error, config.model) from None
     if missing := sorted(report["missing_keys"]):
         # transformers would fill these with random numbers and only log it.
-        raise ModelError(untrained.format(f"weights without {missing[0]}"))
+        found = t("weights without {name}", name=missing[0])
+        raise ModelError(t(untrained, model=config.model, found=found))
     return model
 
 
@@ -290,7 +331,13 @@ def _device(name: str | None) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:  # CUDA's absence is an assertion
         reason = str(error).splitlines()[0]
-        raise ConfigError(t("input.device", name=repr(name), reason=reason)) from None
+        raise ConfigError(
+            t(
+                "the device {name} cannot be used ({reason}); leave it out, or write cpu",
+                name=repr(name),
+                reason=reason,
+            )
+        ) from None
 
 
 def _max_length(
@@ -303,7 +350,13 @@ def _max_length(
         positions = position_limit(model)
         if positions is not None and wanted > positions:
             said = {"length": wanted, "limit": positions, "model": folder}
-            raise ConfigError(t("input.positions", **said))
+            raise ConfigError(
+                t(
+                    "max_length {length} is beyond the {limit} positions of {model}; write "
+                    "{limit} or less",
+                    **said,
+                )
+            )
         return wanted
     if RunFolder(Path(folder)).summary.is_file():
         trained = read_summary(folder).lengths.get("max_length")

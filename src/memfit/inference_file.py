@@ -76,9 +76,11 @@ def predict_file(
                     empty_rows += answer is None
                 bar.update(len(chunk))
             if not rows:
-                raise DataError(t("input.predict.rows", path=table.where))
+                raise DataError(t("{path} has a header and no rows; add rows", path=table.where))
     except OSError as error:
-        raise OutputError(t("input.unwritten", path=path, reason=error.strerror or error)) from None
+        raise OutputError(
+            t("cannot write {path}: {reason}", path=path, reason=error.strerror or error)
+        ) from None
     finally:
         bar.close()
     return FilePredictions(path, rows, empty_rows, *names)
@@ -86,20 +88,37 @@ def predict_file(
 
 def _check_target(path: Path, source: Path) -> None:
     if path.exists() and source.exists() and path.samefile(source):
-        raise OutputError(t("input.predict.same", path=path))
+        raise OutputError(
+            t("{path} is the file the texts come from; name another --output", path=path)
+        )
     if path.is_dir():
-        raise OutputError(t("input.predict.folder", path=path))
+        raise OutputError(t("{path} is a folder; name a file with --output", path=path))
     if not path.parent.is_dir():
-        raise OutputError(t("input.predict.nowhere", folder=path.parent, name=path.name))
+        raise OutputError(
+            t(
+                "there is no folder {folder} for {name}; make it first",
+                folder=path.parent,
+                name=path.name,
+            )
+        )
     if path.suffix.lower() in NOT_WRITTEN:
-        raise OutputError(t("input.predict.ending", ending=path.suffix))
+        raise OutputError(
+            t(
+                "cannot write {ending} files; name the output .csv, .tsv or .jsonl",
+                ending=path.suffix,
+            )
+        )
 
 
 def _check_columns(table: Table) -> None:
     twice = [name for name in table.columns if table.columns.count(name) > 1]
     if twice:
         raise DataError(
-            f"{table.where}: several columns are called {twice[0]!r}; rename all but one"
+            t(
+                "{where}: several columns are called {name}; rename all but one",
+                where=table.where,
+                name=repr(twice[0]),
+            )
         )
 
 

@@ -31,7 +31,7 @@ class StopAfterStep(TrainerCallback):
         if self.asked is not None:
             raise Stopped(signal_number)
         self.asked = signal_number
-        self.say(t("run.stopping"))
+        self.say(t("stopping after this step; press Ctrl-C again to stop at once"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

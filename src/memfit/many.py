@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.announce import line
 from memfit.errors import DatasetsFailedError, MemfitError, OutputError
 from memfit.files import read_json, write_json
 from memfit.messages import t
@@ -89,7 +90,14 @@ def train_many(
     )
     for index, outcome in enumerate(result.outcomes):
         folder = output_dir / outcome.name
-        say(f"dataset  {index + 1} of {len(named)}: {outcome.data} -> {folder}")
+        which = t(
+            "{number} of {count}: {data} -> {folder}",
+            number=index + 1,
+            count=len(named),
+            data=outcome.data,
+            folder=folder,
+        )
+        say(line("dataset", which))
         try:
             begun = RunFolder(folder).config.is_file()
             ended = _outcome(outcome, train(outcome.data, folder, begun, options))
@@ -99,7 +107,7 @@ def train_many(
         except Exception as error:
             known = isinstance(error, MemfitError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
-            say(f"failed   {outcome.name}: {text}")
+            say(line("failed", f"{outcome.name}: {text}"))
             ended = replace(outcome, status="failed", error=text)
         outcomes = (*result.outcomes[:index], ended, *result.outcomes[index + 1 :])
         result = replace(result, outcomes=outcomes)
@@ -112,7 +120,7 @@ def failure(result: ManyResult) -> DatasetsFailedError:
     names = ", ".join(f"{one.name} ({one.error})" for one in result.failed)
     return DatasetsFailedError(
         t(
-            "planned.datasets.failed",
+            "{count} of {total} datasets failed: {names}; go on with: {command}",
             count=len(result.failed),
             total=len(result.outcomes),
             names=names,
@@ -142,22 +150,32 @@ def _claim(
     known = output_dir / LIST_FILE
     absolute = [os.path.abspath(one) if Path(one).exists() else one for one in datasets]
     if repeated := sorted({one for one in absolute if absolute.count(one) > 1}):
-        raise OutputError(t("input.many.twice", path=repeated[0]))
+        raise OutputError(t("{path} is given twice", path=repeated[0]))
     if resume:
         if not known.is_file():
-            raise OutputError(t("input.many.resume", folder=output_dir))
+            raise OutputError(
+                t("there are no runs to resume in {folder}; leave --resume out", folder=output_dir)
+            )
         stored = read_json(known)
         listed: dict[str, str] = stored["datasets"]
         if absolute and sorted(absolute) != sorted(listed.values()):
             raise OutputError(
-                f"--resume goes on with the datasets of {output_dir}, which are "
-                f"{', '.join(listed.values())}; leave them out, or name another --output-dir"
+                t(
+                    "--resume goes on with the datasets of {folder}, which are "
+                    "{datasets}; leave them out, or name another --output-dir",
+                    folder=output_dir,
+                    datasets=", ".join(listed.values()),
+                )
             )
         return listed, {**stored["options"], **options}
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        hint = ", or go on with --resume" if known.is_file() else ""
+        hint = t(", or go on with --resume") if known.is_file() else ""
         raise OutputError(
-            f"the output folder {output_dir} is not empty; name another --output-dir{hint}"
+            t(
+                "the output folder {folder} is not empty; name another --output-dir{hint}",
+                folder=output_dir,
+                hint=hint,
+            )
         )
     named = folder_names(absolute)
     try:
@@ -165,7 +183,11 @@ def _claim(
         write_json(known, {"datasets": named, "options": options})
     except OSError as error:
         raise OutputError(
-            f"cannot write to the output folder {output_dir}: {error.strerror or error}"
+            t(
+                "cannot write to the output folder {folder}: {reason}",
+                folder=output_dir,
+                reason=error.strerror or error,
+            )
         ) from None
     return named, options
 
@@ -185,7 +207,13 @@ def _outcome(outcome: Outcome, result: RunResult) -> Outcome:
 
 def _stopped(outcome: Outcome, done: int, total: int, output_dir: Path) -> str:
     command = _again(output_dir)
-    return t("planned.datasets.stopped", name=outcome.name, done=done, total=total, command=command)
+    return t(
+        "stopped at {name}; {done} of {total} datasets are done; go on with: {command}",
+        name=outcome.name,
+        done=done,
+        total=total,
+        command=command,
+    )
 
 
 def _again(output_dir: Path) -> str:

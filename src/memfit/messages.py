@@ -1,35 +1,39 @@
-"""What memfit says, in English and in Chinese: the one way from an id to a sentence.
+"""Translations: English sentences in the code, Chinese ones in locale/zh_CN/LC_MESSAGES/memfit.po.
 
-    from memfit.messages import t
+    from memfit.messages import N_, Message, nt, pt, t
 
-    t("report.memory.title")                       # Memory, or 显存 where Chinese is spoken
-    t("report.bar.over", over="0.2 GiB", budget="4.00 GB")
+    t("budget {bytes}", bytes="4 GB")             # budget 4 GB, or 预算 4 GB in Chinese
+    pt("heading", "Memory")                       # with a context, where one English text has two
+                                                  # Chinese ones
+    nt("{count} layer", "{count} layers", 3)      # singular or plural
+    N_("activations")                             # marks a text that `t` gets later, from a table
+    Message("only {kind} is fused", kind="GELU")  # English now, translated when it is shown
 
-The language is, in this order: what `speaking` or `set_language` was told (the command line's
-`--lang en|zh`), the variable MEMFIT_LANG, the locale (zh_CN, zh_TW, zh_HK ... speak Chinese).
-English stands in where a sentence has no Chinese.
+The English sentence is the key, so all of these take a literal, and `make messages` finds it there
+(tests/unit/test_messages.py fails if memfit.po lacks a sentence or has one too many). Fields in
+braces are `str.format`'s and the same in both languages. Translate whole sentences: word order
+differs between languages. Text from data goes in as a field; whoever shows the sentence makes it
+safe (safe_text.py).
 
-A catalogue is a module with plain dictionaries, beside the code that speaks:
+The language is the first of: what `speaking` or `set_language` was given (the command line's
+`--lang en|zh`), the variable MEMFIT_LANG, the locale (zh_CN, zh_TW, zh_HK ... mean Chinese). A
+sentence without a translation is shown in English. A new thread does not inherit the language:
+pass `language()` to it and use `speaking` there.
 
-    MESSAGES = {"memory.title": {"en": "Memory", "zh": "显存"}, ...}
-
-Adding one takes a line in CATALOGUES below, under the first word of its ids; it is imported when
-the first of its ids is asked for, so that `--help` waits for none. Fields in braces are
-`str.format`'s and the same in both languages (tests/unit/test_messages.py holds every catalogue
-to it). A sentence is a whole one: never glued from words, since their order differs. Text from
-data goes in as a field and is made safe (safe_text.py) by whoever shows the sentence.
-
-A thread begins without its parent's language: hand `language()` over and use `speaking` there.
+memfit.mo is compiled from memfit.po when the package is built. In a checkout it is compiled at the
+first Chinese sentence, if Babel is installed.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import gettext
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal
 
 from memfit.errors import ConfigError
@@ -37,68 +41,166 @@ from memfit.errors import ConfigError
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
 ENVIRONMENT = "MEMFIT_LANG"
-
-CATALOGUES: dict[str, str] = {
-    "card": "memfit.hub.card_messages",
-    "cli": "memfit.cli.messages",
-    "data": "memfit.data.messages",
-    "doctor": "memfit.doctor.messages",
-    "hub": "memfit.hub.messages",
-    "error": "memfit.error_messages",
-    "input": "memfit.input_messages",
-    "live": "memfit.runtime.messages",
-    "run": "memfit.run_messages",
-    "shown": "memfit.report.terminal_messages",
-    "ladder": "memfit.climbing.messages",
-    "plan": "memfit.planner.messages",
-    "planned": "memfit.plan_messages",
-    "reason": "memfit.reasons",
-    "report": "memfit.report.messages",
-}
-"""The first word of an id -> the module whose MESSAGES it is looked up in."""
+CATALOGUE = Path(__file__).parent / "locale" / "zh_CN" / "LC_MESSAGES" / "memfit.po"
+"""The Chinese sentences."""
 
 _chosen: ContextVar[Language | None] = ContextVar("memfit_language", default=None)
 # Primary language identifier of Windows' LANGIDs, whatever the region.
 _WINDOWS_CHINESE = 0x04
+# gettext's own separator of a context and its sentence.
+_CONTEXT_END = "\x04"
 
 
-def t(message: str, /, **fields: Any) -> str:
-    """The sentence of that id in the language spoken here, its fields filled in."""
-    return say(message, fields)
+def t(message: str, /, **values: Any) -> str:
+    """Returns the sentence in the current language, its fields filled in."""
+    return translate(message, values)
 
 
-def say(message: str, fields: Mapping[str, Any], spoken: Language | None = None) -> str:
-    """The same, in a language of the caller's choice."""
-    by_language = lookup(message)
-    template = by_language.get(spoken or language()) or by_language["en"]
-    return template.format_map(_Fields(fields))
+def pt(context: str, message: str, /, **values: Any) -> str:
+    """Returns what `t` does, for a sentence whose translation depends on the context."""
+    return translate(NP_(context, message), values)
 
 
-def has(message: str) -> bool:
-    """Whether there is such a sentence: names from data may have one, or stay as they are."""
-    catalogue, _, name = message.partition(".")
-    return catalogue in CATALOGUES and name in _messages(catalogue)
+def nt(one: str, several: str, count: int, /, **values: Any) -> str:
+    """Returns the singular or the plural sentence; both may use the field `count`."""
+    if language() == "en":
+        template = one if count == 1 else several
+    else:
+        template = _chinese().ngettext(one, several, count)
+    return _filled(template, {"count": count, **values}, None)
 
 
-def lookup(message: str) -> Mapping[Language, str]:
-    """A sentence in all its languages."""
-    catalogue, _, name = message.partition(".")
-    if catalogue not in CATALOGUES:
-        raise KeyError(f"no catalogue {catalogue!r}; known are {', '.join(CATALOGUES)}")
-    return _messages(catalogue)[name]
+def N_(message: str, /) -> str:  # noqa: N802
+    """Marks a literal for extraction; `t` translates it later."""
+    return message
 
 
-def _messages(catalogue: str) -> Mapping[str, Mapping[Language, str]]:
-    module = importlib.import_module(CATALOGUES[catalogue])
-    found: Mapping[str, Mapping[Language, str]] = module.MESSAGES
-    return found
+def NP_(context: str, message: str, /) -> str:  # noqa: N802
+    """Marks a literal with its context; `t` translates it later."""
+    return f"{context}{_CONTEXT_END}{message}"
+
+
+def translate(message: str, values: Mapping[str, Any], spoken: Language | None = None) -> str:
+    """Returns the sentence in that language, or the current one."""
+    return _filled(template_of(message, spoken), values, spoken)
+
+
+def template_of(message: str, spoken: Language | None = None) -> str:
+    """Returns the sentence with its fields in braces; in English if it has no translation."""
+    if (spoken or language()) != "en":
+        found = _chinese().gettext(message)
+        if found is not message:
+            return found
+    return message.partition(_CONTEXT_END)[2] or message
+
+
+class Message(str):
+    """A sentence that is English text everywhere, and translated when it is shown.
+
+    Reasons and refusals are compared, joined and logged as English, and kept in files. `shown`
+    gives them in the reader's language. Values may be messages themselves.
+    """
+
+    text: str
+    """The English sentence with its fields in braces, which is the key of its translation."""
+    values: Mapping[str, Any]
+
+    def __new__(cls, text: str, /, **values: Any) -> Message:
+        """Fills in the English sentence."""
+        made = super().__new__(cls, translate(text, values, "en"))
+        made.text, made.values = text, values
+        return made
+
+    def shown(self, spoken: Language | None = None) -> str:
+        """Returns the sentence in that language, or the current one."""
+        return translate(self.text, self.values, spoken)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies it by its parts."""
+        return message_of, (self.as_json(),)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `message_of` reads."""
+        values = {
+            name: value.as_json() if isinstance(value, Message) else value
+            for name, value in self.values.items()
+        }
+        return {"text": self.text, "values": values}
+
+
+def message_of(stored: Any) -> str:
+    """Returns a message from what `as_json` returned, and plain text as it is."""
+    if not isinstance(stored, Mapping):
+        return str(stored)
+    values = {
+        name: message_of(value) if isinstance(value, Mapping) else value
+        for name, value in stored["values"].items()
+    }
+    return Message(stored["text"], **values)
+
+
+def shown(text: object, spoken: Language | None = None) -> str:
+    """Returns a message in the current language, and any other text as it is."""
+    return text.shown(spoken) if isinstance(text, Message) else str(text)
 
 
 class _Fields(dict[str, Any]):
-    """A field nobody gave shows as it is written: no sentence about a failure fails itself."""
+    """Leaves a field without a value as it is written: no sentence about a failure fails itself."""
 
     def __missing__(self, name: str) -> str:
         return f"{{{name}}}"
+
+
+def _filled(template: str, values: Mapping[str, Any], spoken: Language | None) -> str:
+    said = {
+        name: value.shown(spoken) if isinstance(value, Message) else value
+        for name, value in values.items()
+    }
+    return template.format_map(_Fields(said))
+
+
+# ---- the catalogue ----
+
+
+@functools.cache
+def _chinese() -> gettext.NullTranslations:
+    """Returns the compiled catalogue; an empty one if it cannot be had."""
+    compiled = CATALOGUE.with_suffix(".mo")
+    if _is_newer(CATALOGUE, compiled):
+        with suppress(ImportError, OSError):
+            _compile(compiled)
+    try:
+        with compiled.open("rb") as file:
+            return gettext.GNUTranslations(file)
+    except OSError:
+        return gettext.NullTranslations()
+
+
+def _is_newer(source: Path, compiled: Path) -> bool:
+    """Returns whether memfit.po has changed since it was compiled; an installed memfit has none."""
+    try:
+        changed = source.stat().st_mtime_ns
+    except OSError:
+        return False
+    try:
+        return changed > compiled.stat().st_mtime_ns
+    except OSError:
+        return True
+
+
+def _compile(compiled: Path) -> None:
+    from babel.messages.mofile import write_mo
+    from babel.messages.pofile import read_po
+
+    with CATALOGUE.open("rb") as file:
+        catalogue = read_po(file)
+    unfinished = compiled.with_name(f"{compiled.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            write_mo(file, catalogue)
+        unfinished.replace(compiled)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 # ---- which language ----
@@ -131,7 +233,9 @@ def checked(spoken: str) -> Language:
     """A language memfit has, from en, zh, zh-CN, zh_TW.UTF-8 and the like."""
     found = _known(spoken)
     if found is None:
-        raise ConfigError(t("cli.lang.none", name=repr(spoken)))
+        raise ConfigError(
+            t("there is no language {name} here; write --lang en or --lang zh", name=repr(spoken))
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub import MODELSCOPE_PREFIX, source_of
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.parts import add_lora, base_of, freeze, position_limit
 
 if TYPE_CHECKING:
@@ -38,22 +38,53 @@ def check_model_folder(config: ModelConfig) -> None:
     folder = Path(config.model)
     if not folder.is_dir():
         if folder.exists():
-            raise ModelError(t("error.model.file", model=config.model))
+            raise ModelError(
+                t("the model {model} is a file; give the folder it lies in", model=config.model)
+            )
         similar = _similar_folder(folder)
         if similar is not None or _looks_like_a_path(config.model):
-            kind = "error.model.folder" if similar is None else "error.model.folder.near"
+            kind = (
+                N_("there is no model folder {model}; check the path")
+                if similar is None
+                else N_("there is no model folder {model}; did you mean {similar}?")
+            )
             raise ModelError(t(kind, model=config.model, similar=similar))
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            raise ModelError(t("error.model.adapter", folder=folder))
-        raise ModelError(t("error.model.config", folder=folder))
+            raise ModelError(
+                t(
+                    "the folder {folder} holds a LoRA adapter only; merge it into its model first",
+                    folder=folder,
+                )
+            )
+        raise ModelError(
+            t(
+                "the model folder {folder} has no config.json; give the folder that "
+                "save_pretrained wrote, or download the model's files into it",
+                folder=folder,
+            )
+        )
     if config.from_scratch or any((folder / name).is_file() for name in WEIGHT_FILES):
         return
     foreign = [name for name in FOREIGN_WEIGHT_FILES if (folder / name).is_file()]
     if foreign:
-        raise ModelError(t("error.model.weights.foreign", folder=folder, foreign=foreign[0]))
-    raise ModelError(t("error.model.weights", folder=folder))
+        raise ModelError(
+            t(
+                "the model folder {folder} has no weights ({foreign} is not PyTorch's); it "
+                "needs model.safetensors or pytorch_model.bin, or --from-scratch to train from "
+                "random weights",
+                folder=folder,
+                foreign=foreign[0],
+            )
+        )
+    raise ModelError(
+        t(
+            "the model folder {folder} has no weights; it needs model.safetensors or "
+            "pytorch_model.bin, or --from-scratch to train from random weights",
+            folder=folder,
+        )
+    )
 
 
 def start_reading_weights(config: ModelConfig) -> None:
@@ -135,7 +166,14 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
     for key in _COUNTS:
         count = getattr(loaded, key, None)
         if isinstance(count, int) and count < 1:
-            raise ModelError(t("input.model.count", model=config.model, key=key, count=count))
+            raise ModelError(
+                t(
+                    "the config.json of {model} has {key} {count}; download it again",
+                    model=config.model,
+                    key=key,
+                    count=count,
+                )
+            )
     return loaded
 
 
@@ -150,10 +188,22 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise explain(error, config.model, part="tokenizer") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError(t("error.model.tokenizer", model=config.model))
+        raise ModelError(
+            t(
+                "the model {model} has no tokenizer; put its vocabulary (tokenizer.json or "
+                "vocab.txt) beside config.json",
+                model=config.model,
+            )
+        )
     if tokenizer.pad_token is None:  # decoders were pre-trained without padding
         if tokenizer.eos_token is None:
-            raise ModelError(t("error.model.padding", model=config.model))
+            raise ModelError(
+                t(
+                    "the tokenizer of {model} has no padding token; add a pad_token to its "
+                    "tokenizer_config.json",
+                    model=config.model,
+                )
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -208,7 +258,9 @@ def _load_model(
     except (ImportError, ValueError) as error:
         if config.attn_implementation is not None and "attention" in str(error).lower():
             said = {"name": config.attn_implementation, "reason": _first_sentence(error)}
-            raise ConfigError(t("input.model.attention", **said)) from None
+            raise ConfigError(
+                t("--attn-implementation {name} does not work here: {reason}", **said)
+            ) from None
         raise explain(error, config.model) from None
     except Exception as error:
         raise explain(error, config.model) from None
@@ -222,12 +274,25 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
     prefix = f"{model.base_model_prefix}."
     wrong = sorted(key for key in mismatched if key.startswith(prefix))
     if wrong:
-        raise ModelError(t("error.model.shape", model=name, name=wrong[0]))
+        raise ModelError(
+            t(
+                "the weights of {model} do not match its config.json: {name} has another shape",
+                model=name,
+                name=wrong[0],
+            )
+        )
     missing = {str(key) for key in info["missing_keys"]} | mismatched
     base = {prefix + key for key, _ in base_of(model).named_parameters()}
     if base and len(base & missing) > len(base) // 2:
         said = {"kind": type(model).__name__, "missing": len(base & missing), "count": len(base)}
-        raise ModelError(t("input.model.foreign", model=name, **said))
+        raise ModelError(
+            t(
+                "the weights of {model} are not those of a {kind}: {missing} of {count} of the "
+                "model's weights are not among them",
+                model=name,
+                **said,
+            )
+        )
     return tuple(sorted(missing))
 
 
@@ -235,7 +300,15 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
     embedded = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > embedded:
         known = len(tokenizer)
-        raise ModelError(t("error.model.vocabulary", model=name, known=known, embedded=embedded))
+        raise ModelError(
+            t(
+                "the tokenizer of {model} knows {known} tokens but the model embeds "
+                "{embedded}; they do not belong together",
+                model=name,
+                known=known,
+                embedded=embedded,
+            )
+        )
 
 
 def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
@@ -243,7 +316,13 @@ def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
     limit = position_limit(model)
     if limit is not None and max_length > limit:
         said = {"length": max_length, "limit": limit, "model": name}
-        raise ConfigError(t("error.model.positions", **said))
+        raise ConfigError(
+            t(
+                "max_length {length} is beyond the {limit} positions of {model}; write "
+                "--max-length {limit} or less",
+                **said,
+            )
+        )
 
 
 def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
@@ -253,21 +332,56 @@ def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
     text = str(error)
     local = Path(name).is_dir()
     if "custom code" in text:
-        return ModelError(t("error.model.code", model=name))
+        return ModelError(
+            t(
+                "{model} needs code of its own; --trust-remote-code runs it, at your risk",
+                model=name,
+            )
+        )
     if "not recognize this architecture" in text or "Unrecognized model" in text:
-        return ModelError(t("error.model.unknown", model=name, kind=_type_in(name)))
+        return ModelError(
+            t(
+                "the model {model} is of a type this transformers does not know{kind}",
+                model=name,
+                kind=_type_in(name),
+            )
+        )
     if "Unrecognized configuration class" in text:
-        return ModelError(t("error.model.headless", model=name, kind=_type_in(name)))
+        return ModelError(
+            t(
+                "the model {model} is of a type that has no text classifier{kind}",
+                model=name,
+                kind=_type_in(name),
+            )
+        )
     if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
-        kind = "error.model.hub" if part == "model" else "error.model.hub.tokenizer"
+        kind = (
+            N_("cannot get the model {model}: {reason}")
+            if part == "model"
+            else N_("cannot get the tokenizer {model}: {reason}")
+        )
         return ModelError(t(kind, model=name, reason=_hub_reason(text, name)))
-    damaged = "input.model.broken" if part == "model" else "input.model.broken.tokenizer"
+    damaged = (
+        N_("cannot load the model of {model}: {reason}; download it again")
+        if part == "model"
+        else N_("cannot load the tokenizer of {model}: {reason}; download it again")
+    )
     if local and (broken := _broken_json(Path(name))):
         return ModelError(t(damaged, model=name, reason=broken))
     if isinstance(error, _CONFUSED):
         what = f"{type(error).__name__}: {_first_sentence(error)}"
-        return ModelError(t(damaged, model=name, reason=t("input.model.confused", reason=what)))
-    kind = "error.model.load" if part == "model" else "error.model.load.tokenizer"
+        return ModelError(
+            t(
+                damaged,
+                model=name,
+                reason=t("its files hold values that cannot be ({reason})", reason=what),
+            )
+        )
+    kind = (
+        N_("cannot load the model of {model}: {reason}")
+        if part == "model"
+        else N_("cannot load the tokenizer of {model}: {reason}")
+    )
     return ModelError(t(kind, model=name, reason=_first_sentence(error)))
 
 
@@ -277,11 +391,11 @@ def _broken_json(folder: Path) -> str:
         try:
             values = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            return t("input.json.invalid", file=path.name)
+            return t("{file} is not a valid JSON file", file=path.name)
         if not isinstance(values, dict):
-            return t("input.json.object", file=path.name)
+            return t("{file} holds no JSON object", file=path.name)
         if "weight_map" in values and not isinstance(values["weight_map"], dict):
-            return t("input.json.weights", file=path.name)
+            return t("{file} lists no weights", file=path.name)
     return ""
 
 
@@ -289,11 +403,11 @@ def _hub_reason(text: str, name: str) -> str:
     from memfit.hub.huggingface import is_off, why_silent
 
     if source_of(name) != name:
-        return t("error.model.hub.parts", why=why_silent())
-    why = t("error.model.hub.none")
+        return t("the cache holds only parts of it, and the hub {why}", why=why_silent())
+    why = t("has none, or does not let you read it")
     if is_off() or "connect" in text.lower():
         why = why_silent()
-    return t("error.model.hub.nowhere", why=why)
+    return t("there is no folder of that name, and the hub {why}", why=why)
 
 
 def _type_in(name: str) -> str:

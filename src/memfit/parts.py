@@ -74,7 +74,13 @@ def freeze(model: PreTrainedModel, what: str) -> int:
     """
     frozen = sum(_stop(part) for part in _frozen_parts(model, what))
     if not frozen:
-        raise ConfigError(t("input.freeze.nothing", what=what, model=type(model).__name__))
+        raise ConfigError(
+            t(
+                "--freeze {what} froze nothing: {model} has no such part that learns",
+                what=what,
+                model=type(model).__name__,
+            )
+        )
     return frozen
 
 
@@ -88,7 +94,13 @@ def _frozen_parts(model: PreTrainedModel, what: str) -> Iterable[nn.Module]:
     layers, count = layers_of(model), int(what)
     if count > len(layers):
         said = {"count": count, "layers": len(layers), "model": type(model).__name__}
-        raise ConfigError(t("input.freeze.layers", **said))
+        raise ConfigError(
+            t(
+                "--freeze {count} is more than the {layers} layers of {model}; write encoder "
+                "to freeze all of it",
+                **said,
+            )
+        )
     return [embeddings, *layers[:count]]
 
 
@@ -107,7 +119,13 @@ def lora_targets(model: PreTrainedModel) -> tuple[str, ...]:
     for names in LORA_TARGETS:
         if leaves.issuperset(names):
             return names
-    raise ConfigError(t("input.lora.targets", model=type(model).__name__))
+    raise ConfigError(
+        t(
+            "--lora does not know the attention projections of {model}; give BudgetTrainer a "
+            "model prepared with peft",
+            model=type(model).__name__,
+        )
+    )
 
 
 def add_lora(
@@ -127,7 +145,9 @@ def add_lora(
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
-        raise ConfigError(t("input.lora.peft")) from None
+        raise ConfigError(
+            t("--lora needs peft; install it with: pip install memfit[lora]")
+        ) from None
     base_name = model.base_model_prefix
     whole = {name for name, part in model.named_children() if name != base_name and _has_any(part)}
     whole |= {"pooler" for name in fresh if ".pooler." in f".{name}"}

@@ -200,8 +200,21 @@ def claim_output_folder(
         _check_resumable(folder, before)
     elif occupied := sorted(before - _NOT_A_RUN):
         if _looks_like_run(before):
-            raise OutputError(t("error.output.run", folder=folder))
-        raise OutputError(t("error.output.files", folder=folder, names=", ".join(occupied[:3])))
+            raise OutputError(
+                t(
+                    "the output folder {folder} already holds another run; name another "
+                    "--output-dir, or continue it with --resume",
+                    folder=folder,
+                )
+            )
+        raise OutputError(
+            t(
+                "the output folder {folder} already holds files ({names}); name another "
+                "--output-dir",
+                folder=folder,
+                names=", ".join(occupied[:3]),
+            )
+        )
     made = _make(folder)
     claim = OutputClaim(folder)
     try:
@@ -228,9 +241,20 @@ def _entries(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except NotADirectoryError:
-        raise OutputError(t("error.output.file", folder=folder)) from None
+        raise OutputError(
+            t(
+                "the output folder {folder} is or lies under a file; name another --output-dir",
+                folder=folder,
+            )
+        ) from None
     except OSError as error:
-        raise OutputError(t("error.output.unread", folder=folder, reason=error.strerror)) from None
+        raise OutputError(
+            t(
+                "cannot read the output folder {folder}: {reason}; name another --output-dir",
+                folder=folder,
+                reason=error.strerror,
+            )
+        ) from None
 
 
 def _looks_like_run(names: set[str]) -> bool:
@@ -239,7 +263,13 @@ def _looks_like_run(names: set[str]) -> bool:
 
 def _check_resumable(folder: Path, names: set[str]) -> None:
     if "run.toml" not in names and "checkpoints" not in names:
-        raise OutputError(t("error.resume.none.named", folder=folder))
+        raise OutputError(
+            t(
+                "there is no run to resume in {folder}; leave --resume out to start one, or "
+                "name the folder of the interrupted run with --output-dir",
+                folder=folder,
+            )
+        )
 
 
 def _make(folder: Path) -> list[Path]:
@@ -252,7 +282,12 @@ def _make(folder: Path) -> list[Path]:
     except OSError as error:
         _clean(folder, _entries(folder) if folder.is_dir() else set(), made)
         raise OutputError(
-            t("error.output.unwritten", folder=folder, reason=error.strerror)
+            t(
+                "cannot write to the output folder {folder}: {reason}; name another with "
+                "--output-dir",
+                folder=folder,
+                reason=error.strerror,
+            )
         ) from None
     return made
 
@@ -283,7 +318,9 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
     try:
         return RunSummary.from_dict(read_json(path))
     except (TypeError, ValueError, AttributeError) as error:
-        raise OutputError(t("input.unread.summary", path=path, reason=error)) from None
+        raise OutputError(
+            t("{path} is not a summary that memfit wrote: {reason}", path=path, reason=error)
+        ) from None
 
 
 def write_evaluation(
@@ -306,7 +343,9 @@ def read_evaluation(
         mistakes = tuple(Mistake(**item) for item in values.pop("mistakes", ()))
         return Evaluation.from_dict(values), mistakes
     except (TypeError, AttributeError) as error:
-        raise OutputError(t("input.unread.evaluation", path=path, reason=error)) from None
+        raise OutputError(
+            t("{path} is not an evaluation that memfit wrote: {reason}", path=path, reason=error)
+        ) from None
 
 
 def config_digest(toml_text: str) -> str:

@@ -65,7 +65,7 @@ class Choosing:
             if self.checkpoint is not None and self.folder.plan.is_file():
                 return self._resumed()
             if given is not None:
-                return self._fitting(given, t("planned.given"))
+                return self._fitting(given, t("the plan given"))
             if self.config.plan is not None:
                 from memfit.planner.plan import Plan
 
@@ -74,7 +74,7 @@ class Choosing:
         except TraceError as error:
             if self._budget != Budget():
                 raise  # a promise that cannot be checked is not made
-            self.say(f"note     {t('planned.untraced', error=error)}")
+            self.say(line("note", t("memory cannot be predicted: {error}", error=error)))
             return None
 
     @property
@@ -141,7 +141,8 @@ def does_not_fit_sentence(checked: Checked, name: str) -> str:
     price = checked.plan.price
     assert price is not None
     sentence = t(
-        "planned.no_longer_fits",
+        "{name} does not fit: it needs {needs} and the budget is {budget}, so "
+        "{missing} are missing; make a new one with memfit plan",
         name=name,
         needs=format_bytes(price.device_bytes),
         budget=format_bytes(checked.plan.digest.budget_bytes),

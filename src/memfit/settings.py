@@ -78,7 +78,9 @@ def training_arguments(
         raise
     except Exception as error:
         reason = _refusal(str(error).strip() or type(error).__name__)
-        raise ConfigError(t("error.arguments", reason=reason)) from None
+        raise ConfigError(
+            t("TrainingArguments refuses what was given: {reason}", reason=reason)
+        ) from None
     _check_trackers(list(arguments.report_to or ()))
     return arguments
 
@@ -91,29 +93,46 @@ def _check_trackers(names: list[str]) -> None:
     for name in set(names) - {"none", "all"}:
         if name not in known:
             said = {"known": ", ".join(sorted(known)), "hint": nearest(name, known)}
-            raise ConfigError(t("input.trackers", name=repr(name), **said))
+            raise ConfigError(
+                t(
+                    "--report-to is {name}; it is none, all, or some of {known}.{hint}",
+                    name=repr(name),
+                    **said,
+                )
+            )
         try:
             known[name]()
         except Exception as error:
             reason = _refusal(str(error).strip() or type(error).__name__)
-            raise ConfigError(t("input.tracker", name=name, reason=reason)) from None
+            raise ConfigError(
+                t("--report-to {name} does not work here: {reason}", name=name, reason=reason)
+            ) from None
 
 
 def check_training(training: Mapping[str, Any], task: str | None = None) -> None:
     """What would train nothing, or fail only after the first epoch."""
     for name, value in training.items():
         if wanted := wanted_type(name, value):
-            raise ConfigError(t("error.option.takes", name=name, value=repr(value), wanted=wanted))
+            raise ConfigError(
+                t(
+                    "{name} is {value}; it takes {wanted}",
+                    name=name,
+                    value=repr(value),
+                    wanted=wanted,
+                )
+            )
     for name in ("logging_steps", "eval_steps", "save_steps"):
         every = training.get(name)
         if isinstance(every, int | float) and every <= 0:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(t("error.option.positive", flag=flag, value=every))
+            raise ConfigError(t("{flag} is {value}; write more than 0", flag=flag, value=every))
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")
     if isinstance(epochs, int | float) and not (epochs > 0 or by_steps):
-        raise ConfigError(t("error.option.epochs", value=epochs))
+        raise ConfigError(
+            t("--epochs (num_train_epochs) is {value}; write more than 0, such as 3", value=epochs)
+        )
     for flag, name in (
         ("--batch-size", "per_device_train_batch_size"),
         ("--per-device-eval-batch-size", "per_device_eval_batch_size"),
@@ -121,7 +140,9 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
     ):
         count = training.get(name)
         if isinstance(count, int) and count < 1:
-            raise ConfigError(t("error.option.count", flag=flag, name=name, value=count))
+            raise ConfigError(
+                t("{flag} ({name}) is {value}; write 1 or more", flag=flag, name=name, value=count)
+            )
     for name in ("seed", "data_seed"):
         if training.get(name) is not None:
             check_seed(f"--{name.replace('_', '-')}", training[name])
@@ -130,7 +151,9 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
     if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
         hint = nearest(metric.removeprefix("eval_"), known)
         said = {"value": repr(metric), "known": ", ".join(known), "hint": hint}
-        raise ConfigError(t("error.option.metric", **said))
+        raise ConfigError(
+            t("--metric-for-best-model is {value}; this task's are {known}.{hint}", **said)
+        )
 
 
 def _refusal(text: str) -> str:
@@ -142,8 +165,8 @@ def _refusal(text: str) -> str:
     choices = re.findall(r"'([^']+)'", listed)
     hint = nearest(value, choices)
     if not hint and len(choices) < 9:
-        hint = t("input.field.choices", choices=", ".join(choices))
-    return t("input.field", value=repr(value), kind=kind, hint=hint)
+        hint = t(" It is one of {choices}.", choices=", ".join(choices))
+    return t("{value} is not one of its {kind}.{hint}", value=repr(value), kind=kind, hint=hint)
 
 
 def with_defaults(training: Mapping[str, Any], best_metric: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
     found = newest_good(folder.checkpoints_dir)
     if found.good is None and found.passed_over:
         why = nothing_good(folder.checkpoints_dir, found)
-        raise OutputError(t("live.resume.anew", why=why))
+        raise OutputError(t("{why}; start anew in another --output-dir", why=why))
     for note in found.notes():
         say(line("note", note))
     return found
@@ -42,7 +42,12 @@ def resumed_config(
     """The stored configuration; what is given beside it may not say anything else."""
     stored_file = RunFolder(Path(output_dir)).config
     if not stored_file.is_file():
-        raise OutputError(t("error.resume.none", folder=output_dir))
+        raise OutputError(
+            t(
+                "there is no run to resume in {folder}; leave --resume out to start one",
+                folder=output_dir,
+            )
+        )
     stored = RunConfig.from_toml(stored_file)
     given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
     changed = [
@@ -51,7 +56,14 @@ def resumed_config(
         if not difference.startswith(RESUME_MAY_CHANGE)
     ]
     if changed:
-        raise OutputError(t("error.resume.changed", folder=output_dir, changed="; ".join(changed)))
+        raise OutputError(
+            t(
+                "--resume continues the run in {folder} as it was begun, but now {changed}; "
+                "leave that out, or start anew in another --output-dir",
+                folder=output_dir,
+                changed="; ".join(changed),
+            )
+        )
     return given
 
 

@@ -22,9 +22,13 @@ def read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(t("error.toml.unread", path=path, reason=reason)) from None
+        raise ConfigError(
+            t("cannot read the configuration {path}: {reason}", path=path, reason=reason)
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(t("error.toml.broken", path=path, reason=error)) from None
+        raise ConfigError(
+            t("{path} is not a TOML file: {reason}", path=path, reason=error)
+        ) from None
 
 
 def dumps(tables: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.messages import t
+from memfit.messages import N_, pt, t
 
 SHORT_NAMES: Mapping[str, str] = {
     "batch_size": "per_device_train_batch_size",
@@ -72,9 +72,14 @@ def takes_several(name: str) -> bool:
     return "list[" in training_fields().get(name, "")
 
 
-_KINDS: Mapping[str, type] = {
-    "bool": bool, "int": int, "float": float, "str": str, "dict": dict, "list": list,
-}  # fmt: skip
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "bool": (bool, N_("true or false")),
+    "int": (int, N_("a whole number")),
+    "float": (float, N_("a number")),
+    "str": (str, N_("a word")),
+    "dict": (dict, N_("a table of names and values")),
+    "list": (list, N_("a list")),
+}
 
 
 def wanted_type(name: str, value: Any) -> str:
@@ -86,12 +91,14 @@ def wanted_type(name: str, value: Any) -> str:
     kinds = {kind.strip().split("[")[0] for kind in annotation.split("|")} - {"None", ""}
     if value is None or not kinds or not kinds <= _KINDS.keys():
         return ""
-    fits = any(isinstance(value, _KINDS[kind]) for kind in kinds)
+    fits = any(isinstance(value, _KINDS[kind][0]) for kind in kinds)
     if isinstance(value, bool) and "bool" not in kinds:
         fits = False  # to Python it is a number
     if "float" in kinds and isinstance(value, int | float) and not isinstance(value, bool):
         fits = math.isfinite(value)
     if fits:
         return ""
-    words = (t(f"input.kind.{kind}") for kind in _KINDS if kind in kinds)
-    return functools.reduce(lambda first, last: t("input.kind.or", first=first, last=last), words)
+    words = (t(words) for kind, (_, words) in _KINDS.items() if kind in kinds)
+    return functools.reduce(
+        lambda first, last: pt("types", "{first} or {last}", first=first, last=last), words
+    )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BudgetError
-from memfit.messages import Language, say, t
+from memfit.messages import Language, Message, t
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -50,7 +50,7 @@ class Budget:
         if self.bytes is not None:
             return format_bytes(self.bytes)
         if self.fraction is not None:
-            return f"{self.fraction:.0%} of the device"
+            return t("{share:.0%} of the device", share=self.fraction)
         return "auto"
 
 
@@ -59,7 +59,9 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise BudgetError(t("error.size", text=repr(text)))
+        raise BudgetError(
+            t("cannot read {text} as a size; write 4GB, 4GiB or 3500MB", text=repr(text))
+        )
     return round(float(match[1]) * factor)
 
 
@@ -70,14 +72,23 @@ def parse_budget(text: str) -> Budget:
     if match := _PERCENT.fullmatch(text):
         fraction = float(match[1]) / 100
         if not 0 < fraction <= 1:
-            raise BudgetError(t("error.budget.share", text=text.strip()))
+            raise BudgetError(
+                t("a budget of {text} makes no sense; write 1% to 100%", text=text.strip())
+            )
         return Budget(fraction=fraction)
     try:
         size = parse_bytes(text)
     except BudgetError:
-        raise BudgetError(t("error.budget.unread", text=repr(text))) from None
+        raise BudgetError(
+            t(
+                "cannot read the budget {text}; write a size (4GB, 4GiB), a share (80%) or auto",
+                text=repr(text),
+            )
+        ) from None
     if size <= 0:
-        raise BudgetError(t("error.budget.nothing", text=text.strip()))
+        raise BudgetError(
+            t("a budget of {text} leaves no memory; write a size such as 4GB", text=text.strip())
+        )
     return Budget(bytes=size)
 
 
@@ -98,13 +109,16 @@ def format_both(count: int) -> str:
 
 def format_seconds(seconds: float, language: Language | None = None) -> str:
     """For a person: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min; in the language spoken, or another."""
+    return duration(seconds).shown(language)
+
+
+def duration(seconds: float) -> Message:
+    """The same as a message, for sentences that are translated later."""
     whole = round(seconds)
     if seconds < 10:
-        return say("error.time.short", {"seconds": seconds}, language)
+        return Message("{seconds:.1f} s", seconds=seconds)
     if whole < 60:
-        return say("error.time.seconds", {"seconds": whole}, language)
+        return Message("{seconds} s", seconds=whole)
     if whole < 3600:
-        fields = {"minutes": whole // 60, "seconds": whole % 60}
-        return say("error.time.minutes", fields, language)
-    fields = {"hours": whole // 3600, "minutes": whole % 3600 // 60}
-    return say("error.time.hours", fields, language)
+        return Message("{minutes} min {seconds:02d} s", minutes=whole // 60, seconds=whole % 60)
+    return Message("{hours} h {minutes:02d} min", hours=whole // 3600, minutes=whole % 3600 // 60)

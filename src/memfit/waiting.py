@@ -44,7 +44,7 @@ class _Work:
     def sentence(self) -> str:
         """With the seconds it has taken."""
         seconds = int(time.monotonic() - self.began)
-        return t("run.wait.seconds", what=self.text, seconds=seconds) if seconds else self.text
+        return t("{what} {seconds} s", what=self.text, seconds=seconds) if seconds else self.text
 
 
 class _Teller:
@@ -81,7 +81,7 @@ class _Teller:
             if work in self._works:
                 self._works.remove(work)
             if self._dots and work.told:
-                self._write(f" {t('run.wait.took', seconds=int(time.monotonic() - work.began))}")
+                self._write(" " + t("{seconds} s", seconds=int(time.monotonic() - work.began)))
             self._leave_line()
 
     def make_way(self) -> None:

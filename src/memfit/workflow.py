@@ -113,13 +113,18 @@ def train_classifier(
     from memfit.following import followed
 
     if config.output_dir is None:
-        raise OutputError(t("error.output.none"))
+        raise OutputError(t("no output folder given; name one with --output-dir"))
     config = with_absolute_paths(config)
     check_model_folder(config.model)
     check_training(config.training)
     say = announce.voice(quiet)
     if resume and (finished := _finished(Path(str(config.output_dir)))):
-        say(t("run.finished.already", folder=config.output_dir))
+        say(
+            t(
+                "the run in {folder} has already finished; nothing is left to do",
+                folder=config.output_dir,
+            )
+        )
         return finished
     with (
         telling(quiet=quiet),
@@ -194,7 +199,9 @@ class _Run:
         except Exception as error:
             if not is_disk_problem(error):
                 raise
-            what = t("error.unwritten", why=why_not_written(error, self.claim.path))
+            what = t(
+                "the run could not be written: {why}", why=why_not_written(error, self.claim.path)
+            )
             raise self._with_command(SaveError(what, self._last_good())) from error
 
     def _with_command(self, error: RunStoppedError) -> RunStoppedError:
@@ -212,11 +219,11 @@ class _Run:
         preloading.start()
         start_reading_weights(self.config.model)
         if self.resume:
-            with doing(t("run.wait.libraries")):
+            with doing(t("loading libraries …")):
                 self.found = last_checkpoint(self.claim.folder, self.say)
-        with self.clock.measure("data"), doing(t("run.wait.read")):
+        with self.clock.measure("data"), doing(t("reading the table …")):
             text = self._read()
-        with self.clock.measure("import"), doing(t("run.wait.libraries")):
+        with self.clock.measure("import"), doing(t("loading libraries …")):
             preloading.finish()
         with announce.no_progress_bars():
             self._prepare(text)
@@ -224,7 +231,7 @@ class _Run:
             trainer = self._trained(text)
             with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                 evaluation = outcome.evaluate(trainer, text, tokens, self.claim.path)
-            with self.clock.measure("save"), doing(t("run.wait.save")):
+            with self.clock.measure("save"), doing(t("saving the model …")):
                 # Disks need no interpreter: the library that draws the report is loaded meanwhile.
                 drawing.load_soon()
                 outcome.save_model(trainer, self.claim.path)
@@ -236,7 +243,7 @@ class _Run:
         summary = self._summary(trainer, text, tokens, evaluation)
         write_summary(self.claim.path, summary)
         del trainer
-        with doing(t("run.wait.report")):
+        with doing(t("writing the report …")):
             if self.arguments.device.type == "cuda":
                 _give_back_pinned_memory()
             _write_report(self.claim.path)
@@ -257,7 +264,10 @@ class _Run:
                 raise
             what = f"{type(error).__name__}: {error}"
             if is_disk_problem(error):
-                what = t("error.unwritten", why=why_not_written(error, self.claim.path))
+                what = t(
+                    "the run could not be written: {why}",
+                    why=why_not_written(error, self.claim.path),
+                )
             stopped = RunStoppedError(what, self._last_good())
             stopped.model_in = self.claim.path
             raise stopped from error
@@ -297,12 +307,12 @@ class _Run:
             task=labels.task,
         )
         if arguments.device.type == "cpu":
-            with doing(t("run.half.trying")):
+            with doing(t("trying half precision on this CPU, which is done once …")):
                 half_on_cpu()
         with self.clock.measure("load"):
             self.settings, self.tokenizer = load_settings(self.config.model, labels)
             rows = f"{len(text.train) + len(text.validation):,}"
-            with doing(t("run.wait.tokenize", rows=rows)):
+            with doing(t("tokenizing {rows} rows …", rows=rows)):
                 self.tokens = tokenize(text, self.tokenizer, max_length)
         self.budget_bytes = announce.budget_bytes(self.config.budget, arguments.device)
         with self.clock.measure("plan"):
@@ -324,7 +334,16 @@ class _Run:
                 short_bytes = error.short_bytes
                 forget(error)
                 del trainer  # its memory is the next one's
-            self.say(announce.line("note", t("run.plan.again", bytes=format_bytes(short_bytes))))
+            self.say(
+                announce.line(
+                    "note",
+                    t(
+                        "the rehearsal needed more memory than predicted; planned again with "
+                        "{bytes} less",
+                        bytes=format_bytes(short_bytes),
+                    ),
+                )
+            )
             with self.clock.measure("plan"):
                 self.choosing.leave_free(short_bytes)
                 self.plan = self._plan()
@@ -341,7 +360,7 @@ class _Run:
         labels, max_length = text.labels, self.config.data.max_length
         tokens, arguments, tokenizer = self.tokens, self.arguments, self.tokenizer
         free_memory(arguments.device)
-        with self.clock.measure("load"), doing(t("run.wait.load")):
+        with self.clock.measure("load"), doing(t("loading the weights …")):
             set_seed(arguments.seed)  # the head's first weights are random
             model = load_weights(self.config.model, self.settings, tokenizer, max_length)
             trainer = BudgetTrainer(
@@ -409,7 +428,7 @@ class _Run:
         )
 
     def _plan(self) -> Plan | None:
-        with doing(t("planned.waiting")):
+        with doing(t("planning …")):
             plan = self.choosing.choose(self.given_plan)
         return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
 
@@ -421,13 +440,26 @@ class _Run:
         self.say(line("budget", announce.budget_sentence(config.budget, device)))
         if self.plan is not None:
             plan_said = announce.plan_sentence(self.plan)
-            kept = t("run.plan.kept", plan=plan_said) if self.choosing.kept else plan_said
+            kept = (
+                t("{plan}; kept from an earlier run", plan=plan_said)
+                if self.choosing.kept
+                else plan_said
+            )
             self.say(line("plan", kept))
         self.say(line("batch", announce.batch_sentence(trainer)))
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
-            self.say(line("memory", t("run.memory", needs=needs, share=share)))
+            self.say(
+                line(
+                    "memory",
+                    t(
+                        "{needs} at the peak by prediction, {share} of the budget",
+                        needs=needs,
+                        share=share,
+                    ),
+                )
+            )
 
     def _write_settings(self) -> None:
         """What --resume needs, before there is a folder of checkpoints: a run may be killed."""
@@ -442,9 +474,9 @@ class _Run:
         if self.found is not None:
             checkpoint = self.found if self.found.good is not None else None
             self.say(
-                t("run.resuming", name=self.found.good.name)
+                t("resuming from the last checkpoint, {name}", name=self.found.good.name)
                 if self.found.good is not None
-                else t("run.resuming.none")
+                else t("no checkpoint was written yet; starting from the beginning")
             )
         try:
             with self.stop.listening():
@@ -452,7 +484,14 @@ class _Run:
         except KeyboardInterrupt:
             again = f"memfit train --resume --output-dir {self.claim.path}"
             state = trainer.state
-            self.say(t("run.stopped", step=state.global_step, steps=state.max_steps, command=again))
+            self.say(
+                t(
+                    "stopped at step {step} of {steps}; go on with: {command}",
+                    step=state.global_step,
+                    steps=state.max_steps,
+                    command=again,
+                )
+            )
             raise
         finally:
             self.probe.close()

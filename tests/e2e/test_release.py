@@ -18,7 +18,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
+SOURCES = (
+    "src",
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+)
 SHIPPED = (
     "memfit/py.typed",
     "memfit/memory/cards.toml",
@@ -26,6 +34,7 @@ SHIPPED = (
     "memfit/doctor/well_known.toml",
     "memfit/report/page.html",
     "memfit/report/page.css",
+    "memfit/locale/zh_CN/LC_MESSAGES/memfit.mo",
 )
 
 
@@ -52,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.mo")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
@@ -91,7 +100,7 @@ def test_the_wheel_holds_the_package_and_its_files_and_nothing_else(wheel: Path)
     assert len(tops) == 2, tops
     assert "memfit" in tops
     endings = {Path(name).suffix for name in names if name.startswith("memfit/")}
-    assert endings <= {".py", ".toml", ".html", ".css", ".js", ".json", ".typed"}
+    assert endings <= {".py", ".toml", ".html", ".css", ".js", ".json", ".typed", ".mo"}
     sources = {
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src" / "memfit").rglob("*.py")
@@ -104,6 +113,7 @@ def test_the_sdist_is_enough_to_build_from_and_carries_the_licence(built: Path) 
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "src/memfit/__init__.py"} <= names
+    assert "src/memfit/locale/zh_CN/LC_MESSAGES/memfit.po" in names
     assert [name for name in names if name.endswith((".safetensors", ".csv", ".parquet"))] == []
 
 
@@ -129,6 +139,8 @@ def test_the_command_starts_and_knows_its_version(installed: Path) -> None:
     help_text = call(installed / "memfit", "--help")
     for command in ("train", "estimate", "predict", "evaluate", "report", "doctor"):
         assert f" {command} " in help_text
+    chinese = call(installed / "memfit", "--help", "--lang", "zh", PYTHONIOENCODING="utf-8")
+    assert "在你现有的显存里微调 transformer 文本分类模型。" in chinese
     assert call(installed / "memfit", "--version").strip() == f"memfit {__version__}"
 
 

@@ -14,6 +14,7 @@ import torch
 from planner_fixtures import FormulaPricer
 from rich.cells import cell_len
 from rich.console import Console
+from transformers import GPT2Config, GPT2ForSequenceClassification, TrainingArguments
 
 from memfit.cli import run
 from memfit.cli.doctor import _trains
@@ -31,14 +32,13 @@ from memfit.doctor.environment import (
 )
 from memfit.doctor.reach import model_config, reaches, well_known
 from memfit.doctor.readiness import Readiness, readiness
-from memfit.errors import TraceError
+from memfit.errors import ConfigError, TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
-from memfit.messages import speaking
+from memfit.messages import Message, shown, speaking, t
 from memfit.packing.families import REFUSED
 from memfit.planner.values import Workload
-from memfit.reasons import translated
-from memfit.strategies import ORDER, Setup
+from memfit.strategies import ORDER, Packing, Setup
 
 GIB = 2**30
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -456,22 +456,33 @@ def test_whatever_a_strategy_says_about_a_device_is_said_in_chinese(
     assert [text for text in said if not CHINESE.search(text)] == []
 
 
-def test_a_sentence_nobody_translated_stays_as_it_is() -> None:
+def test_a_refusal_is_said_with_its_reason_in_chinese() -> None:
+    config: Any = GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1, num_labels=2, pad_token_id=0
+    )
+    model: Any = GPT2ForSequenceClassification(config)
+    args = TrainingArguments(use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError) as refused:
+        Packing().apply(Setup(model=model, args=args, device=torch.device("cpu")))
+    assert str(refused.value) == (
+        "packing cannot be used here: gpt2 is a decoder; only encoders are packed so far"
+    )
     with speaking("zh"):
-        assert translated("it needs 3 GiB of the computer's memory, of which 1 GiB are free") == (
-            "它需要 3 GiB 主机内存，而空闲的只有 1 GiB"
-        )
-        assert translated("the model has adapters already") == "the model has adapters already"
-        assert translated("packing cannot be used here: gpt2 is a decoder; only encoders are "
-                          "packed so far") == (
-            "packing 在这里不能用：gpt2 是解码器；目前只打包编码器"
-        )  # fmt: skip
+        assert str(refused.value) == "packing 在这里不能用：gpt2 是解码器；目前只打包编码器"
+
+
+def test_a_sentence_nobody_translated_stays_as_it_is() -> None:
+    lacking = Message("it needs {needed} of the computer's memory, of which {free} are free",
+                      needed="3 GiB", free="1 GiB")  # fmt: skip
+    assert shown(lacking, "zh") == "它需要 3 GiB 主机内存，而空闲的只有 1 GiB"
+    assert shown(Message("nobody translated this"), "zh") == "nobody translated this"
+    assert shown("a strategy of your own {says so}", "zh") == "a strategy of your own {says so}"
 
 
 @pytest.mark.parametrize("name", REFUSED.values())
 def test_what_families_are_refused_for_is_translated(name: str) -> None:
     with speaking("zh"):
-        assert CHINESE.search(translated(name))
+        assert CHINESE.search(t(name))
 
 
 def test_triton_is_not_advised_for_a_card_it_cannot_run_on(here: Environment) -> None:

@@ -19,8 +19,7 @@ from transformers import TrainingArguments
 
 from memfit import half_on_cpu
 from memfit.half_on_cpu import VARIABLE, HalfOnCpu
-from memfit.messages import speaking
-from memfit.reasons import translated
+from memfit.messages import shown, speaking
 from memfit.strategies import HalfPrecision, LowBitAdamW, Setup
 
 TRAP = "import os, signal\nprint('ready', flush=True)\n"
@@ -143,7 +142,7 @@ def test_where_nothing_helps_strategies_refuse_with_the_reason(machine: Machine)
     for strategy in (HalfPrecision(), LowBitAdamW()):
         reason = strategy.unavailable(setup)
         assert reason == "this CPU advertises bfloat16 instructions that it does not run"
-        assert translated(reason, "zh") == "这个 CPU 声称支持 bfloat16 指令，却不能执行"
+        assert shown(reason, "zh") == "这个 CPU 声称支持 bfloat16 指令，却不能执行"
     assert "float16" in LowBitAdamW(dtype="float16").unavailable(setup)
 
 

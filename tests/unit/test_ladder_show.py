@@ -19,7 +19,7 @@ from memfit.climbing.rungs import Rung, classic_rungs, plan_rungs
 from memfit.climbing.values import DOES_NOT_FIT, FAILED, NOT_RUN, OK, Ladder, Outcome
 from memfit.config import RunConfig
 from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import has, speaking
+from memfit.messages import speaking
 from memfit.units import GIB, MIB
 
 CONFIG = RunConfig.build(data="reviews.csv", model="hfl/chinese-macbert-large")
@@ -227,7 +227,8 @@ def test_without_a_chinese_font_the_png_speaks_english(
 def test_every_status_fidelity_and_rung_has_its_words() -> None:
     from memfit.climbing.rungs import CLASSIC, FIDELITIES
 
-    ids = [f"rung.{line.name}" for line in CLASSIC] + [f"fidelity.{one}" for one in FIDELITIES]
-    ids += [f"part.{one}" for one in Component] + [DOES_NOT_FIT, FAILED, NOT_RUN]
-    ids += [f"why.{one}" for one in FIDELITIES[2:]]
-    assert [one for one in ids if not has(f"ladder.{one}")] == []
+    assert show._RUNGS.keys() >= {line.name for line in CLASSIC}
+    assert show.FIDELITY_NAMES.keys() >= set(FIDELITIES)
+    assert show.PARTS.keys() >= set(Component)
+    assert show._STATUSES.keys() == {DOES_NOT_FIT, FAILED, NOT_RUN}
+    assert show._WHY.keys() >= set(FIDELITIES[2:])

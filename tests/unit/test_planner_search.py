@@ -186,13 +186,13 @@ def test_passed_over_plan_is_noted(workload: Workload) -> None:
     assert rich.chosen.candidate.get("gradient_release").mode == "host"
     poor = plan(workload, 2.7e9, pricer=pricer, host_bytes_free=10**9)
     assert poor.chosen.candidate.get("gradient_release").mode != "host"
-    assert [note.message for note in poor.notes] == ["note.host"]
+    assert [note.about for note in poor.notes] == ["note.host"]
     assert seconds(poor) > seconds(rich)
 
 
 def test_full_disk_is_noted(workload: Workload) -> None:
     planning = plan(workload, 4e9, disk_bytes_free=10**9)
-    assert [note.message for note in planning.notes] == ["note.disk"]
+    assert [note.about for note in planning.notes] == ["note.disk"]
     assert "1.00 GB" in planning.notes[0].sentence()
     assert not plan(workload, 4e9, disk_bytes_free=10**12).notes
 
@@ -239,7 +239,7 @@ def test_users_precision_and_optimizer_are_kept() -> None:
     for one in (planning.chosen, *planning.candidates):
         names = {strategy.name for strategy in one.strategies}
         assert not names & {"lowbit_adamw", "half_precision"}
-    assert any(one.message == "yours.precision" for one in planning.chosen.decisions)
+    assert any(one.about == "yours.precision" for one in planning.chosen.decisions)
 
 
 def test_users_checkpointing_is_kept_and_not_doubled() -> None:
@@ -247,7 +247,7 @@ def test_users_checkpointing_is_kept_and_not_doubled() -> None:
     planning = plan(workload, 8e9)
     for one in (planning.chosen, *planning.candidates):
         assert one.candidate.get("checkpointing") is None
-    assert any(one.message == "yours.checkpointing" for one in planning.chosen.decisions)
+    assert any(one.about == "yours.checkpointing" for one in planning.chosen.decisions)
 
 
 def test_checkpointing_the_user_forbade_is_not_used() -> None:

@@ -11,7 +11,7 @@ from report_fixtures import ACTING, EVIL, PEAK, Page, add_samples, make_run
 
 from memfit.evaluation import Evaluation
 from memfit.memory.counts import StepCounts
-from memfit.messages import speaking
+from memfit.messages import Message, speaking
 from memfit.planner.plan import Decision, Digest, Plan
 from memfit.planner.values import Candidate, Price
 from memfit.report.notebook import notebook_html
@@ -73,9 +73,26 @@ def a_plan(price: Price | None) -> Plan:
     )  # fmt: skip
     saved = {"count": "9", "depth": "24", "saved": "<1.1> GiB", "cost": "12 %"}
     decisions = (
-        Decision("packing", {"share": "41 %"}, "packing"),
-        Decision("checkpointing.layer", saved, "checkpointing"),
-        Decision("unused.exact", {"name": "half precision"}),
+        Decision(
+            "packing",
+            Message(
+                "texts are packed without padding, which would be {share} of every batch",
+                share="41 %",
+            ),
+            "packing",
+        ),
+        Decision(
+            "checkpointing",
+            Message(
+                "recomputes {count} of {depth} layers: saves {saved}, costs {cost} of the step",
+                **saved,
+            ),
+            "checkpointing",
+        ),
+        Decision(
+            "unused.exact",
+            Message("not used: {name}, because --exact forbids rounding", name="half precision"),
+        ),
     )
     return Plan(candidate=candidate, digest=digest, price=price, decisions=decisions)
 

@@ -114,10 +114,10 @@ def _run(words: list[str]) -> int:
     try:
         code = app(words, prog_name="memfit", standalone_mode=False)
     except CommandStopped as stopped:
-        console.say(f"memfit: {t('run.interrupted')}")
+        console.say("memfit: " + t("interrupted"))
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        console.say(f"memfit: {t('run.interrupted')}")
+        console.say("memfit: " + t("interrupted"))
         return INTERRUPTED
     except MemfitError as error:
         return _failed(str(error), error.exit_code)
@@ -128,8 +128,15 @@ def _run(words: list[str]) -> int:
         if hasattr(error, "format_message"):  # typer's own usage errors
             return _failed(usage.sentence(error), 2)
         name = type(error).__name__
-        what = str(error).strip() or t("run.bug.silent")
-        return _failed(t("run.bug", error=f"{name}: {what}"), 1)
+        what = str(error).strip() or t("no message")
+        return _failed(
+            t(
+                "this should not have happened: {error}\nThis is a bug in memfit: run it again "
+                "with MEMFIT_DEBUG=1 and report the traceback in the project's issues",
+                error=f"{name}: {what}",
+            ),
+            1,
+        )
     return code if isinstance(code, int) else 0
 
 

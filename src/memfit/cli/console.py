@@ -47,7 +47,7 @@ def quiet_libraries() -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    say(t("run.note", text=message))
+    say(t("note: {text}", text=message))
 
 
 def debugging() -> bool:

@@ -9,7 +9,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.units import format_both, format_bytes
 from memfit.wrapping import wrap
 
@@ -50,6 +50,12 @@ def doctor(
         raise typer.Exit(1)
 
 
+_FINDINGS = {
+    "problem": N_("problem: {text}"),
+    "note": N_("note: {text}"),
+}
+
+
 def _show(found: Diagnosis) -> None:
     from memfit.report import terminal
 
@@ -60,22 +66,26 @@ def _show(found: Diagnosis) -> None:
     for line in _cards(here):
         console.show(line)
     for one in found.findings:
-        console.show("\n" + t(f"doctor.finding.{one.kind}", text=one.text))
+        console.show("\n" + t(_FINDINGS[one.kind], text=one.text))
         if one.command:
             console.show(f"    {one.command}")
     for table in _tables(found):
         out.print()
         out.print(table)
     if found.card is None and found.works:
-        console.show("\n" + t("doctor.hint.gpu"))
+        console.show("\n" + t("What a card can train: memfit doctor --gpu 'RTX 3060'"))
 
 
 def _version(here: Environment, name: str) -> str:
     version = here.package(name).version
     if version is None:
-        return t("doctor.versions.none", name=name)
+        return t("no {name}", name=name)
     if name == "torch":
-        kind = "doctor.versions.cuda" if here.torch.cuda else "doctor.versions.cpu"
+        kind = (
+            N_("torch {version} (CUDA {cuda})")
+            if here.torch.cuda
+            else N_("torch {version} (no CUDA)")
+        )
         return t(kind, version=version, cuda=here.torch.cuda)
     return f"{name} {version}"
 
@@ -89,12 +99,20 @@ def _cards(here: Environment) -> list[str]:
             "total": format_both(card.total_bytes),
             "free": format_bytes(card.free_bytes),
         }
-        lines.append(t("doctor.card", **said))
+        lines.append(
+            t("{name}, compute capability {capability}, {total}, {free} of it free", **said)
+        )
     if here.driver is not None:
         newest = ".".join(map(str, here.driver.cuda))
-        lines.append(t("doctor.driver", version=here.driver.version, cuda=newest))
+        lines.append(
+            t(
+                "driver {version}, which runs CUDA up to {cuda}",
+                version=here.driver.version,
+                cuda=newest,
+            )
+        )
     free, total = format_bytes(here.host_free_bytes), format_both(here.host_bytes)
-    lines.append(t("doctor.host", total=total, free=free))
+    lines.append(t("host memory {total}, {free} of it free", total=total, free=free))
     return lines
 
 
@@ -118,7 +136,7 @@ def _words(*columns: str) -> Table:
 
 
 def _packages(here: Environment) -> RenderableType:
-    shown = _words(*(t(f"doctor.head.{name}") for name in ("package", "version", "purpose")))
+    shown = _words(t("optional package"), t("version"), t("for"))
     for one in here.packages:
         if not one.required:
             purpose = f"{one.purpose}\n{one.command}" if one.lacking else one.purpose
@@ -128,10 +146,10 @@ def _packages(here: Environment) -> RenderableType:
 
 def _strategies(found: Diagnosis) -> RenderableType:
     card = found.card
-    where = t("doctor.head.here") if card is None else t("doctor.head.card", card=card.name)
-    shown = _words(t("doctor.head.strategy"), t("doctor.head.fidelity"), where)
+    where = t("here") if card is None else t("on {card}", card=card.name)
+    shown = _words(t("strategy"), t("fidelity"), where)
     for one in found.strategies:
-        ready = t("doctor.ready.note", note=one.note) if one.note else t("doctor.ready")
+        ready = t("ready; {note}", note=one.note) if one.note else t("ready")
         said = one.reason or ready
         shown.add_row(one.strategy, one.fidelity, f"{said}\n{one.command}" if one.command else said)
     return shown
@@ -146,23 +164,40 @@ def _trains(found: Diagnosis) -> RenderableType:
 
     assert found.card is not None
     budget = format_both(found.budget_bytes)
-    title = t("doctor.trains", card=found.card.name, budget=budget, rows=ROWS, tokens=TOKENS)
-    model, allowed = t("doctor.head.model"), t("doctor.head.allowed")
+    title = t(
+        "What {card} can train in {budget}: batches of {rows} texts of {tokens} tokens",
+        card=found.card.name,
+        budget=budget,
+        rows=ROWS,
+        tokens=TOKENS,
+    )
+    model, allowed = t("model"), t("with --allow")
     shown = terminal.table(model, "exact", "rounding", allowed)
     for one in found.trains:
         if one.problem:
-            shown.add_row(one.model.name, t("doctor.trains.unpriced"))
+            shown.add_row(one.model.name, t("cannot be priced"))
             continue
         cells = (_cell(one.exact), _cell(one.rounding), _cell(one.allowed))
         shown.add_row(one.model.name, *cells)
     # Wrapped here: Chinese breaks between its characters, which rich does not know.
     width = min(terminal.console().width, terminal.MAX_WIDTH)
-    head, foot = ("\n".join(wrap(text, width)) for text in (title, t("doctor.trains.foot")))
+    head, foot = (
+        "\n".join(wrap(text, width))
+        for text in (
+            title,
+            t(
+                "memory and texts a second of the fastest plan that fits, predicted; in brackets "
+                "what the smallest would need. exact: the same numbers; rounding: fewer bits, no "
+                "loss of quality that was measured; --allow: another optimizer, LoRA, frozen "
+                "weights, shorter texts. Everywhere else every parameter learns"
+            ),
+        )
+    )
     return Group(Text(head, style="bold"), shown, Text(foot, style="dim"))
 
 
 def _cell(cell: Cell | None) -> str:
     if cell is None:
-        return t("doctor.cell.unneeded")
+        return t("not needed")
     size, speed = f"{cell.device_bytes / 10**9:.1f} GB", f"{cell.texts_per_second:,.0f}"
-    return t("doctor.cell.fits" if cell.fits else "doctor.cell.none", size=size, speed=speed)
+    return t(N_("{size}, {speed}/s") if cell.fits else N_("no ({size})"), size=size, speed=speed)

@@ -12,7 +12,7 @@ from memfit.cli.flags import FlagCommand
 from memfit.cli.options import Json, config_options
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
-from memfit.messages import has, t
+from memfit.messages import N_, t
 from memfit.units import MIB, format_both, format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def estimate(
     """Predict the memory of training with the stock Trainer, from a config.json alone."""
     del ctx
     if "model" not in options:
-        raise ConfigError(t("cli.model.none"))
+        raise ConfigError(t("no model given; name one with --model"))
     target = _check_target(timeline) if timeline is not None else None
     from memfit import api, estimating
 
@@ -77,17 +77,49 @@ def estimate(
         console.show_json({"model": options["model"], **values})
     else:
         for note in notes:
-            console.say(t("cli.note", text=note))
+            console.say(t("note: {text}", text=note))
         _show(found, device, named=gpu is not None)
     if target is not None:
-        console.say(t("cli.timeline.written", path=target))
+        console.say(t("timeline: {path}", path=target))
 
 
 def _check_target(timeline: str) -> Path:
     target = Path(timeline).expanduser()
     if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(t("cli.timeline.unwritten", path=timeline))
+        raise OutputError(
+            t(
+                "cannot write the timeline {path}: name a file in a folder that is there",
+                path=timeline,
+            )
+        )
     return target
+
+
+_PARTS = {
+    "build": N_("weights"),
+    "workspace": N_("workspaces"),
+    "micro": N_("forward and backward"),
+    "micro_more": N_("accumulating"),
+    "update_first": N_("first update"),
+    "clear": N_("gradients freed"),
+}
+_PHASES = {
+    "training": N_("training"),
+    "evaluation": N_("evaluation"),
+    "saving": N_("saving"),
+    "resuming": N_("resuming"),
+}
+_VERDICTS = {
+    "fits": N_("fits on {card}, {total}"),
+    "barely": N_("fits barely on {card}, {total}"),
+    "over": N_("does not fit on {card}, {total}"),
+}
+_RULES = {
+    "weights": N_("4 B a parameter"),
+    "gradients": N_("4 B a parameter"),
+    "optimizer": N_("8 B a parameter (AdamW)"),
+    "activations": N_("the rest"),
+}
 
 
 def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile | None) -> None:
@@ -96,34 +128,40 @@ def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile
     write_timeline(
         found.events,
         target,
-        title=t("cli.timeline.title", model=Path(model).name),
+        title=t("Memory of training {model}", model=Path(model).name),
         context_bytes=device.context_bytes if device is not None else 0,
         reserved_bytes=found.peak.reserved_bytes,
-        phases=[(event, _worded(f"cli.part.{name}", name)) for event, name in found.starts],
+        phases=[
+            (event, t(_PARTS[name]) if name in _PARTS else name) for event, name in found.starts
+        ],
     )
-
-
-def _worded(message: str, name: str) -> str:
-    """A part or a phase in a reader's words; its own name where there are none."""
-    return t(message) if has(message) else name
 
 
 def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -> None:
     from memfit.report import terminal
 
     learn = found.trainable_parameters
-    kind = "cli.parameters" if learn == found.parameters else "cli.parameters.part"
+    kind = (
+        N_("{count} parameters")
+        if learn == found.parameters
+        else N_("{count} parameters, {learning} of them learn")
+    )
     console.show(t(kind, count=f"{found.parameters:,}", learning=f"{learn:,}"))
     if device is not None:
         console.show(_verdict(found, device, named=named))
         if not device.measured:
-            console.show(t("cli.context.rule", size=round(device.context_bytes / MIB)))
+            console.show(
+                t(
+                    "context about {size} MiB, by rule, not measured",
+                    size=round(device.context_bytes / MIB),
+                )
+            )
     out = terminal.console()
     out.print()
     parts = terminal.peak_components(found.peak)
-    out.print(terminal.memory_bar(parts, title=t("cli.peak.title")))
+    out.print(terminal.memory_bar(parts, title=t("Peak of a step")))
     if found.peak.module:
-        console.show(t("cli.peak.module", module=found.peak.module))
+        console.show(t("reached in {module}", module=found.peak.module))
     out.print()
     out.print(_rules_table(found))
     out.print()
@@ -134,8 +172,12 @@ def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> st
     from memfit import estimating
 
     verdict = estimating.verdict(found, device)
-    said = t(f"cli.verdict.{verdict}", card=device.name, total=format_both(device.total_bytes))
-    return said if named or _has_gpu() else t("cli.verdict.assumed", verdict=said)
+    said = t(_VERDICTS[verdict], card=device.name, total=format_both(device.total_bytes))
+    return (
+        said
+        if named or _has_gpu()
+        else t("{verdict}; there is no GPU here, name yours with --gpu", verdict=said)
+    )
 
 
 def _has_gpu() -> bool:
@@ -151,12 +193,12 @@ def _rules_table(found: MemoryEstimate) -> RenderableType:
     from memfit.report.values import named
 
     rules, most = estimating.classic_rules(found), estimating.component_maxima(found)
-    heads = ("component", "rule", "says", "peak", "most")
-    shown = terminal.table(*(t(f"cli.head.{head}") for head in heads))
+    heads = (t("component"), t("classic rule"), t("says"), t("at the peak"), t("at its most"))
+    shown = terminal.table(*heads)
     for name, size in found.peak.components.items():
         rule, says = "–", "–"
         if name in rules:
-            rule, says = t(f"cli.rules.{name}"), format_bytes(rules[name])
+            rule, says = t(_RULES[name]), format_bytes(rules[name])
         called = named("component", str(name))
         shown.add_row(called, rule, says, format_bytes(size), format_bytes(most[name]))
     return shown
@@ -165,9 +207,8 @@ def _rules_table(found: MemoryEstimate) -> RenderableType:
 def _phase_table(found: MemoryEstimate) -> RenderableType:
     from memfit.report import terminal
 
-    heads = ("phase", "tensors", "reserved", "device")
-    shown = terminal.table(*(t(f"cli.head.{head}") for head in heads))
+    shown = terminal.table(t("phase"), t("tensors"), t("reserved"), t("on the device"))
     for name, peak in found.phases.items():
         sizes = (peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)
-        shown.add_row(_worded(f"cli.phase.{name}", name), *(format_bytes(size) for size in sizes))
+        shown.add_row(t(_PHASES[name]), *(format_bytes(size) for size in sizes))
     return shown

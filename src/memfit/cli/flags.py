@@ -18,7 +18,7 @@ import typer
 from memfit._compat import OLD_FIELDS, RENAMED
 from memfit.cli.help import SpokenCommand
 from memfit.errors import ConfigError, nearest
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.signals import INTERRUPTED, handled, stop_at_once
 from memfit.training_fields import SHORT_NAMES, is_switch, takes_several, training_fields
 
@@ -79,7 +79,7 @@ def split_flags(
             known = [*own, *((*SHORT_NAMES, *training_fields()) if training else ())]
             flags = ["--" + item.replace("_", "-") for item in known]
             hint = nearest("--" + key.replace("_", "-"), flags).replace("'", "")
-            raise ConfigError(t("cli.option.none", flag=f"--{name}", hint=hint))
+            raise ConfigError(t("there is no option {flag}.{hint}", flag=f"--{name}", hint=hint))
     return split.rest, split.training
 
 
@@ -105,7 +105,7 @@ def _own_words(option: OwnOption, given: list[str] | None, words: list[str]) -> 
 
 def _take_values(flag: str, words: list[str], several: bool) -> list[str]:
     if not words or words[0].startswith("--"):
-        raise ConfigError(t("cli.option.value", flag=flag))
+        raise ConfigError(t("{flag} needs a value", flag=flag))
     values = [words.pop(0)]
     # `0=negative 1=positive data.csv`: what looks like the first value belongs to it.
     while several and words and not words[0].startswith("-"):
@@ -122,7 +122,9 @@ def _read_switch(given: list[str] | None, words: list[str], name: str) -> bool:
             return True
         given = [words.pop(0)]
     if given[0].lower() not in TRUE_WORDS | FALSE_WORDS:
-        raise ConfigError(t("cli.option.switch", flag=f"--{name}", value=repr(given[0])))
+        raise ConfigError(
+            t("{flag} is {value}; write true or false", flag=f"--{name}", value=repr(given[0]))
+        )
     return given[0].lower() in TRUE_WORDS
 
 
@@ -146,16 +148,19 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ConfigError(t("cli.option.json", flag=flag, reason=error)) from None
+            raise ConfigError(t("{flag} is not JSON: {reason}", flag=flag, reason=error)) from None
     kinds = {kind.strip() for kind in annotation.split("|")}
-    for kind, read in (("int", int), ("float", float)):
+    for kind, read, refusal in (
+        ("int", int, N_("{flag} is {value}; it takes a whole number")),
+        ("float", float, N_("{flag} is {value}; it takes a number")),
+    ):
         if kind in kinds:
             try:
                 return read(text)
             except ValueError:
                 if "str" not in kinds:
                     said = {"flag": flag, "value": repr(text)}
-                    raise ConfigError(t(f"cli.option.{kind}", **said)) from None
+                    raise ConfigError(t(refusal, **said)) from None
     return text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from memfit.messages import language
+from memfit.messages import language, template_of
 from memfit.wrapping import cells, wrap
 
 _WIDEST = 80
@@ -64,13 +64,14 @@ def chinese_page(command: Any, ctx: Any) -> str:
 
 def translated(text: str) -> str:
     """A help text in Chinese, its default with it."""
-    from memfit.cli.help_chinese import CHINESE
-
+    said = template_of(without_default(text)) if text else ""
     found = _DEFAULT.search(text)
-    if found is None:
-        return CHINESE.get(text, text)
-    plain = text[: found.start()] + "."
-    return f"{CHINESE.get(plain, plain).removesuffix('。')}（默认 {found['value']}）。"
+    return f"{said.removesuffix('。')}（默认 {found['value']}）。" if found else said
+
+
+def without_default(text: str) -> str:
+    """A help text as the catalogue has it: without ` (default 0.1)`."""
+    return _DEFAULT.sub(".", text)
 
 
 def _explained(text: str, shown: str) -> str:

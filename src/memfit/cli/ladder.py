@@ -84,4 +84,4 @@ def _show(found: Ladder) -> None:
         out.print(sentence)
     out.print()
     # Paths are printed whole, however long: people copy them.
-    console.show(t("cli.ladder.files", folder=found.folder))
+    console.show(t("{folder}: ladder.json, ladder.md, ladder.png, ladder.svg", folder=found.folder))

@@ -37,7 +37,7 @@ def login(
     if as_json:
         console.show_json({"hub": where, "user": user})
     else:
-        console.show(t("hub.logged.in", hub=where, user=user))
+        console.show(t("logged in to {hub} as {user}", hub=where, user=user))
 
 
 def _piped_token() -> str | None:
@@ -57,5 +57,10 @@ def _asked_token(to: str, *, force: bool) -> str | None:
             pass
         else:
             return None
-    console.say(t("cli.token.make", address="https://modelscope.cn/my/myaccesstoken"))
-    return getpass.getpass(t("cli.token.prompt")).strip() or None
+    console.say(
+        t(
+            "Make a token at {address} and paste it here.",
+            address="https://modelscope.cn/my/myaccesstoken",
+        )
+    )
+    return getpass.getpass(t("token (not shown): ")).strip() or None

@@ -43,7 +43,7 @@ def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]
             rest.append(word)
             continue
         if not given and not words:
-            raise ConfigError(t("cli.lang.value"))
+            raise ConfigError(t("--lang needs a value; write --lang en or --lang zh"))
         spoken = checked(value if given else words.pop(0))
     return rest, spoken
 

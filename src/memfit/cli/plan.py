@@ -83,7 +83,7 @@ def _plan(
     from memfit.report import planned, terminal
 
     run = RunConfig.build(config, **options)
-    with console.only_results_on_stdout(), telling(), doing(t("planned.waiting")):
+    with console.only_results_on_stdout(), telling(), doing(t("planning …")):
         task = planning.prepare(run, gpu)
         try:
             made = task.plan()
@@ -104,13 +104,13 @@ def _plan(
         terminal.console().print(planned.plan_view(made, other, seconds, name))
         _show_hints(task, made)
     if target is not None:
-        console.say(t("planned.written", path=target))
+        console.say(t("written to {path}", path=target))
 
 
 def _show_hints(task: Task, made: Planning) -> None:
     del made
     if task.card is None and task.gpu is None:
-        console.say(t("planned.cpu.hint"))
+        console.say(t("there is no GPU here; plan for one with --gpu NAME"))
 
 
 def _nothing_fits(task: Task, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
@@ -135,7 +135,7 @@ def _check(
     plan = Plan.read(Path(path))
     stored, card = planning.stored_options(plan.run)
     run = RunConfig.build(config, **{**stored, **options})
-    with console.only_results_on_stdout(), telling(), doing(t("planned.waiting")):
+    with console.only_results_on_stdout(), telling(), doing(t("planning …")):
         task = planning.prepare(run, gpu or card)
         checked = task.check(plan)
     if as_json:
@@ -147,7 +147,7 @@ def _check(
     price = checked.plan.price
     assert price is not None
     sentence = t(
-        "planned.fits",
+        "{name} fits: {needs} of {budget}, a step in {step}",
         name=path,
         needs=format_both(price.device_bytes),
         budget=format_both(task.budget_bytes),
@@ -155,11 +155,13 @@ def _check(
     )
     console.show(sentence)
     if checked.changed:
-        console.show(t("planned.changed", what="; ".join(checked.changed)))
+        console.show(t("changed since: {what}", what="; ".join(checked.changed)))
 
 
 def _check_target(output: str) -> Path:
     target = Path(output).expanduser()
     if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(t("cli.plan.unwritten", path=output))
+        raise OutputError(
+            t("cannot write the plan {path}: name a file in a folder that is there", path=output)
+        )
     return target

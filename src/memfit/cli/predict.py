@@ -11,7 +11,7 @@ from memfit.cli import console
 from memfit.cli.flags import PlainCommand
 from memfit.cli.options import Json
 from memfit.errors import ConfigError
-from memfit.messages import t
+from memfit.messages import N_, t
 
 if TYPE_CHECKING:
     from memfit.inference import Classifier, Prediction
@@ -44,9 +44,9 @@ def predict(
 ) -> None:
     """Label sentences, or every row of a file."""
     if bool(texts) == (file is not None):
-        raise ConfigError(t("cli.predict.either"))
+        raise ConfigError(t("give either sentences or --file, not both and not neither"))
     if output is not None and file is None:
-        raise ConfigError(t("cli.predict.output"))
+        raise ConfigError(t("--output goes with --file; sentences are answered on the screen"))
     from memfit import api
 
     columns = (text_column, text_pair_column)
@@ -94,7 +94,12 @@ def _write(
     else:
         said = {"rows": f"{done.rows:,}", "path": done.path, "empty": f"{done.empty_rows:,}"}
         console.show(
-            t("cli.predict.wrote.empty" if done.empty_rows else "cli.predict.wrote", **said)
+            t(
+                N_("wrote {rows} rows to {path}; {empty} without text")
+                if done.empty_rows
+                else N_("wrote {rows} rows to {path}"),
+                **said,
+            )
         )
 
 
@@ -105,7 +110,7 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
     from memfit.report import terminal
     from memfit.safe_text import clean
 
-    shown = terminal.table(*(t(f"cli.head.{name}") for name in ("label", "score", "text")))
+    shown = terminal.table(t("label"), t("score"), t("text"))
     shown.columns[2].justify = "left"
     for text, answer in zip(texts, answers, strict=True):
         words = " / ".join([text] if isinstance(text, str) else text)

@@ -50,7 +50,14 @@ def push(
     from memfit.units import format_bytes
 
     size = format_bytes(pushed.uploaded_bytes)
-    console.show(t("hub.uploaded", count=len(pushed.files), size=size, url=pushed.url))
+    console.show(
+        t(
+            "uploaded {count} files ({size}) to {url}",
+            count=len(pushed.files),
+            size=size,
+            url=pushed.url,
+        )
+    )
 
 
 def _can_ask() -> bool:
@@ -68,9 +75,11 @@ def _ask_for_licence(folder: str) -> str | None:
     files_to_push(path)
     if has_licence(path):
         return None
-    console.say(t("cli.licence.question", common=", ".join(COMMON)))
+    console.say(
+        t("Under which licence may others use the model? {common}, ...", common=", ".join(COMMON))
+    )
     while True:
-        answer: str = typer.prompt(t("cli.licence.prompt"), err=True)
+        answer: str = typer.prompt(t("licence"), err=True)
         try:
             return checked_licence(answer)
         except ConfigError as error:

@@ -54,7 +54,7 @@ def train(
 ) -> None:
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
-    with cache.unused(no_cache), telling(quiet=quiet), doing(t("run.wait.prepare")):
+    with cache.unused(no_cache), telling(quiet=quiet), doing(t("preparing …")):
         _train(data or [], config, resume, watch, options, as_json=as_json, quiet=quiet)
 
 
@@ -112,7 +112,7 @@ def _train_many(
     from memfit import api
 
     if "output_dir" not in options:
-        raise OutputError(t("error.output.none"))
+        raise OutputError(t("no output folder given; name one with --output-dir"))
     with console.only_results_on_stdout():
         result = api.finetune_many(
             data, config=config, resume=resume, watch=watch, quiet=quiet, **options

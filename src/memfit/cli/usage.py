@@ -19,27 +19,33 @@ def sentence(error: Any) -> str:
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     command = "" if context is None else context.command_path.partition(" ")[2]
     if "MissingParameter" in kinds and param is not None:
-        return t("cli.argument.missing", name=_name(param), command=command)
+        return t(
+            "{name} is missing; see memfit {command} --help", name=_name(param), command=command
+        )
     if "BadParameter" in kinds and param is not None:
         return _wrong_value(_name(param), error.message)
     if "NoSuchOption" in kinds:
-        return t("cli.option.none", flag=error.option_name, hint="")
+        return t("there is no option {flag}.{hint}", flag=error.option_name, hint="")
     if "BadOptionUsage" in kinds and "does not take a value" in said:
-        return t("cli.option.alone", flag=error.option_name)
+        return t("{flag} takes no value", flag=error.option_name)
     if found := _EXTRA.fullmatch(said):
-        return t("cli.argument.extra", command=command, words=found["words"])
+        return t(
+            "more was given than memfit {command} takes: {words}",
+            command=command,
+            words=found["words"],
+        )
     if (found := _COMMAND.match(said)) and context is not None:
         hint = nearest(found["name"].strip("'\""), context.command.commands)
-        return t("cli.command.none", name=found["name"], hint=hint)
+        return t("there is no command {name}.{hint}", name=found["name"], hint=hint)
     return said
 
 
 def _wrong_value(flag: str, reason: str) -> str:
     if "valid integer" in reason:
-        return t("cli.option.whole", flag=flag)
+        return t("{flag} takes a whole number", flag=flag)
     if "valid number" in reason or "valid float" in reason:
-        return t("cli.option.number", flag=flag)
-    return t("cli.option.wrong", flag=flag, reason=reason)
+        return t("{flag} takes a number", flag=flag)
+    return t("{flag} has a value it does not take: {reason}", flag=flag, reason=reason)
 
 
 def _name(param: Any) -> str:

@@ -58,9 +58,13 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(t("input.least", flag="--steps", value=self.steps))
+            raise ConfigError(
+                t("{flag} is {value}; write 1 or more", flag="--steps", value=self.steps)
+            )
         if self.seeds < 0:
-            raise ConfigError(t("input.least", flag="--seeds", value=self.seeds))
+            raise ConfigError(
+                t("{flag} is {value}; write 1 or more", flag="--seeds", value=self.seeds)
+            )
         check_choice(self.rungs, self.plan_budgets)
 
     @property
@@ -92,7 +96,12 @@ def climb(config: RunConfig, asked: Asked, say: Say) -> Ladder:
             shutil.rmtree(folder)
         raise
     except KeyboardInterrupt:
-        say(t("ladder.stopped", folder=folder))
+        say(
+            t(
+                "what is measured is kept in {folder}; the same command goes on from there",
+                folder=folder,
+            )
+        )
         raise
     finally:
         _finish(climber)
@@ -106,22 +115,36 @@ def _finish(climber: _Climber) -> None:
     try:
         climber.write()
         if not picture.draw(climber.ladder(), climber.folder):
-            climber.say(t("ladder.unpictured"))
+            climber.say(
+                t(
+                    "no picture: matplotlib is missing; install it with: pip install "
+                    "'memfit[report]'"
+                )
+            )
     except OSError as error:
-        climber.say(t("ladder.undrawn", why=why_not_written(error, climber.folder)))
+        climber.say(
+            t("the ladder could not be written: {why}", why=why_not_written(error, climber.folder))
+        )
 
 
 def _open(folder: Path) -> None:
     """A new folder, an empty one, or one that holds a ladder."""
     if folder.exists() and not folder.is_dir():
-        raise OutputError(t("input.folder.file", folder=folder))
+        raise OutputError(t("cannot write to {folder}: it is a file; name a folder", folder=folder))
     with contextlib.suppress(FileNotFoundError):
         if any(folder.iterdir()) and not (folder / "rungs").is_dir():
-            raise OutputError(t("input.folder.other", folder=folder))
+            raise OutputError(
+                t(
+                    "the folder {folder} holds something else; name another with --output-dir",
+                    folder=folder,
+                )
+            )
     try:
         (folder / "rungs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(t("input.folder.unmade", folder=folder, reason=error.strerror)) from None
+        raise OutputError(
+            t("cannot make the folder {folder}: {reason}", folder=folder, reason=error.strerror)
+        ) from None
 
 
 @dataclass
@@ -216,7 +239,7 @@ class _Climber:
             step_seconds=tuple(found.get("step_seconds", ())),
             steps_per_epoch=int(found.get("steps_per_epoch", 0)),
         )
-        self.say(t("ladder.why", name=place, why=show.in_short(self.outcomes[name])))
+        self.say(t("{name}: {why}", name=place, why=show.in_short(self.outcomes[name])))
         self.write()
 
     def score(self) -> None:
@@ -226,16 +249,16 @@ class _Climber:
             for name, outcome in list(self.outcomes.items()):
                 if outcome.status != OK:
                     continue
-                place = t("ladder.seed", rung=show.name_of(outcome.rung), seed=seed)
+                place = t("{rung}, seed {seed}", rung=show.name_of(outcome.rung), seed=seed)
                 found = self._result(outcome.rung, seed, place)
                 if found["status"] != OK:
-                    self.say(t("ladder.why", name=place, why=found["why"]))
+                    self.say(t("{name}: {why}", name=place, why=found["why"]))
                     continue
                 self.metric, self.epochs = found["metric"], found["epochs"]
                 scores = {**outcome.scores, seed: float(found["value"])}
                 self.outcomes[name] = dataclasses.replace(outcome, scores=scores)
                 score = f"{show.METRICS.get(self.metric, self.metric)} {found['value']:.4f}"
-                self.say(t("ladder.why", name=place, why=score))
+                self.say(t("{name}: {why}", name=place, why=score))
                 self.write()
 
     def ladder(self) -> Ladder:
@@ -308,7 +331,7 @@ def asked_for(
 ) -> Asked:
     """From the command's options; lists may be written with commas."""
     if quality and seeds < 1:
-        raise ConfigError(t("input.least", flag="--seeds", value=seeds))
+        raise ConfigError(t("{flag} is {value}; write 1 or more", flag="--seeds", value=seeds))
 
     def split(words: Sequence[str]) -> tuple[str, ...]:
         return tuple(one.strip() for word in words for one in word.split(",") if one.strip())

@@ -74,7 +74,11 @@ def _write(ladder: Ladder, path: Path, font: str | None) -> None:
         _fill(axes, ladder)
         name = clean(Path(ladder.model).name).replace("$", r"\$")
         figure.suptitle(
-            t("ladder.picture.title", model=name), x=0.01, ha="left", fontsize=12, color=_TEXT
+            t("Peak memory and time of an epoch, {model}", model=name),
+            x=0.01,
+            ha="left",
+            fontsize=12,
+            color=_TEXT,
         )
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
         figure.savefig(path, dpi=144, metadata=metadata)
@@ -113,7 +117,7 @@ def _fill(axes: Any, ladder: Ladder) -> None:
     axes.set_xlim(0, 1.02 * highest / unit_bytes)
     axes.set_xlabel(unit)
     order = [part for part in (*map(str, Component), UNUSED, "tick") if part in shown]
-    names = [t("ladder.picture.tick" if one == "tick" else f"ladder.part.{one}") for one in order]
+    names = [t("predicted") if one == "tick" else t(show.PARTS[one]) for one in order]
     axes.legend(
         [shown[one] for one in order], names, loc="upper left", bbox_to_anchor=(-0.02, -0.14),
         ncols=len(order), handlelength=1.0, columnspacing=1.2, borderaxespad=0.0,

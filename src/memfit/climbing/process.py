@@ -59,9 +59,15 @@ def run(request: dict[str, Any], path: Path) -> dict[str, Any]:
     if path.is_file():
         return read_json(path)
     if code == _KILLED:
-        found: dict[str, Any] = {"status": DOES_NOT_FIT, "why": t("ladder.killed")}
+        found: dict[str, Any] = {
+            "status": DOES_NOT_FIT,
+            "why": t("the system ended its process, as it does where memory runs out"),
+        }
     else:
-        found = {"status": FAILED, "why": t("ladder.ended", code=code, log=log)}
+        found = {
+            "status": FAILED,
+            "why": t("its process ended with code {code}; see {log}", code=code, log=log),
+        }
     write_json(path, found)
     return found
 

@@ -200,7 +200,7 @@ def check_choice(wanted: Iterable[str], budgets: Iterable[str]) -> None:
     for name in wanted:
         if name not in known:
             said = {"name": repr(name), "known": ", ".join(known), "hint": nearest(name, known)}
-            raise ConfigError(t("input.rung", **said))
+            raise ConfigError(t("there is no rung {name}; they are {known}.{hint}", **said))
     for budget in budgets:
         if budget != HALF:
             parse_budget(budget)

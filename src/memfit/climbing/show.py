@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from memfit.climbing.rungs import AUTO, BASELINE, HARMLESS, PLAN, Rung
 from memfit.climbing.values import DOES_NOT_FIT, OK, Ladder, Outcome
 from memfit.memory.components import MemoryPeak
-from memfit.messages import t
-from memfit.reasons import called
+from memfit.messages import N_, NP_, shown, t
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -19,16 +18,54 @@ if TYPE_CHECKING:
 
 METRICS = {"f1": "F1", "mse": "MSE"}
 NONE = "–"
-_HEADS = ("rung", "targets", "predicted", "measured", "epoch")
+_HEADS = (N_("rung"), N_("shrinks"), N_("predicted"), N_("measured"), N_("epoch"))
+_RUNGS = {
+    "baseline": N_("baseline, batch {rows}"),
+    "accumulation": N_("+ batch 1 × {rows}"),
+    "checkpointing": N_("+ checkpointing"),
+    "adafactor": N_("+ Adafactor"),
+    "frozen": N_("+ frozen encoder"),
+    "tuned": N_("+ head at {rate}"),
+    "shorter": N_("+ length {tokens}"),
+    "plan": N_("memfit in {budget}"),
+    "plan.auto": N_("memfit unlimited"),
+}
+_STATUSES = {
+    "does_not_fit": N_("does not fit"),
+    "failed": N_("failed"),
+    "not_run": N_("not run"),
+}
+FIDELITY_NAMES = {
+    "exact": N_("exact"),
+    "rounding": N_("rounding"),
+    "optimizer": NP_("fidelity", "optimizer"),
+    "capacity": N_("capacity"),
+    "data": NP_("fidelity", "data"),
+}
+PARTS = {
+    "weights": N_("weights"),
+    "gradients": N_("gradients"),
+    "optimizer": N_("optimizer"),
+    "activations": N_("activations"),
+    "workspace": N_("workspaces"),
+    "context": N_("CUDA context"),
+    "unused": NP_("ladder", "reserved, unused"),
+}
+"""Components of memory as the ladder names them."""
+_WHY = {
+    "optimizer": N_("another update rule"),
+    "capacity": N_("fewer weights learn"),
+    "data": N_("texts are cut"),
+}
 
 
 def name_of(rung: Rung) -> str:
     """A rung in the reader's language."""
     if rung.kind == PLAN:
         if rung.budget == AUTO:
-            return t("ladder.rung.plan.auto")
-        return t("ladder.rung.plan", **rung.words)
-    return t(f"ladder.rung.{rung.name}", **rung.words)
+            return t("memfit unlimited")
+        return t("memfit in {budget}", **rung.words)
+    return t(_RUNGS[rung.name], **rung.words)
 
 
 def metric_name(ladder: Ladder) -> str:
@@ -39,8 +76,8 @@ def metric_name(ladder: Ladder) -> str:
 def in_short(outcome: Outcome) -> str:
     """What came of a rung, in a few words for the line that announced it."""
     if outcome.status != OK or outcome.measured is None:
-        return t(f"ladder.{outcome.status}") if outcome.status != OK else NONE
-    return t("ladder.short", peak=_bytes(outcome.measured), epoch=_epoch(outcome))
+        return t(_STATUSES[outcome.status]) if outcome.status != OK else NONE
+    return t("{peak}, an epoch in {epoch}", peak=_bytes(outcome.measured), epoch=_epoch(outcome))
 
 
 # ---- cells ----
@@ -53,7 +90,7 @@ def _bytes(peak: MemoryPeak | None) -> str:
 def _measured(outcome: Outcome) -> str:
     if outcome.status == OK:
         return _bytes(outcome.measured)
-    return t(f"ladder.{outcome.status}")
+    return t(_STATUSES[outcome.status])
 
 
 def _epoch(outcome: Outcome) -> str:
@@ -62,11 +99,11 @@ def _epoch(outcome: Outcome) -> str:
 
 
 def _fidelity(outcome: Outcome) -> str:
-    return t(f"ladder.fidelity.{outcome.fidelity}") if outcome.fidelity else NONE
+    return t(FIDELITY_NAMES[outcome.fidelity]) if outcome.fidelity else NONE
 
 
 def _targets(outcome: Outcome) -> str:
-    return ", ".join(t(f"ladder.part.{one}") for one in outcome.rung.targets) or NONE
+    return ", ".join(t(PARTS[one]) for one in outcome.rung.targets) or NONE
 
 
 def score_of(outcome: Outcome) -> str:
@@ -91,8 +128,8 @@ def table(ladder: Ladder) -> Table:
     from memfit.report import terminal
 
     with_scores = any(one.scores for one in ladder.outcomes)
-    heads = [t(f"ladder.head.{one}") for one in _HEADS]
-    last = metric_name(ladder) if with_scores else t("ladder.head.fidelity")
+    heads = [t(one) for one in _HEADS]
+    last = metric_name(ladder) if with_scores else t("fidelity")
     made = terminal.table(*heads, last)
     made.columns[1].justify = "left"
     made.columns[1].max_width = 11
@@ -125,71 +162,103 @@ def quality(ladder: Ladder) -> Iterator[str]:
             fields = {"name": name_of(one.rung), "metric": metric, "score": score_of(one)}
             if ladder.metric == "mse":
                 share = f"{-change:.0%}"
-                yield t("ladder.quality.loses.share", **fields, change=share, base=score_of(base))
+                yield t(
+                    "COSTS QUALITY: {name}, {metric} worse by {change} ({score} against {base}).",
+                    **fields,
+                    change=share,
+                    base=score_of(base),
+                )
             else:
-                yield t("ladder.quality.loses", **fields, change=f"{change:+.1f}",
-                        base=score_of(base))  # fmt: skip
+                yield t(
+                    "COSTS QUALITY: {name}, {change} points of {metric} ({score} against {base}).",
+                    **fields,
+                    change=f"{change:+.1f}",
+                    base=score_of(base),
+                )
     unmeasured = [one for one in others if ladder.may_lose(one)]
     if unmeasured:
         named = [
-            t("ladder.named", name=name_of(one.rung), why=t(f"ladder.why.{one.fidelity}"))
+            t("{name} ({why})", name=name_of(one.rung), why=t(_WHY[one.fidelity]))
             for one in unmeasured
         ]
-        yield t("ladder.quality.may", names=_listed(named))
+        yield t(
+            "CHANGE WHAT IS LEARNT and may cost quality: {names}. Not measured: add --quality.",
+            names=_listed(named),
+        )
     kept = [one for one in others if ladder.change(one) is not None and not ladder.loses(one)]
     if kept:
         seeds = len(base.scores) if base is not None else 0
         names = _listed(name_of(one.rung) for one in kept)
-        yield t("ladder.quality.none", seeds=seeds, names=names)
+        yield t("No loss that {seeds} seeds can see: {names}.", seeds=seeds, names=names)
     rest = [one for one in others if one not in kept and one.fidelity in HARMLESS]
     rest = [one for one in rest if not ladder.loses(one)]
     if rest:
-        yield t("ladder.quality.same", names=_listed(name_of(one.rung) for one in rest))
+        yield t(
+            "Cost no quality (same result up to rounding): {names}.",
+            names=_listed(name_of(one.rung) for one in rest),
+        )
 
 
 def _listed(names: Iterable[str]) -> str:
-    return t("ladder.separator").join(names)
+    return t(", ").join(names)
 
 
 def _plans(ladder: Ladder) -> Iterator[str]:
     for one in ladder.outcomes:
         if one.rung.kind == PLAN and one.fidelity:
-            names = [called(name) for name in one.strategies]
-            made = _listed(names) or t("ladder.plan.none")
-            yield t("ladder.plan", name=name_of(one.rung), strategies=made)
+            from memfit.strategies import called
+
+            names = [shown(called(name)) for name in one.strategies]
+            made = _listed(names) or t("nothing but micro-batches")
+            yield t("{name}: {strategies}", name=name_of(one.rung), strategies=made)
 
 
 def _reasons(ladder: Ladder) -> Iterator[str]:
     for one in ladder.outcomes:
         if one.why:
-            yield t("ladder.why", name=name_of(one.rung), why=clean(one.why))
+            yield t("{name}: {why}", name=name_of(one.rung), why=clean(one.why))
 
 
 def _notes(ladder: Ladder) -> Iterator[str]:
     scored = [one for one in ladder.outcomes if one.scores]
     if scored:
         yield t(
-            "ladder.quality.trained", metric=metric_name(ladder),
-            epochs=f"{ladder.epochs or 0:g}", seeds=max(len(one.scores) for one in scored),
-        )  # fmt: skip
+            "{metric} after {epochs} epochs, mean over {seeds} seeds ± standard deviation.",
+            metric=metric_name(ladder),
+            epochs=f"{ladder.epochs or 0:g}",
+            seeds=max(len(one.scores) for one in scored),
+        )
         if ladder.metric == "f1":
-            yield t("ladder.quality.rule")
-    yield t("ladder.note.memory.cuda" if ladder.on_cuda else "ladder.note.memory")
+            yield t("Lost means: worse in every seed, and by half a point or more on average.")
+    yield t(
+        N_("Peaks are of a training step on the longest texts, the CUDA context included.")
+        if ladder.on_cuda
+        else N_("Peaks are of a training step on the longest texts, live tensors on the CPU.")
+    )
     timed = [one for one in ladder.outcomes if one.step_seconds]
     if timed:
         count = timed[0].steps_per_epoch
-        yield t("ladder.note.epoch", steps=ladder.steps, count=count)
+        yield t(
+            "An epoch is extrapolated: the median of {steps} timed steps × {count} steps.",
+            steps=ladder.steps,
+            count=count,
+        )
     if ladder.budget_bytes is not None:
-        yield t("ladder.note.budget", budget=format_both(ladder.budget_bytes))
+        yield t("Every rung was held to {budget}.", budget=format_both(ladder.budget_bytes))
     if any(one.rung.name == "accumulation" for one in ladder.outcomes):
-        yield t("ladder.note.loss")
+        yield t("Accumulated losses are divided as they should be; the Trainer by itself does not.")
 
 
 def title(ladder: Ladder) -> str:
     """What was climbed, where."""
     name = Path(ladder.model).name
     device = ladder.device.get("name") or NONE
-    return t("ladder.title", model=clean(name), device=clean(device), rows=f"{ladder.rows:,}")
+    return t(
+        "{model} on {device}, {rows} rows",
+        model=clean(name),
+        device=clean(device),
+        rows=f"{ladder.rows:,}",
+    )
 
 
 # ---- Markdown ----
@@ -198,10 +267,19 @@ def title(ladder: Ladder) -> str:
 def markdown(ladder: Ladder) -> str:
     """ladder.md: everything the table has no room for as well."""
     scored = any(one.scores for one in ladder.outcomes)
-    heads = ["rung", "targets", "predicted", "measured", "error", "epoch", "times", "fidelity"]
-    heads_said = [t(f"ladder.head.{one}") for one in heads]
+    rung, targets, predicted, measured, epoch = (t(one) for one in _HEADS)
+    heads_said = [
+        rung,
+        targets,
+        predicted,
+        measured,
+        t("off by"),
+        epoch,
+        t("× baseline"),
+        t("fidelity"),
+    ]
     if scored:
-        heads_said += [metric_name(ladder), t("ladder.head.change")]
+        heads_said += [metric_name(ladder), t("points")]
     rows = [[_cell(cell) for cell in _markdown_row(ladder, one, scored)] for one in ladder.outcomes]
     marks = ["---", "---", *("---:" for _ in heads_said[2:])]
     lines = [f"| {' | '.join(line)} |" for line in (heads_said, marks, *rows)]
@@ -219,8 +297,8 @@ def _markdown_row(ladder: Ladder, one: Outcome, scored: bool) -> list[str]:
     if scored:
         change = ladder.change(one)
         share = ladder.metric == "mse"
-        shown = NONE if change is None else f"{change:+.0%}" if share else f"{change:+.2f}"
-        cells += [score_of(one), shown]
+        points = NONE if change is None else f"{change:+.0%}" if share else f"{change:+.2f}"
+        cells += [score_of(one), points]
     return cells
 
 

@@ -26,7 +26,9 @@ def open_parquet(path: Path) -> Table:
             schema = file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         reason = _first_line(error)
-        raise DataError(t("data.parquet.broken", path=path, reason=reason)) from None
+        raise DataError(
+            t("{path} is not a Parquet file ({reason}); write it again", path=path, reason=reason)
+        ) from None
     class_names = _class_names(Features.from_arrow_schema(schema))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
@@ -36,7 +38,13 @@ def open_parquet(path: Path) -> Table:
                     columns = [batch.column(name).to_pylist() for name in wanted]
                     yield from _named(zip(*columns, strict=True), wanted, class_names)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(t("data.file.end", path=path, reason=_first_line(error))) from None
+            raise DataError(
+                t(
+                    "{path} cannot be read to its end ({reason}); write it again",
+                    path=path,
+                    reason=_first_line(error),
+                )
+            ) from None
 
     return Table(str(path), tuple(schema.names), read, class_names)
 
@@ -54,7 +62,13 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
             found = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # every layer below (hub, http, builder) raises its own kinds
         said = {"name": repr(name), "reason": _first_line(error)}
-        raise DataError(t("data.hub.none", **said)) from error
+        raise DataError(
+            t(
+                "{name} is neither a file here nor a dataset the Hub gives ({reason}); check "
+                "the spelling and the connection",
+                **said,
+            )
+        ) from error
     train = found["train"] if "train" in found else next(iter(found.values()))
     validation = next((found[split] for split in _VALIDATION_SPLITS if split in found), None)
     if validation is train:

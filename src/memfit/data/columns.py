@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
-from memfit.messages import t
+from memfit.messages import N_, t
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig
@@ -57,7 +57,22 @@ def choose_columns(table: Table, config: DataConfig) -> Columns:
     """The columns the config names, and the rest by their usual names."""
     labels = _labels(table, config.label_column)
     text, pair = choose_texts(table, config.text_column, config.text_pair_column, taken=labels)
-    for one, kind in ((text, "data.column.both"), (pair, "data.column.both_pair")):
+    for one, kind in (
+        (
+            text,
+            N_(
+                "{where}: {column} is both the text and the label column; name another with "
+                "--text-column or --label-column"
+            ),
+        ),
+        (
+            pair,
+            N_(
+                "{where}: {column} is both the text pair and the label column; name another with "
+                "--text-column or --label-column"
+            ),
+        ),
+    ):
         if one in labels:
             raise DataError(t(kind, where=table.where, column=repr(one)))
     columns = Columns(text, pair, labels)
@@ -80,9 +95,25 @@ def choose_texts(
     if text is None:
         text = _first(free, _TEXT_NAMES)
     if text is None:
-        raise DataError(_no_column(table, "data.column.no_text"))
+        raise DataError(
+            _no_column(
+                table,
+                N_("{where}: no text column among {columns}; name it with --text-column"),
+                N_(
+                    "{where}: no text column among {columns}; name it with --text-column, o"
+                    "r add a first line with the columns' names"
+                ),
+            )
+        )
     if text == pair:
-        raise DataError(t("data.column.same", where=table.where, name=repr(text)))
+        raise DataError(
+            t(
+                "{where}: --text-column and --text-pair-column are both {name}; name two "
+                "different columns",
+                where=table.where,
+                name=repr(text),
+            )
+        )
     return text, pair
 
 
@@ -91,7 +122,14 @@ def require_columns(table: Table, columns: Columns, of: str) -> None:
     for column in columns.all:
         if column not in table.columns:
             said = {"where": table.where, "name": repr(column), "columns": _listed(table)}
-            raise DataError(t("data.column.missing", of=of, **said))
+            raise DataError(
+                t(
+                    "{where}: no column {name}, which {of} has, among {columns}; give both the "
+                    "same header",
+                    of=of,
+                    **said,
+                )
+            )
         _check_unique(table, column)
 
 
@@ -99,14 +137,25 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
     if named is None:
         found = _first(table.columns, _LABEL_NAMES)
         if found is None:
-            raise DataError(_no_column(table, "data.column.no_label"))
+            raise DataError(
+                _no_column(
+                    table,
+                    N_("{where}: no label column among {columns}; name it with --label-column"),
+                    N_(
+                        "{where}: no label column among {columns}; name it with --label-column,"
+                        " or add a first line with the columns' names"
+                    ),
+                )
+            )
         return (found,)
     if named in table.columns or "," not in named:
         return (_named(table, named, "--label-column"),)
     several = [part.strip() for part in named.split(",") if part.strip()]
     labels = tuple(dict.fromkeys(_named(table, part, "--label-column") for part in several))
     if not labels:
-        raise DataError(t("data.column.none", name=repr(named)))
+        raise DataError(
+            t("--label-column {name} names no column; write one name, or a,b,c", name=repr(named))
+        )
     return labels
 
 
@@ -117,7 +166,14 @@ def _named(table: Table, name: str, option: str) -> str:
     if not close:
         said = {"where": table.where, "name": repr(name), "columns": _listed(table)}
         hint = nearest(name, table.columns)
-        raise DataError(t("data.column.unknown", option=option, hint=hint, **said))
+        raise DataError(
+            t(
+                "{where}: no column {name} ({option}) among {columns}; name one of these.{hint}",
+                option=option,
+                hint=hint,
+                **said,
+            )
+        )
     return close[0]
 
 
@@ -137,14 +193,13 @@ def _known_pair(columns: Sequence[str]) -> tuple[str | None, str | None]:
 def _check_unique(table: Table, column: str) -> None:
     if table.columns.count(column) > 1:
         said = {"where": table.where, "count": table.columns.count(column), "name": repr(column)}
-        raise DataError(t("data.column.twice", **said))
+        raise DataError(t("{where}: {count} columns are called {name}; rename all but one", **said))
 
 
-def _no_column(table: Table, message: str) -> str:
-    """Also for a file that begins with its first row."""
+def _no_column(table: Table, usual: str, headless: str) -> str:
+    """The second message is for a file that begins with its first row."""
     row_like = any(len(column) > 40 or column.isdecimal() for column in table.columns)
-    kind = f"{message}.header" if row_like else message
-    return t(kind, where=table.where, columns=_listed(table))
+    return t(headless if row_like else usual, where=table.where, columns=_listed(table))
 
 
 def _plain(name: str) -> str:
@@ -154,5 +209,5 @@ def _plain(name: str) -> str:
 def _listed(table: Table) -> str:
     shown = [column if len(column) <= 40 else column[:39] + "…" for column in table.columns[:20]]
     more = len(table.columns) - 20
-    kind = "data.columns.more" if more > 0 else "data.columns"
+    kind = N_("the columns {names} and {more} more") if more > 0 else N_("the columns {names}")
     return t(kind, names=", ".join(shown), more=more)

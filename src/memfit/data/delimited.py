@@ -43,7 +43,7 @@ def open_delimited(path: Path, encoding: str | None) -> Table:
     dialect = _sniff(path, find_encoding(path, encoding))
     header = next(_rows(dialect), (0, []))[1]
     if not any(name.strip() for name in header):
-        raise DataError(t("data.file.headless", path=path))
+        raise DataError(t("{path} is empty; give a table with a header line", path=path))
     columns = tuple(name.strip() or f"column_{n}" for n, name in enumerate(header, 1))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
@@ -126,7 +126,14 @@ def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
             if row == [_END]:
                 return
             if row and row[-1].endswith(_END):
-                raise DataError(t("data.csv.quote", path=dialect.path, line=begins))
+                raise DataError(
+                    t(
+                        '{path}, line {line}: a quote (") is opened and not closed; write '
+                        'quotes inside a text twice ("")',
+                        path=dialect.path,
+                        line=begins,
+                    )
+                )
             if row:
                 yield begins, row
             begins = reader.line_num + 1 + dialect.skip_lines
@@ -146,7 +153,13 @@ def _cells(dialect: _Dialect, width: int, wanted: list[int]) -> Iterator[Row]:
             row = row + [""] * (width - len(row))
         elif any(row[width:]):
             said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
-            raise DataError(t("data.csv.fields", **said))
+            raise DataError(
+                t(
+                    "{path}, line {line}: {fields} fields where the header has {width}; put "
+                    'texts that hold the delimiter in quotes (")',
+                    **said,
+                )
+            )
         yield tuple(row[index] for index in wanted)
 
 

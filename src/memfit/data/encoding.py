@@ -13,7 +13,7 @@ from encodings.aliases import aliases
 from pathlib import Path
 
 from memfit.errors import DataError, nearest
-from memfit.messages import t
+from memfit.messages import N_, t
 
 _CHUNK_BYTES = 1 << 20
 _MARKS = (
@@ -26,10 +26,19 @@ _MARKS = (
 # Supersets that read the same files and more: what says gb2312 is often GBK with a few extras.
 _WIDER = {"utf-8": "utf-8-sig", "gb2312": "gb18030", "gbk": "gb18030", "big5": "cp950"}
 _MAGIC = (
-    (b"PK\x03\x04", "data.kind.excel"),
-    (b"\xd0\xcf\x11\xe0", "data.kind.old"),
-    (b"PAR1", "data.kind.parquet"),
-    (b"\x1f\x8b", "data.kind.gzip"),
+    (
+        b"PK\x03\x04",
+        N_(
+            "{path} is not a text table: it is an Excel workbook or a zip file; save it as CSV "
+            "(UTF-8)"
+        ),
+    ),
+    (
+        b"\xd0\xcf\x11\xe0",
+        N_("{path} is not a text table: it is an old Excel workbook; save it as CSV (UTF-8)"),
+    ),
+    (b"PAR1", N_("{path} is not a text table: it is a Parquet file; name it .parquet")),
+    (b"\x1f\x8b", N_("{path} is not a text table: it is compressed with gzip; unpack it first")),
 )
 _GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
 _HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
@@ -49,21 +58,41 @@ def find_encoding(path: Path, named: str | None) -> str:
     if named is not None:
         codec = _lookup(named)
         if broken := _first_undecodable(path, codec):
-            raise DataError(t("data.encoding.named", path=path, name=named, line=broken[0]))
+            raise DataError(
+                t(
+                    "{path} is not {name}: line {line} cannot be read; name its real encoding, "
+                    "or leave encoding out to have it found",
+                    path=path,
+                    name=named,
+                    line=broken[0],
+                )
+            )
         marked = head.startswith(codecs.BOM_UTF8)
         return codec if codec != "utf-8-sig" or marked else "utf-8"
     for mark, codec in _MARKS:
         if head.startswith(mark):
             if broken := _first_undecodable(path, codec):
                 said = {"path": path, "codec": codec, "line": broken[0]}
-                raise DataError(t("data.encoding.marked", **said))
+                raise DataError(
+                    t(
+                        "{path} begins as {codec} but line {line} cannot be read; save it "
+                        "again as UTF-8",
+                        **said,
+                    )
+                )
             return codec
     return _unmarked(path, head)
 
 
 def _unmarked(path: Path, head: bytes) -> str:
     if head[:4096].count(0) * 10 > len(head[:4096]):
-        raise DataError(t("data.encoding.zeros", path=path))
+        raise DataError(
+            t(
+                "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
+                "a mark, give encoding=utf-16-le",
+                path=path,
+            )
+        )
     broken = _first_undecodable(path, "utf-8")
     if broken is None:
         return "utf-8"
@@ -76,23 +105,45 @@ def _unmarked(path: Path, head: bytes) -> str:
     codec = _judge(path, sample, line)
     if failed := _first_undecodable(path, codec):
         said = {"path": path, "codec": codec.upper(), "line": failed[0]}
-        raise DataError(t("data.encoding.mixed", **said))
+        raise DataError(
+            t(
+                "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
+                "encoding, or save it as UTF-8",
+                **said,
+            )
+        )
     return codec
 
 
 def _judge(path: Path, sample: bytes, line: int) -> str:
     """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
     if b"\0" in sample:
-        raise DataError(t("data.encoding.binary", path=path, line=line))
+        raise DataError(
+            t("{path} is not a text table: it is binary (line {line})", path=path, line=line)
+        )
     as_utf8 = sample.decode("utf-8", "replace")
     broken = as_utf8.count("\ufffd")
     valid = sum(char > "\x7f" for char in as_utf8) - broken
     if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
-        raise DataError(t("data.encoding.broken", path=path, line=line))
+        raise DataError(
+            t(
+                "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
+                "name the encoding if it is another one",
+                path=path,
+                line=line,
+            )
+        )
     # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
     runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
     if sum(len(run) == 1 for run in runs) * 2 > len(runs):
-        raise DataError(t("data.encoding.neither", path=path, line=line))
+        raise DataError(
+            t(
+                "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
+                "encoding (such as cp1252), or save it as UTF-8",
+                path=path,
+                line=line,
+            )
+        )
     return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
 
 
@@ -108,7 +159,14 @@ def _lookup(named: str) -> str:
         name = codecs.lookup(named).name
     except (LookupError, ValueError):
         hint = nearest(named.lower(), {*aliases, *aliases.values(), "utf-8"})
-        raise DataError(t("data.encoding.unknown", name=repr(named), hint=hint)) from None
+        raise DataError(
+            t(
+                "there is no encoding {name}; write utf-8, gb18030, big5 or another that "
+                "Python knows.{hint}",
+                name=repr(named),
+                hint=hint,
+            )
+        ) from None
     return _WIDER.get(name, name)
 
 

@@ -37,7 +37,9 @@ def open_json(path: Path, encoding: str | None) -> Table:
     for row in islice(objects(path, codec), _LOOKED_AT_ROWS):
         columns.update(dict.fromkeys(row))
     if not columns:
-        raise DataError(t("data.json.empty", path=path))
+        raise DataError(
+            t("{path} is empty; give one JSON object with text and label a line", path=path)
+        )
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
         for row in objects(path, codec):
@@ -64,7 +66,13 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 said = {"path": path, "line": number, "reason": _reason(error)}
-                raise DataError(t("data.json.broken", **said)) from None
+                raise DataError(
+                    t(
+                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                        "or one object a line",
+                        **said,
+                    )
+                ) from None
             yield _as_row(path, number, _mended(value, line))
 
 
@@ -84,13 +92,25 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 value, end = _DECODER.raw_decode(buffer, position)
             except RecursionError as error:
                 said = {"path": path, "line": line, "reason": _reason(error)}
-                raise DataError(t("data.json.broken", **said)) from None
+                raise DataError(
+                    t(
+                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                        "or one object a line",
+                        **said,
+                    )
+                ) from None
             except ValueError as error:
                 # Either it is wrong or it is not all there yet; only the end of the file tells.
                 more = file.read(_CHUNK_CHARS)
                 if not more or len(buffer) - position > _LONGEST_ROW:
                     said = {"path": path, "line": line, "reason": _reason(error)}
-                    raise DataError(t("data.json.broken", **said)) from None
+                    raise DataError(
+                        t(
+                            "{path}, line {line}: not JSON ({reason}); write an array of "
+                            "objects, or one object a line",
+                            **said,
+                        )
+                    ) from None
                 buffer, position = buffer[position:] + more, 0
                 continue
             yield _as_row(path, line, _mended(value, buffer[position:end]))
@@ -101,7 +121,7 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
 def _reason(error: Exception) -> str:
     """Without the position, which counts from the start of a line or a part of the file."""
     if isinstance(error, RecursionError):
-        return t("data.json.deep")
+        return t("nested too deeply")
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
@@ -123,5 +143,11 @@ def _without_surrogates(value: Any) -> Any:
 def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         said = {"path": path, "line": line, "kind": type(value).__name__}
-        raise DataError(t("data.json.object", row='{"text": "…", "label": 1}', **said))
+        raise DataError(
+            t(
+                "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
+                row='{"text": "…", "label": 1}',
+                **said,
+            )
+        )
     return value

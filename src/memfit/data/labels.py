@@ -61,12 +61,25 @@ class Coding:
         if self.multi_hot:
             if not scan.fits_multi_hot(self.space.num_labels):
                 said = {"where": where, "count": self.space.num_labels, "of": of}
-                raise DataError(t("data.label.lists", **said))
+                raise DataError(
+                    t(
+                        "{where}: its labels are not lists of {count} zeros and ones as in "
+                        "{of}; write both the same way",
+                        **said,
+                    )
+                )
             return
         unknown = [key for key in self.key_counts(scan) if key not in self.ids]
         if unknown:
             said = {"where": where, "label": shorten(unknown[0]), "of": of}
-            raise DataError(t("data.label.unseen", known=_listed(self.ids), **said))
+            raise DataError(
+                t(
+                    "{where}: the label {label} does not occur in {of}, which has {known}; "
+                    "correct it or add rows with it there",
+                    known=_listed(self.ids),
+                    **said,
+                )
+            )
 
 
 def choose_coding(
@@ -84,7 +97,7 @@ def choose_coding(
     _check_kind(scan, task, where)
     if task == REGRESSION:
         if label_names:
-            raise DataError(t("data.label.unnamed"))
+            raise DataError(t("label_names has no meaning for regression; leave it out"))
         return Coding(LabelSpace(task, (columns[0],)), {})
     several = task == MULTI_LABEL and len(columns) == 1
     width = scan.multi_hot_width if several else None
@@ -116,7 +129,14 @@ def coding_for(
     for key, name in _as_text(label_names).items():
         if name not in space.label2id:
             said = {"known": _listed(space.names), "hint": nearest(name, space.names)}
-            raise DataError(t("data.label.model", label=repr(name), **said))
+            raise DataError(
+                t(
+                    "label_names: the model has no label {label}, only {known}; write one of "
+                    "these.{hint}",
+                    label=repr(name),
+                    **said,
+                )
+            )
         ids[key] = ids[_whole(key)] = space.label2id[name]
     coding = Coding(
         space,
@@ -142,18 +162,42 @@ def _check_kind(scan: LabelScan, task: str, where: str) -> None:
     """Whether labels that look like this can be the labels of that task."""
     if task not in TASKS:
         said = {"task": repr(task), "known": ", ".join(TASKS), "hint": nearest(task, TASKS)}
-        raise DataError(t("data.task", **said))
+        raise DataError(t("there is no task {task}; write auto, {known}.{hint}", **said))
     if task == REGRESSION:
         if scan.first_word is not None:
-            raise DataError(t("data.label.word", where=where, label=shorten(scan.first_word)))
+            raise DataError(
+                t(
+                    "{where}: regression needs numbers and one label is {label}; correct it, "
+                    "or name another --label-column or task",
+                    where=where,
+                    label=shorten(scan.first_word),
+                )
+            )
         if scan.lists:
-            raise DataError(t("data.label.numbers", where=where))
+            raise DataError(
+                t("{where}: regression needs one number a row and finds lists", where=where)
+            )
         return
     if scan.too_many:
-        raise DataError(t("data.label.many", where=where, most=f"{MOST_CLASSES:,}"))
+        raise DataError(
+            t(
+                "{where}: more than {most} different labels; name the right --label-column, or "
+                "task=regression if they are numbers to predict",
+                where=where,
+                most=f"{MOST_CLASSES:,}",
+            )
+        )
     if task == SINGLE_LABEL and not scan.list_widths <= {1}:
         least, most = min(scan.list_widths), max(scan.list_widths)
-        raise DataError(t("data.label.several", where=where, least=least, most=most))
+        raise DataError(
+            t(
+                "{where}: single_label needs one label a row and finds lists of {least} to "
+                "{most}; give task=multi_label",
+                where=where,
+                least=least,
+                most=most,
+            )
+        )
 
 
 def _separator(scan: LabelScan) -> str | None:
@@ -181,11 +225,20 @@ def _with_names(
         key = spellings.get(as_written) or spellings.get(_whole(as_written))
         if key is None:
             said = {"where": where, "label": shorten(written), "known": _listed(keys)}
-            raise DataError(t("data.label.named", hint=nearest(written, keys), **said))
+            raise DataError(
+                t(
+                    "{where}: label_names names {label}, which does not occur; the labels are "
+                    "{known}.{hint}",
+                    hint=nearest(written, keys),
+                    **said,
+                )
+            )
         names[key] = name
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
-        raise DataError(t("data.label.twice", name=repr(twice[0])))
+        raise DataError(
+            t("label_names gives two labels the name {name}; name them apart", name=repr(twice[0]))
+        )
     return tuple(names.values())
 
 

@@ -97,7 +97,7 @@ def read_texts(
     with quiet_datasets():
         dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
     if not len(dataset):
-        raise DataError(t("data.rows.none", where=table.where))
+        raise DataError(t("{where} has a header and no rows; add rows", where=table.where))
     return dataset
 
 
@@ -114,11 +114,25 @@ def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig)
     if coding.space.task == REGRESSION:
         if len(rows.scan.counts) == 1:
             only = next(iter(rows.scan.counts))
-            raise DataError(t("data.label.same", where=table.where, column=label, label=only))
+            raise DataError(
+                t(
+                    "{where}: every label in {column} is {label}; there is nothing to learn, "
+                    "name another --label-column",
+                    where=table.where,
+                    column=label,
+                    label=only,
+                )
+            )
     elif len(coding.key_counts(rows.scan)) < 2 and not coding.multi_hot:
-        only = next(iter(coding.key_counts(rows.scan)), "none at all")
+        only = next(iter(coding.key_counts(rows.scan)), t("none at all"))
         said = {"where": table.where, "column": label, "label": shorten(only)}
-        raise DataError(t("data.label.one", **said))
+        raise DataError(
+            t(
+                "{where}: one class only, every label in {column} is {label}; add rows of "
+                "another class or name another --label-column",
+                **said,
+            )
+        )
     return coding
 
 
@@ -160,7 +174,14 @@ def _with_validation(
         for name, count in found[1].items():
             if count == 0 and found[0][name] > 0:
                 said = {"label": shorten(name), "of": table.where}
-                raise DataError(t("data.label.absent", where=validation_table.where, **said))
+                raise DataError(
+                    t(
+                        "{where}: no row has the label {label}, which {of} has; add some, or "
+                        "leave --validation-file out to have it split",
+                        where=validation_table.where,
+                        **said,
+                    )
+                )
     counts = DataCounts(
         rows_read=rows.rows_read + other.rows_read,
         dropped_no_text=rows.dropped_no_text + other.dropped_no_text,
@@ -182,7 +203,14 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
         return
     label = columns.labels[0]
     if len(single) == 1:
-        raise DataError(t("data.label.single", where=table.where, label=shorten(single[0])))
+        raise DataError(
+            t(
+                "{where}: the class {label} has a single row, which cannot both train and "
+                "validate; add rows, remove it, or give a --validation-file",
+                where=table.where,
+                label=shorten(single[0]),
+            )
+        )
     said = {
         "where": table.where,
         "single": len(single),
@@ -190,7 +218,14 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
         "label": shorten(single[0]),
         "column": repr(label),
     }
-    raise DataError(t("data.label.singles", **said))
+    raise DataError(
+        t(
+            "{where}: {single} of {classes} classes have a single row ({label} is one), which "
+            "cannot both train and validate; add rows, or name another --label-column than "
+            "{column}",
+            **said,
+        )
+    )
 
 
 def _described(table: Table, columns: Columns) -> dict[str, Any]:

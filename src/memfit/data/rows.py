@@ -81,7 +81,7 @@ def clean_rows(table: Table, columns: Columns) -> CleanRows:
     names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
     dataset = write_rows(cleaner.clean(table.read(columns.all)), names)
     if cleaner.rows_read == 0:
-        raise DataError(t("data.rows.none", where=table.where))
+        raise DataError(t("{where} has a header and no rows; add rows", where=table.where))
     if not cleaner.hashes:
         said = {
             "where": table.where,
@@ -91,7 +91,13 @@ def clean_rows(table: Table, columns: Columns) -> CleanRows:
             "text": repr(columns.text),
             "label": repr(", ".join(columns.labels)),
         }
-        raise DataError(t("data.rows.unusable", **said))
+        raise DataError(
+            t(
+                "{where}: none of the {rows} rows can be used ({no_text} without text in "
+                "{text}, {no_label} without label in {label}); name other columns or fill these",
+                **said,
+            )
+        )
     return CleanRows(
         dataset,
         cleaner.scan,
@@ -180,7 +186,14 @@ def as_text(value: Any, where: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, list | dict | tuple | bytes):
-        raise DataError(t("data.column.text_kind", where=where, kind=type(value).__name__))
+        raise DataError(
+            t(
+                "{where}: the text column holds {kind} values; name a column of texts with "
+                "--text-column",
+                where=where,
+                kind=type(value).__name__,
+            )
+        )
     return str(value)
 
 
@@ -190,4 +203,10 @@ def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
         yield from rows
     except (UnicodeDecodeError, OSError) as error:
         # The file was opened and its encoding checked before.
-        raise DataError(t("data.file.end", path=where, reason=error)) from None
+        raise DataError(
+            t(
+                "{path} cannot be read to its end ({reason}); write it again",
+                path=where,
+                reason=error,
+            )
+        ) from None

@@ -39,7 +39,14 @@ def flag_items(values: Sequence[Any], names: Sequence[str], where: str) -> list[
             return None
         if text.lower() not in _TRUTH:
             said = {"column": repr(name), "value": shorten(text)}
-            raise DataError(t("data.label.columns", where=where, **said))
+            raise DataError(
+                t(
+                    "{where}: column {column} holds {value}; several label columns must hold 0 "
+                    "or 1 each",
+                    where=where,
+                    **said,
+                )
+            )
         if _TRUTH[text.lower()]:
             chosen.append(name)
     return chosen

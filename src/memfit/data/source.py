@@ -40,11 +40,21 @@ def open_file(path: Path, encoding: str | None) -> Table:
         if suffix in PARQUET:
             return open_parquet(path)
     except PermissionError:
-        raise DataError(t("data.file.forbidden", path=path)) from None
+        raise DataError(t("{path} may not be read; check its permissions", path=path)) from None
     if suffix in (".xlsx", ".xls", ".ods"):
-        raise DataError(t("data.file.spreadsheet", path=path))
+        raise DataError(
+            t("{path} is a spreadsheet; save it as CSV (UTF-8) and give that", path=path)
+        )
     known, last = ", ".join(KNOWN[:-1]), KNOWN[-1]
-    raise DataError(t("data.file.ending", path=path, ending=repr(suffix), known=known, last=last))
+    raise DataError(
+        t(
+            "{path}: cannot tell a table from the ending {ending}; name it {known} or {last}",
+            path=path,
+            ending=repr(suffix),
+            known=known,
+            last=last,
+        )
+    )
 
 
 def _may_be_hub_id(name: str, path: Path) -> bool:
@@ -59,14 +69,26 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
         inside = f" ({', '.join(tables[:5])})" if tables else ""
-        raise DataError(t("data.file.folder", path=path, inside=inside))
+        raise DataError(
+            t("{path} is a folder; give one of the files in it{inside}", path=path, inside=inside)
+        )
     if path.is_symlink() and not path.exists():
-        raise DataError(t("data.file.link", path=path))
+        raise DataError(
+            t("{path} is a link to a file that is not there; give the file itself", path=path)
+        )
     if not path.exists():
         folder = path.parent
         here = [item.name for item in folder.iterdir()] if folder.is_dir() else []
-        raise DataError(t("data.file.none", path=path, hint=nearest(path.name, here)))
+        raise DataError(
+            t(
+                "there is no file {path}; check the path.{hint}",
+                path=path,
+                hint=nearest(path.name, here),
+            )
+        )
     if not path.is_file():
-        raise DataError(t("data.file.special", path=path))
+        raise DataError(
+            t("{path} is not a regular file; write the table to a file first", path=path)
+        )
     if path.stat().st_size == 0:
-        raise DataError(t("data.file.empty", path=path))
+        raise DataError(t("{path} is empty; give a table with a header and rows", path=path))

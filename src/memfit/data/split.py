@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 def check_share(share: float) -> None:
     """`validation_split` before anything is read."""
     if not 0 < share < 1:  # also refuses nan
-        raise DataError(t("error.split", share=share))
+        raise DataError(
+            t(
+                "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
+                share=share,
+            )
+        )
 
 
 def split_rows(
@@ -34,7 +39,15 @@ def split_rows(
     rows = len(labels)
     wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
     if wanted >= rows:
-        raise DataError(t("data.split.few", where=where, rows=rows, share=share))
+        raise DataError(
+            t(
+                "{where}: {rows} usable rows cannot be split at --validation-split {share}; "
+                "add rows or give a --validation-file",
+                where=where,
+                rows=rows,
+                share=share,
+            )
+        )
     random = np.random.default_rng(seed)
     if space.task == SINGLE_LABEL:
         shares = _stratified_counts(labels, space, wanted, where)
@@ -64,7 +77,17 @@ def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str
         least = f"{math.ceil(100 * classes / len(labels)) / 100:.2f}"
         most = f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}"
         said = {"wanted": wanted, "rows": len(labels), "classes": classes}
-        raise DataError(t("data.split.label", where=where, least=least, most=most, **said))
+        raise DataError(
+            t(
+                "{where}: {wanted} of {rows} rows for validation leave a label out of one "
+                "split, as there are {classes} labels; give a --validation-split of {least} to "
+                "{most}, or a --validation-file",
+                where=where,
+                least=least,
+                most=most,
+                **said,
+            )
+        )
     quota = totals * (wanted / len(labels))
     counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)
     # Rounding leaves a few rows over or short; they go where the quota is missed most.

@@ -158,4 +158,10 @@ def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
     least = specials + (2 if pair else 1)
     if max_length < least:
         said = {"length": max_length, "specials": specials, "least": least}
-        raise DataError(t("data.tokens.few", **said))
+        raise DataError(
+            t(
+                "max_length is {length}, and {specials} of that are special tokens; give at "
+                "least {least}",
+                **said,
+            )
+        )

@@ -84,7 +84,14 @@ def room_on_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(t("data.file.room", folder=_folder().name, reason=error)) from None
+        raise DataError(
+            t(
+                "cannot write to the temporary folder {folder} ({reason}); make room there, or "
+                "point TMPDIR at a larger disk",
+                folder=_folder().name,
+                reason=error,
+            )
+        ) from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Literal
 
 from memfit.doctor.environment import Card, Environment, TorchBuild
 from memfit.memory.nvml import Driver
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.units import format_bytes
 
 _INDEX = "https://download.pytorch.org/whl"
@@ -79,9 +79,13 @@ def _packages(found: Environment) -> Iterator[Finding]:
     for one in found.packages:
         if not one.required or not one.lacking:
             continue
-        kind = "doctor.package.version" if one.version else "doctor.package.missing"
+        kind = (
+            N_("{name} is {version} here; memfit needs {wanted}")
+            if one.version
+            else N_("{name} is not installed")
+        )
         if one.version is None and one.wanted:
-            kind = "doctor.package.missing.wanted"
+            kind = N_("{name} is not installed; memfit needs {wanted}")
         text = t(kind, name=one.name, version=one.version, wanted=one.wanted)
         yield Finding("problem", text, one.command, True)
 
@@ -91,20 +95,39 @@ def _torch(found: Environment) -> Iterator[Finding]:
     if build.error:
         if found.package("torch").version is not None:
             dll = found.system == "Windows" and ("WinError" in build.error or "DLL" in build.error)
-            text = t("doctor.torch.broken.dll" if dll else "doctor.torch.broken", error=build.error)
+            text = t(
+                N_(
+                    "torch cannot be imported: {error}; install Microsoft's Visual C++ "
+                    "Redistributable (x64) and try again"
+                )
+                if dll
+                else N_("torch cannot be imported: {error}"),
+                error=build.error,
+            )
             yield Finding("problem", text, f'pip install --force-reinstall "torch{wanted}"', True)
         return
     if driver is None or not driver.cards:
         if not build.sees_gpu:
-            yield Finding("note", t("doctor.gpu.none"))
+            yield Finding("note", t("no NVIDIA GPU was found: memfit trains on the CPU"))
         return
     card = driver.cards[0]
     mend = torch_command(card.capability, driver, wanted)
     if build.cuda is None:
-        yield Finding("problem", t("doctor.torch.cpu", version=build.version, card=card.name), mend)
+        yield Finding(
+            "problem",
+            t(
+                "torch {version} was built without CUDA and leaves the {card} unused: memfit "
+                "would train on the CPU",
+                version=build.version,
+                card=card.name,
+            ),
+            mend,
+        )
     elif not build.sees_gpu:
         text = t(
-            "doctor.torch.driver",
+            "torch {version} for CUDA {cuda} cannot use the {card}: driver {driver} "
+            "runs CUDA {newest} at most, or CUDA_VISIBLE_DEVICES hides the card; "
+            "update the driver or take another build of torch",
             version=build.version,
             cuda=build.cuda,
             card=card.name,
@@ -122,9 +145,23 @@ def _cards(found: Environment) -> Iterator[Finding]:
                 capability = ".".join(map(str, card.capability))
                 said = {"version": build.version, "card": card.name, "capability": capability}
                 mend = torch_command(card.capability, found.driver, wanted)
-                yield Finding("problem", t("doctor.torch.kernels", **said), mend)
+                yield Finding(
+                    "problem",
+                    t(
+                        "torch {version} has no kernels for the {card} (compute capability "
+                        "{capability}): it would fail with 'no kernel image is available'",
+                        **said,
+                    ),
+                    mend,
+                )
     if build.sees_gpu and len(found.cards) > 1:
-        yield Finding("note", t("doctor.gpus", count=len(found.cards)))
+        yield Finding(
+            "note",
+            t(
+                "there are {count} GPUs; one process trains on the first it sees",
+                count=len(found.cards),
+            ),
+        )
     for card in found.cards:
         yield from _held(card)
 
@@ -137,7 +174,14 @@ def _cpu(found: Environment) -> Iterator[Finding]:
 def _held(card: Card) -> Iterator[Finding]:
     held_bytes = card.total_bytes - card.free_bytes
     if held_bytes > _HELD_SHARE * card.total_bytes:
-        yield Finding("note", t("doctor.held", bytes=format_bytes(held_bytes), card=card.name))
+        yield Finding(
+            "note",
+            t(
+                "{bytes} of the {card} are in use now; nvidia-smi shows by whom",
+                bytes=format_bytes(held_bytes),
+                card=card.name,
+            ),
+        )
 
 
 def _windows(found: Environment) -> Iterator[Finding]:
@@ -145,5 +189,19 @@ def _windows(found: Environment) -> Iterator[Finding]:
         return
     triton = found.package("triton")
     if triton.lacking:
-        yield Finding("note", t("doctor.windows.triton"), triton.command)
-    yield Finding("note", t("doctor.windows.fallback"))
+        yield Finding(
+            "note",
+            t(
+                "Windows has no Triton by default: fused_layers is not available and "
+                "lowbit_adamw runs in plain torch, slower"
+            ),
+            triton.command,
+        )
+    yield Finding(
+        "note",
+        t(
+            "on Windows the driver may move what does not fit into the computer's own memory, "
+            "many times slower, instead of failing; NVIDIA Control Panel, Manage 3D settings, "
+            "CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
+        ),
+    )

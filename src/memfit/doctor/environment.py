@@ -11,13 +11,19 @@ from dataclasses import dataclass
 
 from memfit.half_on_cpu import HalfOnCpu, half_on_cpu
 from memfit.memory import nvml
-from memfit.messages import t
+from memfit.messages import N_, t
 
-# Optional packages; messages.py says what each is for. The rest is memfit's own requirements.
-OPTIONAL = (
-    "triton", "peft", "matplotlib", "modelscope-hub", "sentencepiece", "flash-attn",
-    "bitsandbytes", "torchao",
-)  # fmt: skip
+# Optional packages and what each is for. The rest is memfit's own requirements.
+OPTIONAL = {
+    "triton": N_("kernels of fused_layers and lowbit_adamw on a GPU"),
+    "peft": N_("--lora"),
+    "matplotlib": N_("curves in the report"),
+    "modelscope-hub": N_("models from and to ModelScope"),
+    "sentencepiece": N_("tokenizers without a tokenizer.json, such as DeBERTa-v3's"),
+    "flash-attn": N_("--attn-implementation flash_attention_2; packing does without"),
+    "bitsandbytes": N_("--optim adamw_bnb_8bit of the stock Trainer"),
+    "torchao": N_("--optim adamw_torch_8bit of the stock Trainer"),
+}
 # Where memfit is run from its sources, without metadata that says which versions.
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "huggingface_hub",
              "scikit-learn", "jinja2", "psutil", "rich", "typer")  # fmt: skip
@@ -139,10 +145,10 @@ def packages(system: str) -> list[Package]:
         Package(name, _version(name), specifier, required=True)
         for name, specifier in required.items()
     ]
-    for name in OPTIONAL:
+    for name, purpose in OPTIONAL.items():
         package = _ON_WINDOWS.get(name, name) if system == "Windows" else name
-        specifier, purpose = wanted.get(package, ""), t(f"doctor.purpose.{name}")
-        found.append(Package(package, _version(package), specifier, purpose=purpose))
+        specifier = wanted.get(package, "")
+        found.append(Package(package, _version(package), specifier, purpose=t(purpose)))
     return found
 
 

@@ -92,7 +92,14 @@ def reaches(
     every = well_known() if models is None else models
     for number, model in enumerate(every, start=1):
         if say is not None:
-            say(t("doctor.pricing", model=model.name, number=number, count=len(every)))
+            say(
+                t(
+                    "pricing {model} ({number} of {count})",
+                    model=model.name,
+                    number=number,
+                    count=len(every),
+                )
+            )
         row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
         try:
             exact, rounding = row.cell(exact=True), row.cell()

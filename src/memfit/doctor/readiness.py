@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
-from memfit.messages import t
-from memfit.reasons import translated
+from memfit.messages import shown, t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -79,17 +78,17 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
     for one in beneath:
         if not one.unavailable(setup):
             one.apply(setup)
-    reason = translated(strategy.unavailable(setup))
+    reason = shown(strategy.unavailable(setup))
     note = command = ""
     if kind.name in _NEEDS and reason:
         package = found.package(_NEEDS[kind.name])
         command = package.command if package.lacking else ""
         if _NEEDS[kind.name] == "triton" and _is_too_old(setup):
-            reason, command = t("reason.triton.old"), ""
+            reason, command = t("its kernels need Triton, which needs compute capability 7.0"), ""
     elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
         package = found.package(_FASTER_WITH[kind.name])
         if not setup.has_triton and not _is_too_old(setup):
-            note, command = t("doctor.faster", package=package.name), package.command
+            note, command = t("faster with {package}", package=package.name), package.command
     return Readiness(kind.name, str(strategy.fidelity), reason, note, command)
 
 

@@ -102,17 +102,24 @@ def check_hub(to: str) -> None:
     """Only these two are known."""
     if to not in HUBS:
         said = {"value": repr(to), "choices": ", ".join(HUBS), "hint": nearest(to, HUBS)}
-        raise ConfigError(t("error.option.choice", flag="--to", **said))
+        raise ConfigError(
+            t("{flag} is {value}; it is one of {choices}.{hint}", flag="--to", **said)
+        )
 
 
 def check_repo(repo: str) -> None:
     """A name both hubs take, before anything is read or sent."""
     owner, slash, name = repo.partition("/")
     if not (owner and slash and name) or "/" in name:
-        raise ConfigError(t("hub.repo.form", repo=repr(repo)))
+        raise ConfigError(t("the repository {repo} is not of the form user/name", repo=repr(repo)))
     wrong = sorted({char for char in owner + name if not (char.isalnum() or char in "-_.")})
     if wrong or not repo.isascii():
-        raise ConfigError(t("hub.repo.letters", repo=repr(repo)))
+        raise ConfigError(
+            t(
+                "the repository {repo} may hold letters, digits, '-', '_' and '.' only",
+                repo=repr(repo),
+            )
+        )
 
 
 def _client(to: str) -> Any:

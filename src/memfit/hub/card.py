@@ -16,17 +16,52 @@ from memfit.evaluation import ClassRow
 from memfit.files import read_json
 from memfit.hub.licences import checked_licence
 from memfit.memory.components import MemoryPeak
-from memfit.messages import has, language, t
+from memfit.messages import N_, language, t
 from memfit.results import MemorySummary, RunFolder, RunSummary, read_evaluation, read_summary
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes, format_seconds
 
 _MADE_BY_TRAINER = "generated automatically according to the information the Trainer had access to"
 _MADE_BY_MEMFIT = "Trained and uploaded with memfit"
-_FACTS = (
-    "parameters", "learning_parameters", "epochs", "steps", "effective_batch", "learning_rate",
-    "optim", "seed",
-)  # fmt: skip
+_FACTS = {
+    "parameters": N_("parameters"),
+    "learning_parameters": N_("of them learned"),
+    "epochs": N_("epochs"),
+    "steps": N_("optimizer steps"),
+    "effective_batch": N_("rows a step"),
+    "learning_rate": N_("learning rate"),
+    "optim": N_("optimizer"),
+    "seed": N_("seed"),
+}
+_HEADS = {
+    "metric": N_("metric"),
+    "value": N_("value"),
+    "class": N_("class"),
+    "precision": N_("precision"),
+    "recall": N_("recall"),
+    "rows": N_("rows"),
+    "count": N_("count"),
+    "train": N_("training rows"),
+    "validation": N_("validation rows"),
+    "peak": N_("at the peak"),
+    "predicted": N_("predicted"),
+    "measured": N_("measured"),
+    "part": N_("part"),
+    "time": N_("time"),
+    "strategy": N_("strategy"),
+    "settings": N_("settings"),
+    "why": N_("why"),
+}
+_TIMES = {
+    "on": N_("On {device}."),
+    "data": N_("data"),
+    "load": N_("load"),
+    "plan": N_("plan"),
+    "train": N_("train"),
+    "evaluate": N_("evaluate"),
+    "save": N_("save"),
+    "total": N_("total"),
+}
 
 
 def card_for(folder: Path, repo: str, licence: str | None, to: str) -> str:
@@ -112,18 +147,23 @@ def _hub_id(name: str) -> str | None:
 
 def _base_model(name: str) -> str:
     if name.startswith("modelscope:"):
-        return t("card.base.modelscope", name=name.removeprefix("modelscope:"))
+        return t("`{name}` (ModelScope)", name=name.removeprefix("modelscope:"))
     known = _hub_id(name)
-    return f"`{known}`" if known is not None else t("card.base.folder")
+    return f"`{known}`" if known is not None else t("a model from a local folder")
 
 
 def _opening(folder: Path, summary: RunSummary | None) -> str:
     labels = list(summary.labels) if summary is not None else _labels(folder)
     names = ", ".join(_cell(label) for label in labels)
     if summary is not None and summary.task == "regression":
-        return t("card.opening.number", names=names)
+        return t("Gives a text a number ({names}).", names=names)
     several = summary is not None and summary.task == "multi_label"
-    return t("card.opening.several" if several else "card.opening.one", names=names)
+    return t(
+        N_("Gives a text any of these labels: {names}.")
+        if several
+        else N_("Gives a text one of these labels: {names}."),
+        names=names,
+    )
 
 
 def _labels(folder: Path) -> list[str]:
@@ -139,16 +179,25 @@ def _usage(repo: str, to: str) -> str:
         source = f'str(HubApi().download_repo("{repo}", "model"))'
     lines.append(f'classify = pipeline("text-classification", model={source})')
     lines.append('print(classify("..."))')
-    return f"## {t('card.use')}\n\n```python\n" + "\n".join(lines) + "\n```"
+    return _heading(t("Use")) + "```python\n" + "\n".join(lines) + "\n```"
 
 
 def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:
     rows = summary.data.get("validation_rows")
-    kind = "card.on.rows" if isinstance(rows, int) else "card.on.some"
+    counted = isinstance(rows, int)
+    kind = N_("On {rows} validation rows.") if counted else N_("On the validation rows.")
     if summary.positive:
-        kind += ".positive"
+        kind = (
+            N_("On {rows} validation rows; precision, recall and F1 are those of {name}.")
+            if counted
+            else N_("On the validation rows; precision, recall and F1 are those of {name}.")
+        )
     elif summary.averaging:
-        kind += ".averaged"
+        kind = (
+            N_("On {rows} validation rows; averaged over the classes ({how}).")
+            if counted
+            else N_("On the validation rows; averaged over the classes ({how}).")
+        )
     said = {"name": _cell(summary.positive), "how": summary.averaging, "rows": _count(rows)}
     metrics = _table(
         _heads("metric", "value"),
@@ -162,22 +211,22 @@ def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:
             for row in classes
         ],
     )
-    opening = f"## {t('card.results')}\n\n{t(kind, **said)}"
+    opening = _heading(t("Results")) + t(kind, **said)
     return "\n\n".join(part for part in (opening, metrics, per_class) if part)
 
 
 def _data(summary: RunSummary) -> str:
     data, lengths = summary.data, summary.lengths
     dropped = int(data.get("dropped_no_text", 0)) + int(data.get("dropped_no_label", 0))
-    cut = t("card.rows.cut.tokens", tokens=lengths.get("max_length"))
+    cut = t("{tokens} tokens", tokens=lengths.get("max_length"))
     rows = [
-        (t("card.rows.train"), _count(data.get("train_rows"))),
-        (t("card.rows.validation"), _count(data.get("validation_rows"))),
-        (t("card.rows.dropped"), f"{dropped:,}"),
-        (t("card.rows.duplicates"), _count(data.get("duplicates_across_split"))),
-        (t("card.rows.lengths"), _lengths(lengths)),
-        (t("card.rows.cut"), cut if "max_length" in lengths else ""),
-        (t("card.rows.lost"), _count(lengths.get("cut_rows"))),
+        (t("rows to train on"), _count(data.get("train_rows"))),
+        (t("rows to validate on"), _count(data.get("validation_rows"))),
+        (t("rows left out, without text or label"), f"{dropped:,}"),
+        (t("validation texts also in training"), _count(data.get("duplicates_across_split"))),
+        (t("tokens of a text: median / 90 % / longest"), _lengths(lengths)),
+        (t("texts are cut at"), cut if "max_length" in lengths else ""),
+        (t("texts that lost their end"), _count(lengths.get("cut_rows"))),
     ]
     train, check = data.get("train_class_counts") or {}, data.get("validation_class_counts") or {}
     classes = _table(
@@ -185,7 +234,7 @@ def _data(summary: RunSummary) -> str:
         [(name, f"{count:,}", f"{check.get(name, 0):,}") for name, count in train.items()],
     )
     table = _table(("", *_heads("count")), [row for row in rows if row[1]])
-    return "\n\n".join(part for part in (f"## {t('card.data')}", table, classes) if part)
+    return "\n\n".join(part for part in (_heading(t("Data")).rstrip(), table, classes) if part)
 
 
 def _lengths(lengths: Mapping[str, Any]) -> str:
@@ -196,13 +245,13 @@ def _lengths(lengths: Mapping[str, Any]) -> str:
 
 def _training(summary: RunSummary) -> str:
     training = summary.training
-    rows = [(t("card.fact.base"), _base_model(summary.model))]
+    rows = [(t("base model"), _base_model(summary.model))]
     rows += [
-        (t(f"card.fact.{key}"), _number(training[key]))
-        for key in _FACTS
+        (t(fact), _number(training[key]))
+        for key, fact in _FACTS.items()
         if training.get(key) is not None
     ]
-    return f"## {t('card.training')}\n\n" + _table(("", *_heads("value")), rows)
+    return _heading(t("Training")) + _table(("", *_heads("value")), rows)
 
 
 def _memory(memory: MemorySummary) -> str:
@@ -219,11 +268,13 @@ def _memory(memory: MemorySummary) -> str:
         for name in components
     ]
     sizes = (format_bytes(one.device_bytes) for one in known.values())
-    rows.append((t("card.memory.device"), *sizes))
+    rows.append((t("**on the device**"), *sizes))
     table = _table(_heads("peak", *known), rows)
     budget = memory.budget_bytes
-    within = "" if budget is None else t("card.memory.budget", budget=format_both(budget)) + "\n\n"
-    return f"## {t('card.memory')}\n\n{within}{table}"
+    within = (
+        "" if budget is None else t("The budget was {budget}.", budget=format_both(budget)) + "\n\n"
+    )
+    return _heading(t("Memory")) + within + table
 
 
 def _component(peak: MemoryPeak, name: str) -> int:
@@ -232,11 +283,13 @@ def _component(peak: MemoryPeak, name: str) -> int:
 
 def _time(summary: RunSummary) -> str:
     rows = [
-        (t(f"card.time.{name}") if has(f"card.time.{name}") else name, format_seconds(value))
+        (t(_TIMES[name]) if name in _TIMES else name, format_seconds(value))
         for name, value in summary.seconds.items()
     ]
-    on = t("card.time.on", device=_cell(summary.device)) + "\n\n" if summary.device else ""
-    return f"## {t('card.time')}\n\n{on}" + _table(_heads("part", "time"), rows) if rows else ""
+    on = t("On {device}.", device=_cell(summary.device)) + "\n\n" if summary.device else ""
+    if not rows:
+        return ""
+    return _heading(t("Time")) + on + _table(_heads("part", "time"), rows)
 
 
 def _plan(folder: Path) -> str:
@@ -255,8 +308,12 @@ def _plan(folder: Path) -> str:
         for name, settings in strategies.items()
     ]
     fidelity = tables.get("fidelity")
-    does = t("card.plan.fidelity", fidelity=_cell(fidelity)) + "\n\n" if fidelity else ""
-    return f"## {t('card.plan')}\n\n{does}" + _table(_heads("strategy", "settings", "why"), rows)
+    does = (
+        t("What it does to the result: {fidelity}.", fidelity=_cell(fidelity)) + "\n\n"
+        if fidelity
+        else ""
+    )
+    return _heading(t("Plan")) + does + _table(_heads("strategy", "settings", "why"), rows)
 
 
 def _settings(settings: Any) -> str:
@@ -268,17 +325,26 @@ def _made_with(summary: RunSummary | None) -> str:
     versions = summary.versions if summary is not None else {}
     names = ("memfit", "torch", "transformers")
     kept = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    return t("card.made.versions", versions=kept) if kept else t("card.made")
+    return (
+        t("Trained and uploaded with memfit ({versions}).", versions=kept)
+        if kept
+        else t("Trained and uploaded with memfit.")
+    )
+
+
+def _heading(text: str) -> str:
+    return f"## {text}\n\n"
 
 
 def _heads(*names: str) -> tuple[str, ...]:
-    return tuple(t(f"card.head.{name}") for name in names)
+    return tuple(t(_HEADS[name]) for name in names)
 
 
 def _worded(group: str, name: str) -> str:
     """A component or a metric in Chinese; in English under the name programs know it by."""
-    message = f"report.{group}.{name}"
-    return t(message) if language() != "en" and has(message) else name
+    from memfit.report.values import named
+
+    return name if language() == "en" else named(group, name)
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -117,7 +117,13 @@ def _fetch(name: str, file: str, part: Path) -> None:
                 waits = list(WAITS_SECONDS)
             elif not waits:
                 said = {"name": name, "bytes": format_bytes(before), "file": file}
-                raise ModelError(t("hub.stopped", **said)) from None
+                raise ModelError(
+                    t(
+                        "the download of {name} stopped: the connection failed with {bytes} of "
+                        "{file} fetched; the same command goes on there",
+                        **said,
+                    )
+                ) from None
             time.sleep(waits.pop(0))
 
 

@@ -51,13 +51,28 @@ class Upload:
 def files_to_push(folder: Path) -> tuple[Path, ...]:
     """The model's and the tokenizer's files, or what is missing of them."""
     if not folder.is_dir():
-        raise ModelError(t("hub.folder.none", folder=folder))
+        raise ModelError(
+            t("there is no folder {folder}; give the output folder of a run", folder=folder)
+        )
     if (folder / "run.toml").is_file() and not _matching(folder, (*_WEIGHTS, *_OLD_WEIGHTS)):
-        raise ModelError(t("input.run.unfinished", folder=folder))
+        raise ModelError(
+            t(
+                "the run in {folder} has not finished; continue it with memfit train --resume "
+                "--output-dir {folder}",
+                folder=folder,
+            )
+        )
     check_model_folder(ModelConfig(model=str(folder)))
     weights = _matching(folder, _WEIGHTS) or _matching(folder, _OLD_WEIGHTS)
     if not _matching(folder, _VOCABULARY):
-        raise ModelError(t("hub.folder.tokenizer", folder=folder, path=repr(str(folder))))
+        raise ModelError(
+            t(
+                "the folder {folder} has no tokenizer, and a model without one is of no use to "
+                "others; write it there with tokenizer.save_pretrained({path})",
+                folder=folder,
+                path=repr(str(folder)),
+            )
+        )
     found = {*_matching(folder, _CONFIG), *_matching(folder, _TOKENIZER), *weights}
     return tuple(sorted(found))
 

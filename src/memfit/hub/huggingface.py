@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub.words import causes, is_connection, reason
-from memfit.messages import t
+from memfit.messages import N_, t
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -62,14 +62,22 @@ def source_of(name: str, *, weights: bool) -> str:
     if isinstance(cached, str):
         return str(Path(cached).parent)
     cache = constants.HF_HUB_CACHE
-    raise ModelError(t("hub.nowhere", name=name, why=why_silent(), cache=cache))
+    raise ModelError(
+        t(
+            "cannot get the model {name}: there is no folder of that name, and the hub {why}; "
+            "nor is it in the cache ({cache})",
+            name=name,
+            why=why_silent(),
+            cache=cache,
+        )
+    )
 
 
 def why_silent() -> str:
     """Why the hub does not answer, after `answers` was false."""
     if is_off():
-        return t("hub.off")
-    return t("hub.unreachable", address=endpoint())
+        return t("is switched off (HF_HUB_OFFLINE=1)")
+    return t("cannot be reached ({address})", address=endpoint())
 
 
 def answers(name: str) -> bool:
@@ -122,7 +130,13 @@ def upload(what: Upload) -> str:
     with _explained("upload", repo=what.repo):
         made = api.create_repo(what.repo, private=True if what.private else None, exist_ok=True)
         if what.private and not api.model_info(what.repo).private:
-            raise ConfigError(t("hub.public", repo=what.repo))
+            raise ConfigError(
+                t(
+                    "{repo} exists already and is public, so that nothing was uploaded; make "
+                    "it private in its settings, or name another repository",
+                    repo=what.repo,
+                )
+            )
         _commit(api, what)
     return str(made)
 
@@ -175,7 +189,9 @@ def _without_xet() -> Iterator[None]:
 
 def _refuse_offline() -> None:
     if is_off():
-        raise ConfigError(t("hub.switched.off"))
+        raise ConfigError(
+            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
+        )
 
 
 def _status(error: BaseException) -> int | None:
@@ -203,20 +219,58 @@ def _explained(doing: str, *secrets: str | None, repo: str = "") -> Iterator[Non
         raise _sentence(error, doing, repo, *secrets) from None
 
 
+_DOING = {
+    "login": N_("log in"),
+    "who": N_("ask who is logged in"),
+    "upload": N_("upload to {repo}"),
+}
+
+
 def _sentence(error: Exception, doing: str, repo: str, *secrets: str | None) -> MemfitError:
     from huggingface_hub import get_token
     from huggingface_hub.errors import LocalTokenNotFoundError
 
-    said = t(f"hub.doing.{doing}", repo=repo)
+    said = t(_DOING[doing], repo=repo)
     chain = causes(error)
     status = next((code for each in chain if (code := _status(each)) is not None), None)
     if status == 401 or any(isinstance(each, LocalTokenNotFoundError) for each in chain):
-        kind = "hub.token.refused" if get_token() or any(secrets) else "hub.token.none"
-        return ConfigError(t(f"{kind}.login" if doing == "login" else kind, doing=said))
+        given = bool(get_token() or any(secrets))
+        if doing == "login":
+            kind = (
+                N_("cannot {doing}: the hub does not accept the token")
+                if given
+                else N_("cannot {doing}: the hub knows no token")
+            )
+            return ConfigError(t(kind, doing=said))
+        kind = (
+            N_(
+                "cannot {doing}: the hub does not accept the token; log in with memfit login, "
+                "or set HF_TOKEN"
+            )
+            if given
+            else N_(
+                "cannot {doing}: the hub knows no token; log in with memfit login, or set HF_TOKEN"
+            )
+        )
+        return ConfigError(t(kind, doing=said))
     if status == 403:
-        return ConfigError(t("hub.token.weak", doing=said, address=endpoint()))
+        return ConfigError(
+            t(
+                "cannot {doing}: the token may not write there; make one that may "
+                "({address}/settings/tokens) and log in again with memfit login --force",
+                doing=said,
+                address=endpoint(),
+            )
+        )
     if any(is_connection(each) for each in chain):
-        kind = "hub.failed.again" if doing == "upload" else "hub.failed"
+        kind = (
+            N_(
+                "cannot {doing}: the connection to {address} failed; the same command goes on "
+                "where it stopped"
+            )
+            if doing == "upload"
+            else N_("cannot {doing}: the connection to {address} failed")
+        )
         return MemfitError(t(kind, doing=said, address=endpoint()))
     why = reason(error, get_token(), *secrets)
-    return MemfitError(t("hub.failed.reason", doing=said, reason=why))
+    return MemfitError(t("cannot {doing}: {reason}", doing=said, reason=why))

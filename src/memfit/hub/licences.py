@@ -27,9 +27,23 @@ COMMON = ("apache-2.0", "mit", "cc-by-4.0", "cc-by-nc-4.0", "other")
 def checked_licence(licence: str | None) -> str:
     """The licence as the hubs spell it; a model without one may not be used by anybody."""
     if licence is None or not licence.strip():
-        raise ConfigError(t("hub.licence.none", first=COMMON[0], others=", ".join(COMMON[1:])))
+        raise ConfigError(
+            t(
+                "no licence given; name one with --licence, for instance --licence {first} (or "
+                "{others})",
+                first=COMMON[0],
+                others=", ".join(COMMON[1:]),
+            )
+        )
     known = licence.strip().lower().replace(" ", "-")
     if known not in LICENCES:
         hint = nearest(known, LICENCES)
-        raise ConfigError(t("hub.licence.unknown", name=repr(licence), hint=hint))
+        raise ConfigError(
+            t(
+                "--licence is {name}, which the hubs do not know.{hint} Write other for one of "
+                "your own",
+                name=repr(licence),
+                hint=hint,
+            )
+        )
     return known

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.hub.words import is_set, reason
-from memfit.messages import t
+from memfit.messages import N_, t
 
 if TYPE_CHECKING:
     from modelscope_hub import HubApi, HubConfig
@@ -48,10 +48,12 @@ def download(name: str, *, weights: bool = True) -> Path:
     """The folder a model lies in, fetched as far as it is not there yet."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
-        raise ModelError(t("hub.name.modelscope", name=name))
+        raise ModelError(t("modelscope:{name} is not of the form modelscope:org/name", name=name))
     config = _config()
-    silent = t("hub.off") if is_off() else _why_silent(str(config.endpoint))
-    with _explained(t("hub.doing.get", name=f"modelscope:{name}"), config.token), _quiet():
+    silent = (
+        t("is switched off (HF_HUB_OFFLINE=1)") if is_off() else _why_silent(str(config.endpoint))
+    )
+    with _explained(t("get the model {name}", name=f"modelscope:{name}"), config.token), _quiet():
         if silent is not None:
             return _from_cache(config, name, silent)
         api = _api(config)
@@ -75,7 +77,13 @@ def _from_cache(config: HubConfig, name: str, silent: str) -> Path:
         return _api(config).download_repo(name, "model", local_files_only=True)
     except CacheNotFound:
         said = {"name": name, "why": silent, "cache": config.cache_dir}
-        raise ModelError(t("hub.nowhere.modelscope", **said)) from None
+        raise ModelError(
+            t(
+                "cannot get the model modelscope:{name}: ModelScope {why}, and it is not in "
+                "the cache ({cache})",
+                **said,
+            )
+        ) from None
 
 
 def _why_silent(address: str) -> str | None:
@@ -85,7 +93,7 @@ def _why_silent(address: str) -> str | None:
     try:
         requests.head(address, timeout=SECONDS_TO_ANSWER)
     except requests.RequestException:
-        return t("hub.unreachable", address=address)
+        return t("cannot be reached ({address})", address=address)
     return None
 
 
@@ -100,13 +108,18 @@ def login(token: str | None, *, force: bool) -> str:
         with contextlib.suppress(MemfitError):
             return _user(config)
     if token is None:
-        raise ConfigError(t("hub.token.modelscope"))
-    with _explained(t("hub.doing.login.modelscope"), token), _quiet():
+        raise ConfigError(
+            t(
+                "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste "
+                "it into memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
+            )
+        )
+    with _explained(t("log in to ModelScope"), token), _quiet():
         return str(_api(config).login(token).username)
 
 
 def _user(config: HubConfig) -> str:
-    with _explained(t("hub.doing.who.modelscope"), config.token), _quiet():
+    with _explained(t("ask who is logged in to ModelScope"), config.token), _quiet():
         return str(_api(config).whoami().username)
 
 
@@ -115,8 +128,14 @@ def upload(what: Upload) -> str:
     _refuse_offline()
     config = _config()
     if not config.token:
-        raise ConfigError(t("hub.login.modelscope", repo=what.repo))
-    with _explained(t("hub.doing.upload", repo=what.repo), config.token), _quiet():
+        raise ConfigError(
+            t(
+                "cannot upload to {repo}: not logged in to ModelScope; log in with memfit "
+                "login --to modelscope, or set MODELSCOPE_API_TOKEN",
+                repo=what.repo,
+            )
+        )
+    with _explained(t("upload to {repo}", repo=what.repo), config.token), _quiet():
         api = _api(config)
         _create(api, what)
         api.upload_folder(
@@ -145,7 +164,13 @@ def _create(api: HubApi, what: Upload) -> None:
         api.create_repo(what.repo, "model", visibility=seen, license=what.licence)
     except AlreadyExistsError:
         if what.private and not _is_private(api, what.repo):
-            raise ConfigError(t("hub.public", repo=what.repo)) from None
+            raise ConfigError(
+                t(
+                    "{repo} exists already and is public, so that nothing was uploaded; make "
+                    "it private in its settings, or name another repository",
+                    repo=what.repo,
+                )
+            ) from None
 
 
 def _is_private(api: HubApi, repo: str) -> bool:
@@ -157,13 +182,17 @@ def _is_private(api: HubApi, repo: str) -> bool:
 
 def _refuse_offline() -> None:
     if is_off():
-        raise ConfigError(t("hub.switched.off"))
+        raise ConfigError(
+            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
+        )
 
 
 def _config() -> HubConfig:
     """What the environment and an earlier login say now."""
     if importlib.util.find_spec("modelscope_hub") is None:
-        raise ConfigError(t("hub.client.modelscope", command=INSTALL))
+        raise ConfigError(
+            t("ModelScope needs its client, which is not installed: {command}", command=INSTALL)
+        )
     from modelscope_hub import HubConfig
 
     return HubConfig()
@@ -208,14 +237,30 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
     from modelscope_hub import errors
 
     if isinstance(error, errors.AuthenticationError):
-        login = doing == t("hub.doing.login.modelscope")
-        kind = "hub.token.refused.modelscope" if not login else "hub.token.refused.modelscope.login"
+        login = doing == t("log in to ModelScope")
+        kind = (
+            N_(
+                "cannot {doing}: ModelScope does not accept the token; log in with memfit "
+                "login --to modelscope, or set MODELSCOPE_API_TOKEN"
+            )
+            if not login
+            else N_("cannot {doing}: ModelScope does not accept the token")
+        )
         return ConfigError(t(kind, doing=doing))
     if isinstance(error, errors.PermissionDeniedError):
-        return ConfigError(t("hub.refused.modelscope", doing=doing))
+        return ConfigError(
+            t("cannot {doing}: your token may not do that on ModelScope", doing=doing)
+        )
     if isinstance(error, errors.NotExistError):
-        return ModelError(t("hub.none.modelscope", doing=doing))
+        return ModelError(t("cannot {doing}: ModelScope has none of that name", doing=doing))
     failed = (errors.NetworkError, errors.RequestTimeoutError, errors.FileDownloadError)
     if isinstance(error, (*failed, errors.StorageError)):
-        return MemfitError(t("hub.failed.again", doing=doing, address="ModelScope"))
-    return MemfitError(t("hub.failed.reason", doing=doing, reason=reason(error, *secrets)))
+        return MemfitError(
+            t(
+                "cannot {doing}: the connection to {address} failed; the same command goes on "
+                "where it stopped",
+                doing=doing,
+                address="ModelScope",
+            )
+        )
+    return MemfitError(t("cannot {doing}: {reason}", doing=doing, reason=reason(error, *secrets)))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from memfit.errors import TraceError
 from memfit.memory.events import Event
+from memfit.messages import t
 from memfit.units import MIB
 
 ROUND_BYTES = 512
@@ -372,7 +373,13 @@ def simulate(
     for index, event in enumerate(events):
         if not event.birth:
             if event.block not in live:
-                raise TraceError(f"block {event.block} dies at event {index} without a birth")
+                raise TraceError(
+                    t(
+                        "block {block} dies at event {index} without a birth",
+                        block=event.block,
+                        index=index,
+                    )
+                )
             block = live.pop(event.block)
             if block is not None:
                 allocator.free(block)

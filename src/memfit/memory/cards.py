@@ -107,7 +107,9 @@ def find_card(name: str) -> DeviceProfile:
     fewest = min(len(words) for words in fits.values())
     closest = [card for card, words in fits.items() if len(words) == fewest]
     if len(closest) > 1:
-        raise ConfigError(t("input.card.several", name=repr(name), cards=_either(closest)))
+        raise ConfigError(
+            t("{name} may be {cards}; write which one", name=repr(name), cards=_either(closest))
+        )
     return _profile(closest[0])
 
 
@@ -227,9 +229,14 @@ def _unknown(name: str) -> str:
     near = suggestion(words, plain)
     for key, card in plain.items():
         near = near.replace(repr(key), repr(card))
-    return t("input.card.unknown", name=repr(name), hint=near, known=", ".join(_table()))
+    return t(
+        "no card {name} is known.{hint} Known are: {known}",
+        name=repr(name),
+        hint=near,
+        known=", ".join(_table()),
+    )
 
 
 def _either(cards: Iterable[str]) -> str:
     *first, last = cards
-    return t("input.card.either", first=", ".join(first), last=last)
+    return t("{first} or {last}", first=", ".join(first), last=last)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memfit.drawing import COMPONENTS, INK, PAPER, Drawing
 from memfit.memory.components import Component
+from memfit.messages import t
 from memfit.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -48,19 +49,19 @@ def draw(
 ) -> str:
     """Stacked areas over the events, the peak marked."""
     top_bytes = peak.total_bytes + context_bytes
-    with Drawing("memfit", "Memory over the step, by component", (9.6, 4.4)) as drawing:
+    with Drawing("memfit", t("Memory over the step, by component"), (9.6, 4.4)) as drawing:
         axes: Axes = drawing.axes
         unit_bytes, unit = (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
         _areas(axes, shown, context_bytes, unit_bytes)
         highest_bytes = max(top_bytes, budget_bytes or 0)
         axes.set_ylim(0, highest_bytes * 1.22 / unit_bytes)
         axes.set_xlim(0, max(shown[-1].event, 1))
-        axes.set_xlabel("births and deaths of tensors, in order")
+        axes.set_xlabel(t("births and deaths of tensors, in order"))
         axes.set_ylabel(unit)
         if budget_bytes is not None:
             axes.axhline(budget_bytes / unit_bytes, color=INK, linewidth=1.2, linestyle="--")
             axes.annotate(
-                f"budget {format_bytes(budget_bytes)}",
+                t("budget {bytes}", bytes=format_bytes(budget_bytes)),
                 (0.01, budget_bytes / unit_bytes),
                 xycoords=("axes fraction", "data"),
                 verticalalignment="bottom",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memfit.messages import N_
+
 
 class Component(StrEnum):
     """What a byte of device memory is for."""
@@ -16,6 +18,17 @@ class Component(StrEnum):
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
     CONTEXT = "context"
+
+
+COMPONENT_NAMES: Mapping[str, str] = {
+    "weights": N_("weights"),
+    "gradients": N_("gradients"),
+    "optimizer": N_("optimizer"),
+    "activations": N_("activations"),
+    "workspace": N_("workspace"),
+    "context": N_("context"),
+}
+"""What a reader calls each component."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from memfit.memory.counting import current
 from memfit.memory.fake_ops import run_directly
 from memfit.memory.operators import CudaKernels, supplied_operator
 from memfit.memory.trace import _BACKWARD_NODE, _DEVICE, Tracker, tensors_in
+from memfit.messages import t
 
 _ADD = torch.ops.aten.add.Tensor
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
@@ -122,11 +123,13 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
 
     def _unsupported(self, func: Any) -> str:
         name = func._schema.name
-        where = f" in {self.module}" if self.module else ""
-        return (
-            f"the memory trace cannot run {name}{where}: its result depends on values the trace"
-            f" does not have. Supply one of the right shape with"
-            f' memfit.memory.operators.register_operator("{name}", function).'
+        where = t(" in {module}", module=self.module) if self.module else ""
+        return t(
+            "the memory trace cannot run {name}{where}: its result depends on values the trace "
+            "does not have. Supply one of the right shape with "
+            'memfit.memory.operators.register_operator("{name}", function).',
+            name=name,
+            where=where,
         )
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:

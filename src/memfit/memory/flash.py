@@ -45,9 +45,11 @@ def flash_attention() -> Iterator[None]:
 def check_flash(model: Any, dtype: str, *, autocast: bool) -> None:
     """What transformers checks before it uses the package."""
     if not getattr(model, "_supports_flash_attn", False):
-        raise ModelError(t("input.flash.none", model=type(model).__name__))
+        raise ModelError(
+            t("{model} does not support flash attention; try sdpa", model=type(model).__name__)
+        )
     if dtype == "float32" and not autocast:
-        raise ModelError(t("input.flash.half"))
+        raise ModelError(t("flash attention computes in half precision only; add bf16 or fp16"))
 
 
 def _forward(

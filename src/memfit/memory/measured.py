@@ -26,6 +26,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.context import measured_context_bytes
 from memfit.memory.trace import Tracker
 from memfit.memory.workspace import workspace_bytes
+from memfit.messages import t
 
 Optimizers = Callable[[], Any]
 """Gives the optimizer, or None while there is none: the Trainer makes it late."""
@@ -41,7 +42,7 @@ class Measurement:
     def peak(self) -> MemoryPeak:
         """The highest use of what ran inside the block."""
         if self._peak is None:
-            raise MemfitError("the peak is known when the measured block has ended")
+            raise MemfitError(t("the peak is known when the measured block has ended"))
         return self._peak
 
 

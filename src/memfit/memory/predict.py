@@ -29,6 +29,7 @@ from memfit.memory.segments import Segments, cut
 from memfit.memory.spec import StepSpec
 from memfit.memory.step import Stepper
 from memfit.memory.trace import Tracker
+from memfit.messages import t
 from memfit.parts import layers_of
 
 
@@ -128,8 +129,15 @@ def failing_as_a_trace(tracker: FakeTracker, model: Any) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        where = f" in {tracker.module}" if tracker.module else ""
-        raise TraceError(f"{type(model).__name__} cannot be traced{where}: {error}") from error
+        where = t(" in {module}", module=tracker.module) if tracker.module else ""
+        raise TraceError(
+            t(
+                "{name} cannot be traced{where}: {error}",
+                name=type(model).__name__,
+                where=where,
+                error=error,
+            )
+        ) from error
 
 
 def run_segments(spec: StepSpec) -> Segments:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from memfit.errors import TraceError
 from memfit.memory.components import Component
 from memfit.memory.events import Event
+from memfit.messages import t
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -133,6 +134,13 @@ def play(segments: Segments, order: Iterable[str]) -> list[Event]:
             elif blocks:
                 block, module = blocks.pop(0 if rank < 0 else max(len(blocks) - 1 - rank, 0))
             else:
-                raise TraceError(f"a block of {kind[0]} bytes of {module} dies unborn in {name}")
+                raise TraceError(
+                    t(
+                        "a block of {count} bytes of {module} dies unborn in {name}",
+                        count=kind[0],
+                        module=module,
+                        name=name,
+                    )
+                )
             events.append(Event(block, kind[0], birth, kind[1], module))
     return events

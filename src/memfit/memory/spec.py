@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
-from memfit.messages import t
+from memfit.messages import N_, t
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure_bf16", "pure_fp16")
 """`bf16` and `fp16` are autocast over fp32 weights; `pure_*` load the weights in that type."""
@@ -29,9 +29,9 @@ PROBLEM_TYPES = (
 )
 
 _AT_LEAST_ONE = {
-    "rows": "the batch size",
-    "length": "the max length",
-    "num_labels": "the number of labels",
+    "rows": N_("the batch size"),
+    "length": N_("the max length"),
+    "num_labels": N_("the number of labels"),
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 
@@ -71,14 +71,23 @@ class StepSpec:
         _known("problem_type", self.problem_type, PROBLEM_TYPES)
         for name, words in _AT_LEAST_ONE.items():
             if getattr(self, name) < 1:
-                raise ConfigError(t("input.spec.least", what=words, value=getattr(self, name)))
+                raise ConfigError(
+                    t(
+                        "{what} is {value}; it must be at least 1",
+                        what=t(words),
+                        value=getattr(self, name),
+                    )
+                )
         if self.lora is not None and self.freeze is not None:
             raise ConfigError(
-                "--lora freezes all but its adapters and the head already; leave --freeze out"
+                t("--lora freezes all but its adapters and the head already; leave --freeze out")
             )
         if self.freeze not in (None, "encoder", "embeddings") and not self.freeze.isdecimal():
             raise ConfigError(
-                f"cannot freeze {self.freeze!r}; write encoder, embeddings or a number of layers"
+                t(
+                    "cannot freeze {freeze}; write encoder, embeddings or a number of layers",
+                    freeze=repr(self.freeze),
+                )
             )
 
     @property
@@ -109,5 +118,11 @@ class StepSpec:
 def _known(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(
-            f"{name} {value!r} is not one of {', '.join(allowed)}.{nearest(value, allowed)}"
+            t(
+                "{name} {value} is not one of {choices}.{hint}",
+                name=name,
+                value=repr(value),
+                choices=", ".join(allowed),
+                hint=nearest(value, allowed),
+            )
         )

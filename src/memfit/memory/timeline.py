@@ -13,8 +13,9 @@ from string import Template
 from memfit.drawing import palette_css
 from memfit.memory.allocator import round_request
 from memfit.memory.chart import draw
-from memfit.memory.components import Component
+from memfit.memory.components import COMPONENT_NAMES, Component
 from memfit.memory.events import Event
+from memfit.messages import language, t
 from memfit.units import format_bytes
 
 MOST_POINTS = 800
@@ -87,8 +88,8 @@ def write_timeline(
     events: Sequence[Event],
     path: Path | str,
     *,
-    title: str = "Memory over the training step",
-    lead: str = "Every tensor from its birth to its death, in the order they happen.",
+    title: str | None = None,
+    lead: str | None = None,
     context_bytes: int = 0,
     reserved_bytes: int | None = None,
     budget_bytes: int | None = None,
@@ -98,21 +99,32 @@ def write_timeline(
     shown = moments(events)
     peak = max(shown, key=lambda moment: moment.total_bytes)
     chart = draw(shown, peak, context_bytes=context_bytes, budget_bytes=budget_bytes, phases=phases)
-    figures = {"highest use of tensors": peak.total_bytes}
+    figures = {t("highest use of tensors"): peak.total_bytes}
     if reserved_bytes is not None:
-        figures["reserved for them"] = reserved_bytes
+        figures[t("reserved for them")] = reserved_bytes
     if context_bytes:
-        figures["of the device"] = context_bytes + (reserved_bytes or peak.total_bytes)
+        figures[t("of the device")] = context_bytes + (reserved_bytes or peak.total_bytes)
     if budget_bytes is not None:
-        figures["budget"] = budget_bytes
+        figures[t("budget")] = budget_bytes
     page = Template(
         resources.files("memfit.memory").joinpath("timeline.html").read_text(encoding="utf-8")
     ).substitute(
+        lang={"en": "en", "zh": "zh-Hans"}[language()],
+        busy=escape(t("At work at the peak:")),
+        by_component=escape(t("At the peak, by component")),
+        held_by=escape(t("What holds it")),
+        component=escape(t("component")),
+        made_by=escape(t("made by")),
+        blocks=escape(t("blocks")),
+        memory=escape(t("memory")),
+        share=escape(t("share")),
         palette=palette_css(),
-        title=escape(title),
-        lead=escape(lead),
+        title=escape(title or t("Memory over the training step")),
+        lead=escape(
+            lead or t("Every tensor from its birth to its death, in the order they happen.")
+        ),
         figures="\n".join(_figure(name, value) for name, value in figures.items()),
-        at_work=escape(peak.module or "no module"),
+        at_work=escape(peak.module or t("no module")),
         chart=chart,
         components=_component_rows(peak, context_bytes),
         holders=_holder_rows(holders(events, peak.event), peak.total_bytes + context_bytes),
@@ -145,8 +157,9 @@ def _holder_rows(found: Sequence[Holder], whole: int) -> str:
     rest = found[MOST_HOLDERS:]
     if rest:
         blocks, nbytes = sum(h.blocks for h in rest), sum(h.nbytes for h in rest)
+        others = escape(t("{count} others", count=len(rest)))
         rows.append(
-            f'<tr><td></td><td>{len(rest)} others</td><td class="number">{blocks}</td>'
+            f'<tr><td></td><td>{others}</td><td class="number">{blocks}</td>'
             f"{_numbers(nbytes, whole)}</tr>"
         )
     return "\n".join(rows)
@@ -154,7 +167,7 @@ def _holder_rows(found: Sequence[Holder], whole: int) -> str:
 
 def _swatch(component: Component) -> str:
     style = f"background: var(--{component})"
-    return f'<span class="swatch" style="{style}"></span>{component}'
+    return f'<span class="swatch" style="{style}"></span>{escape(t(COMPONENT_NAMES[component]))}'
 
 
 def _numbers(nbytes: int, whole: int) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memfit.errors import DataError
+from memfit.messages import Message
 
 IGNORED_LABEL = -100
 """The label of a dummy row: cross entropy leaves it out of the sum and out of the mean."""
@@ -240,14 +241,20 @@ def weighted_loss(
 def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or "inputs_embeds" in batch:
-        raise DataError("a batch is packed from input_ids of shape [rows, tokens]; it has none")
+        raise DataError(
+            Message("a batch is packed from input_ids of shape [rows, tokens]; it has none")
+        )
     mask = batch.get("attention_mask")
     if mask is None:
         return ids, torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:
         raise DataError(
-            f"the attention mask has shape {list(mask.shape)} and the tokens {list(ids.shape)}; "
-            "packing needs one mask value a token"
+            Message(
+                "the attention mask has shape {shape} and the tokens {expected}; packing "
+                "needs one mask value a token",
+                shape=list(mask.shape),
+                expected=list(ids.shape),
+            )
         )
     mask = mask.bool()
     # A row without any token still is a row with a label: keep its first cell.

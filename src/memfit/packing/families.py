@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from memfit.messages import N_
 from memfit.packing.batch import PackSpec
 
 
@@ -74,9 +75,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # Why a family people will try is not in the table.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "mpnet": "MPNet adds relative position biases and silently ignores text boundaries",
-        "deberta": "DeBERTa's attention mixes in relative positions and ignores text boundaries",
-        "deberta-v2": "DeBERTa's attention mixes in relative positions and ignores text boundaries",
+        "mpnet": N_("MPNet adds relative position biases and silently ignores text boundaries"),
+        "deberta": N_(
+            "DeBERTa's attention mixes in relative positions and ignores text boundaries"
+        ),
+        "deberta-v2": N_(
+            "DeBERTa's attention mixes in relative positions and ignores text boundaries"
+        ),
     }
 )
 

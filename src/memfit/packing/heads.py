@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from memfit.messages import Message
 from memfit.packing.families import unwrap
 
 _READ_FIRST = frozenset(
@@ -35,23 +36,23 @@ def sees_padding(model: nn.Module) -> str:
     inner: Any = unwrap(model)
     name = type(inner).__name__
     if not isinstance(inner, PreTrainedModel):
-        return f"{name} is no transformers model"
+        return Message("{name} is no transformers model", name=name)
     if not type(inner).__module__.startswith("transformers.") or not name.endswith(
         "ForSequenceClassification"
     ):
-        return f"{name} is no sequence classifier of transformers itself"
+        return Message("{name} is no sequence classifier of transformers itself", name=name)
     if "forward" in vars(inner) and "_original_forward" not in vars(inner):  # accelerate's
-        return f"the forward of this {name} was replaced"
+        return Message("the forward of this {name} was replaced", name=name)
     kind = inner.config.model_type
     if kind not in _READ_FIRST and not reads_last_token(model):
-        return f"nobody has tried whether {kind} sees padding"
+        return Message("nobody has tried whether {kind} sees padding", kind=kind)
     if reads_last_token(model) and inner.config.get_text_config().pad_token_id is None:
-        return "its config has no pad_token_id, so the last column is read"
+        return Message("its config has no pad_token_id, so the last column is read")
     for part in inner.modules():
         if not type(part).__module__.startswith(_LIBRARIES):
-            return f"{type(part).__name__} in it is of your own"
+            return Message("{name} in it is of your own", name=type(part).__name__)
         if isinstance(part, _ACROSS_TOKENS):
-            return f"its {type(part).__name__} mixes neighbouring tokens"
+            return Message("its {name} mixes neighbouring tokens", name=type(part).__name__)
     return ""
 
 

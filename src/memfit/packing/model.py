@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from memfit.errors import ModelError
+from memfit.messages import Message
 from memfit.packing.attention import IMPLEMENTATION, STOCK_ATTRIBUTE
 from memfit.packing.batch import PackedBatch, PackSpec, pack, padded_on_the_right
 from memfit.packing.families import FAMILIES, Family, attention_modules, base_of, pack_spec, unwrap
@@ -33,7 +34,10 @@ class PackedModel:
         family = FAMILIES.get(getattr(getattr(inner, "config", None), "model_type", ""))
         if family is None or not isinstance(inner, PreTrainedModel):
             raise ModelError(
-                f"{type(inner).__name__} cannot be packed; ask can_pack() for the reason"
+                Message(
+                    "{name} cannot be packed; ask can_pack() for the reason",
+                    name=type(inner).__name__,
+                )
             )
         self.model = model
         self.spec = pack_spec(model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memfit.messages import Message
 from memfit.packing.attention import count_packed_calls
 from memfit.packing.families import FAMILIES, REFUSED, attention_modules, unwrap
 from memfit.packing.heads import sees_padding
@@ -44,45 +45,56 @@ def can_pack(model: nn.Module) -> PackingSupport:
     assert isinstance(inner, PreTrainedModel)
     name = type(inner).__name__
     if not _has_values(inner):
-        return PackingSupport(True, f"{name}: a known family; not tried, as it has no weights yet")
+        return PackingSupport(
+            True, Message("{name}: a known family; not tried, as it has no weights yet", name=name)
+        )
     try:
         refusal = _probe(model, inner)
     except Exception as error:
         # A model the table knows but whose class was changed can fail in any way.
-        refusal = f"a packed trial batch failed: {type(error).__name__}: {error}"
+        refusal = Message(
+            "a packed trial batch failed: {kind}: {error}",
+            kind=type(error).__name__,
+            error=str(error),
+        )
     if refusal:
-        return PackingSupport(False, f"{name}: {refusal}")
-    return PackingSupport(True, f"{name}: packed and padded logits agree")
+        return PackingSupport(False, Message("{name}: {refusal}", name=name, refusal=refusal))
+    return PackingSupport(True, Message("{name}: packed and padded logits agree", name=name))
 
 
 def _refusal(model: nn.Module, inner: nn.Module) -> str:
     """Why the rules say no; empty when they say yes."""
     if not isinstance(inner, PreTrainedModel):
-        return f"{type(inner).__name__} is no transformers model"
+        return Message("{name} is no transformers model", name=type(inner).__name__)
     config: Any = inner.config
     kind = config.model_type
     parents = [parent.__name__ for parent in type(inner).__mro__]
     if not any(name.endswith("ForSequenceClassification") for name in parents):
-        return f"{parents[0]} has no sequence classification head that reads one vector a text"
+        return Message(
+            "{name} has no sequence classification head that reads one vector a text",
+            name=parents[0],
+        )
     if kind in REFUSED:
-        return REFUSED[kind]
+        return Message(REFUSED[kind])
     if kind not in FAMILIES:
         if _is_causal(inner):
-            return f"{kind} is a decoder; only encoders are packed so far"
-        return f"there is no packing rule for the model type {kind!r}"
+            return Message("{kind} is a decoder; only encoders are packed so far", kind=kind)
+        return Message("there is no packing rule for the model type {kind}", kind=repr(kind))
     if getattr(config, "is_decoder", False):
-        return "its config says is_decoder; only encoders are packed so far"
+        return Message("its config says is_decoder; only encoders are packed so far")
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "is_prompt_learning", False):
-            return "prompt and prefix tuning put tokens of their own before each text"
+            return Message("prompt and prefix tuning put tokens of their own before each text")
     if seen := sees_padding(model):
         return seen
     expected = FAMILIES[kind].attention
     found = attention_modules(inner, FAMILIES[kind])
     if not found:
-        return f"no {expected} module was found in it"
+        return Message("no {expected} module was found in it", expected=expected)
     if not all(hasattr(module, "config") for module in found):
-        return f"{expected} does not look its attention function up by name"
+        return Message(
+            "{expected} does not look its attention function up by name", expected=expected
+        )
     return ""
 
 
@@ -102,15 +114,24 @@ def _probe(model: nn.Module, inner: PreTrainedModel) -> str:
     config: Any = inner.config
     layers = config.num_hidden_layers * getattr(config, "inner_group_num", 1)
     if calls[0] != layers:
-        return (
-            f"text boundaries reached the attention in {calls[0]} of {layers} layers, "
-            "so texts would read each other"
+        return Message(
+            "text boundaries reached the attention in {count} of {layers} layers, so "
+            "texts would read each other",
+            count=calls[0],
+            layers=layers,
         )
     if logits.shape != expected.shape:
-        return f"packed logits have shape {list(logits.shape)} and not {list(expected.shape)}"
+        return Message(
+            "packed logits have shape {shape} and not {expected}",
+            shape=list(logits.shape),
+            expected=list(expected.shape),
+        )
     difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not difference <= _PROBE_TOLERANCE.get(dtype, _HALF_TOLERANCE):
-        return f"packed and padded logits differ by {difference:.1e} of the largest"
+        return Message(
+            "packed and padded logits differ by {difference:.1e} of the largest",
+            difference=difference,
+        )
     return ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.memory.depth import with_layers
+from memfit.messages import Message
 from memfit.planner.explain import gb, step_time
 from memfit.planner.plan import Decision
 from memfit.planner.space import ALLOWABLE, Asked, candidates
@@ -57,8 +58,27 @@ class Reach:
             "times": f"{times:.2g}x",
         }
         if self.fastest is None:
-            return Decision("allow.too_large", fields)
-        return Decision("allow" if times >= _NOTICED else "allow.no_gain", fields)
+            return Decision(
+                "allow.too_large",
+                Message(
+                    "--allow {permission} ({fidelity}): nothing that fits, {bytes} at least",
+                    **fields,
+                ),
+            )
+        if times < _NOTICED:
+            return Decision(
+                "allow.no_gain",
+                Message(
+                    "--allow {permission} ({fidelity}): nothing faster than this plan", **fields
+                ),
+            )
+        return Decision(
+            "allow",
+            Message(
+                "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
+                **fields,
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,9 @@ class More:
             "times": f"{times:.2g}x",
             "step": step_time(self.price.step_seconds),
         }
-        return Decision("more", fields)
+        return Decision(
+            "more", Message("{budget} would make a step {times} as fast: {step}", **fields)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +117,9 @@ class Smaller:
             "bytes": gb(self.price.device_bytes),
             "step": step_time(self.price.step_seconds),
         }
-        return Decision("smaller", fields)
+        return Decision(
+            "smaller", Message("{layers} layers, {width} wide: {bytes}, a step in {step}", **fields)
+        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from memfit import cache
 from memfit.errors import ConfigError
 from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
+from memfit.messages import Message
 
 _TOKENS, _WIDTH = 2688, 1024
 _CPU_TOKENS, _CPU_WIDTH = 256, 512
@@ -42,7 +43,9 @@ def calibrate(device: str | torch.device = "cuda") -> DeviceProfile:
     """
     kind = torch.device(device).type
     if kind not in ("cuda", "cpu"):
-        raise ConfigError(f"only CUDA devices and CPUs can be calibrated, not {kind!r}")
+        raise ConfigError(
+            Message("only CUDA devices and CPUs can be calibrated, not {kind}", kind=repr(kind))
+        )
     index = torch.device(device).index or 0
     return _of_card(index) if kind == "cuda" else _of_cpu()
 
@@ -51,7 +54,7 @@ def calibrate(device: str | torch.device = "cuda") -> DeviceProfile:
 def _of_card(index: int) -> DeviceProfile:
     card = this_card(index)
     if card is None:
-        raise ConfigError("there is no CUDA device to calibrate")
+        raise ConfigError(Message("there is no CUDA device to calibrate"))
     key = {"card": card.name, "bytes": card.total_bytes, "cpu": cache.processor()}
     return dataclasses.replace(card, reached=_kept(key, lambda: _measure_card(card, index)))
 

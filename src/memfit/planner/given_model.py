@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from memfit.errors import TraceError
 from memfit.memory.depth import cut_layers
+from memfit.messages import Message
 from memfit.packing.heads import sees_padding
 from memfit.parts import base_of, layers_of
 from memfit.runtime.lengths import row_lengths
@@ -79,18 +80,18 @@ def given_model(model: Any, dataset: Any, collate: Collate | None) -> tuple[Give
     """The model's architecture, and the tokens of every row as its batches are padded."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise TraceError(f"{name} is no transformers model")
+        raise TraceError(Message("{name} is no transformers model", name=name))
     if collate is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TraceError(f"the batches of {name} cannot be looked at beforehand")
+        raise TraceError(Message("the batches of {name} cannot be looked at beforehand", name=name))
     if not len(dataset):
-        raise TraceError("there are no rows to train on")
+        raise TraceError(Message("there are no rows to train on"))
     lengths = _lengths(dataset)
     order = sorted(range(len(dataset)), key=lambda row: lengths[row] if lengths else 0)
     narrow = collate([dataset[row] for row in order[:2]])
     batch = collate([dataset[row] for row in order[-2:]])
     rows = min(2, len(order))
     if not isinstance(batch, Mapping):
-        raise TraceError("its batches have no names")
+        raise TraceError(Message("its batches have no names"))
     shape = _shape(batch, name)
     width, texts = shape[-1], math.prod(shape[:-1])
     if not lengths or texts > 1 or _shape(narrow, name)[-1] >= width:
@@ -134,7 +135,7 @@ def _shape(batch: Any, name: str) -> tuple[int, ...]:
         value = batch.get(key) if isinstance(batch, Mapping) else None
         if isinstance(value, Tensor) and value.dim() > 1:
             return tuple(value.shape[1:-1] if key == "inputs_embeds" else value.shape[1:])
-    raise TraceError(f"the batches of {name} have no tokens")
+    raise TraceError(Message("the batches of {name} have no tokens", name=name))
 
 
 def _largest(value: Tensor) -> Any:

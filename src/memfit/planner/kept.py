@@ -21,12 +21,13 @@ from memfit.half_on_cpu import half_on_cpu
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.counts import StepCounts
+from memfit.messages import Message, message_of
 from memfit.planner.plan import Decision, Plan, digest_of, settings_of
 from memfit.planner.preflight import fits_host
 from memfit.planner.values import Price, Workload
 from memfit.units import Budget
 
-_VERSION = 1
+_VERSION = 2
 _NAMES_OF_A_RUN = frozenset({
     "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "report_to", "project",
     "hub_model_id", "hub_token", "trackio_space_id", "local_rank",
@@ -138,8 +139,15 @@ def _values_of(plan: Plan, task: Task) -> dict[str, Any]:
             "host_bytes": price.host_bytes,
             "traced": price.traced,
         },
-        "decisions": [dataclasses.asdict(one) for one in plan.decisions],
+        "decisions": [_stored(one) for one in plan.decisions],
     }
+
+
+def _stored(decision: Decision) -> dict[str, Any]:
+    """Returns a decision with its sentence in parts, so that it can be shown in any language."""
+    said = decision.message
+    message = said.as_json() if isinstance(said, Message) else said
+    return {"about": decision.about, "message": message, "strategy": decision.strategy}
 
 
 def _plan_from(values: Mapping[str, Any], task: Task) -> Plan:
@@ -162,11 +170,7 @@ def _plan_from(values: Mapping[str, Any], task: Task) -> Plan:
         traced=bool(said["traced"]),
     )
     decisions = tuple(
-        Decision(
-            str(one["message"]),
-            {str(name): str(field) for name, field in one["fields"].items()},
-            str(one["strategy"]),
-        )
+        Decision(str(one["about"]), message_of(one["message"]), str(one["strategy"]))
         for one in values["decisions"]
     )
     return dataclasses.replace(read, price=price, decisions=decisions, args=task.workload.args)

@@ -6,17 +6,24 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memfit import messages
 from memfit.errors import DoesNotFitError
+from memfit.memory.components import COMPONENT_NAMES
+from memfit.messages import N_, Language, Message, speaking, t
 from memfit.planner.alternatives import reaches, smaller_models
 from memfit.planner.explain import explain, gb
-from memfit.planner.messages import Language
 from memfit.planner.plan import Decision, Plan, digest_of
 from memfit.planner.preflight import fits_host
 from memfit.planner.space import Asked, candidates
 from memfit.planner.values import Price, Pricer
 
 _SHORTER = (64, 32)
+_HELPS = {
+    "budget": N_("--budget {bytes} or more"),
+    "allow": N_("--allow {permission} reaches {bytes}"),
+    "inexact": N_("without --exact it takes {bytes}"),
+    "length": N_("--max-length {tokens} takes {bytes}"),
+    "model": N_("a model of {layers} layers, {width} wide, takes {bytes}"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,25 +49,24 @@ class NothingFitsError(DoesNotFitError):
 
     def text(self, language: Language | None = None) -> str:
         """What is missing and what would help."""
-        spoken = language or messages.language()
-        helps = [one.decision.sentence(spoken) for one in self.helps]
-        return ("；" if spoken == "zh" else "; ").join([self._missing(spoken), *helps])
+        with speaking(language):
+            helps = [one.decision.sentence() for one in self.helps]
+            return t("; ").join([self._missing(), *helps])
 
-    def _missing(self, spoken: Language) -> str:
+    def _missing(self) -> str:
         price = self.smallest.price
         assert price is not None
         parts = sorted(price.peak.components.items(), key=lambda item: -item[1])[:3]
-        fields = {
-            "budget": gb(self.budget_bytes),
-            "needs": gb(price.device_bytes),
-            "parts": ("、" if spoken == "zh" else ", ").join(
-                f"{messages.say(f'report.component.{name}', {}, spoken)} {gb(size)}"
-                for name, size in parts
-                if size
+        return t(
+            "nothing fits {budget}: the smallest plan found needs {needs} ({parts}), "
+            "so {missing} are missing",
+            budget=gb(self.budget_bytes),
+            needs=gb(price.device_bytes),
+            parts=t(", ").join(
+                f"{t(COMPONENT_NAMES[name])} {gb(size)}" for name, size in parts if size
             ),
-            "missing": gb(self.missing_bytes),
-        }
-        return Decision("missing", fields).sentence(spoken)
+            missing=gb(self.missing_bytes),
+        )
 
 
 def does_not_fit(
@@ -120,4 +126,5 @@ def _shorter(asked: Asked, pricer: Pricer, below: int) -> Iterator[Help]:
 
 
 def _help(kind: str, value: str, device_bytes: int, **fields: str) -> Help:
-    return Help(kind, value, device_bytes, Decision(f"helps.{kind}", fields))
+    said = Message(_HELPS[kind], **fields)
+    return Help(kind, value, device_bytes, Decision(f"helps.{kind}", said))

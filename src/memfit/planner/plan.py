@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import messages, toml
+from memfit import toml
 from memfit.errors import ConfigError, nearest
 from memfit.files import atomic_writer
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
-from memfit.planner.messages import Language, say
+from memfit.messages import N_, Language, Message, pt, shown, t
 from memfit.planner.values import Candidate, Price, Pricer, Workload
 from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
@@ -39,14 +40,16 @@ _TABLES = ("run", "workload", "micro_batching", "strategies", "predicted", "reas
 class Decision:
     """One decision with the figures behind it; a sentence in either language."""
 
+    about: str
+    """What is decided, in a word: the name of its reason in a plan's file."""
     message: str
-    fields: Mapping[str, str]
+    """The sentence: a `Message`, or plain text."""
     strategy: str = ""
     """The registry name of what is decided on; empty for the plan as a whole."""
 
     def sentence(self, language: Language | None = None) -> str:
         """In plain words; in the language spoken here, or another."""
-        return say(self.message, self.fields, language or messages.language())
+        return shown(self.message, language)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class Plan:
         }
         if self.price is not None:
             tables["predicted"] = predicted(self.price)
-        names = [one.strategy or one.message for one in self.decisions]
+        names = [one.strategy or one.about for one in self.decisions]
         reasons = zip(names, self.sentences(language), strict=True)
         if self.decisions:
             tables["reasons"] = dict(reasons)
@@ -140,12 +143,27 @@ class Plan:
         for name in tables:
             known = ("version", "fidelity", *_TABLES)
             if name not in known:
-                raise ConfigError(f"{where}: unknown table {name!r}.{nearest(name, known)}")
+                raise ConfigError(
+                    Message(
+                        "{where}: unknown table {name}.{hint}",
+                        where=where,
+                        name=repr(name),
+                        hint=nearest(name, known),
+                    )
+                )
         if tables.get("version", _VERSION) != _VERSION:
-            raise ConfigError(f"{where}: version {tables['version']} is not known; make a new plan")
+            raise ConfigError(
+                Message(
+                    "{where}: version {version} is not known; make a new plan",
+                    where=where,
+                    version=tables["version"],
+                )
+            )
         for name in _TABLES:
             if not isinstance(tables.get(name, {}), Mapping):
-                raise ConfigError(f"{where}: {name} must be a table")
+                raise ConfigError(
+                    Message("{where}: {name} must be a table", where=where, name=name)
+                )
         given = tables.get("strategies", {})
         strategies = ordered([_strategy(name, given[name], where) for name in given])
         limits = _made(MicroBatching, tables.get("micro_batching", {}), f"{where}: micro_batching")
@@ -165,7 +183,7 @@ class Plan:
 
         base = args if args is not None else self.args
         if base is None:
-            raise ConfigError("give the TrainingArguments the plan is to be built on")
+            raise ConfigError(Message("give the TrainingArguments the plan is to be built on"))
         return stock_arguments(copy.copy(base), self)
 
     @property
@@ -266,7 +284,13 @@ def settings_of(strategy: Strategy) -> dict[str, Any]:
 
 def _strategy(name: str, settings: Any, where: str) -> Strategy:
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: write {name} = {{}} or {name} = {{setting = value}}")
+        raise ConfigError(
+            Message(
+                "{where}: write {name} = {{}} or {name} = {{setting = value}}",
+                where=where,
+                name=name,
+            )
+        )
     made: Strategy = _made(by_name(name), settings, f"{where}: {name}")
     return made
 
@@ -276,15 +300,30 @@ def _made(kind: Any, settings: Mapping[str, Any], where: str) -> Any:
     fields = {one.name: one for one in dataclasses.fields(kind)}
     for name in settings:
         if name not in fields:
-            raise ConfigError(f"{where} has no setting {name!r}.{nearest(name, fields)}")
+            raise ConfigError(
+                Message(
+                    "{where} has no setting {name}.{hint}",
+                    where=where,
+                    name=repr(name),
+                    hint=nearest(name, fields),
+                )
+            )
     required = [one.name for one in fields.values() if one.default is dataclasses.MISSING]
     for name in required:
         if name not in settings:
-            raise ConfigError(f"{where}: {name} is missing")
+            raise ConfigError(Message("{where}: {name} is missing", where=where, name=name))
     hints = typing.get_type_hints(kind)
     for name, value in settings.items():
         if not _is_of(value, hints[name]):
-            raise ConfigError(f"{where}: {name} = {value!r} is not {_words(hints[name])}")
+            raise ConfigError(
+                Message(
+                    "{where}: {name} = {value} is not {wanted}",
+                    where=where,
+                    name=name,
+                    value=repr(value),
+                    wanted=_words(hints[name]),
+                )
+            )
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
     }
@@ -310,9 +349,16 @@ def _is_of(value: Any, hint: Any) -> bool:
 def _words(hint: Any) -> str:
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return " or ".join(map(repr, choices))
+        return functools.reduce(_either, map(repr, choices))
     if origin is tuple:
-        return "a list of names"
+        return t("a list of names")
     if choices:
-        return " or ".join(_words(one) for one in choices if one is not type(None))
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a text")
+        kinds = (_words(one) for one in choices if one is not type(None))
+        return functools.reduce(_either, kinds)
+    known = {int: N_("a whole number"), float: N_("a number"), bool: N_("true or false")}
+    words = known.get(hint, N_("a text"))
+    return t(words)
+
+
+def _either(first: str, last: str) -> str:
+    return pt("types", "{first} or {last}", first=first, last=last)

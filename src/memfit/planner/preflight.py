@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memfit.messages import Message
 from memfit.planner.plan import Decision
 from memfit.planner.values import Price, Workload
 
@@ -24,7 +25,17 @@ def host_note(passed_over: Sequence[Price], chosen: Price, free_bytes: int) -> l
     if not faster:
         return []
     least = min(one.host_bytes for one in faster)
-    return [Decision("note.host", {"needs": gb(least), "free": gb(free_bytes)})]
+    return [
+        Decision(
+            "note.host",
+            Message(
+                "a faster plan was passed over: it needs {needs} of the computer's "
+                "memory, of which {free} are free",
+                needs=gb(least),
+                free=gb(free_bytes),
+            ),
+        )
+    ]
 
 
 def checkpoint_bytes(price: Price) -> int:
@@ -49,15 +60,32 @@ def disk_note(workload: Workload, price: Price, free_bytes: int | None) -> list[
     needs = count * each + model
     if needs <= free_bytes:
         return []
-    fields = {"needs": gb(needs), "count": str(count), "each": gb(each), "free": gb(free_bytes)}
-    return [Decision("note.disk", fields)]
+    said = Message(
+        "checkpoints will take {needs} on the disk ({count} of {each} and the "
+        "final model), of which {free} are free; lower --save-total-limit or "
+        "choose another folder",
+        needs=gb(needs),
+        count=str(count),
+        each=gb(each),
+        free=gb(free_bytes),
+    )
+    return [Decision("note.disk", said)]
 
 
 def guess_note(operators: Sequence[str]) -> list[Decision]:
     """That the time of some operators is a guess."""
     if not operators:
         return []
-    return [Decision("note.guess", {"operators": ", ".join(operators)})]
+    return [
+        Decision(
+            "note.guess",
+            Message(
+                "what {operators} compute could not be counted, so their time is a guess "
+                "from the sizes of what goes in and comes out",
+                operators=", ".join(operators),
+            ),
+        )
+    ]
 
 
 def kept_checkpoints(workload: Workload) -> int:

@@ -17,6 +17,7 @@ import psutil
 
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
+from memfit.messages import Message
 from memfit.planner.explain import explain
 from memfit.planner.missing import does_not_fit
 from memfit.planner.plan import Decision, Plan, digest_of
@@ -140,7 +141,10 @@ def ask(
     """What is asked, and who prices it."""
     if exact and allow:
         raise ConfigError(
-            f"--exact and --allow {','.join(sorted(allow))} exclude each other; choose one"
+            Message(
+                "--exact and --allow {allow} exclude each other; choose one",
+                allow=",".join(sorted(allow)),
+            )
         )
     if pricer is None:
         from memfit.planner.compose import TracedPricer

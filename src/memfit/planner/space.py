@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
+from memfit.messages import Message
 from memfit.planner.rules import Option, limits_for, senseless, together, wasteful
 from memfit.planner.values import Candidate, Workload
 from memfit.strategies import (
@@ -39,6 +40,7 @@ from memfit.strategies import (
     Strategy,
     Truncation,
 )
+from memfit.strategies.base import CANNOT_BE_USED
 from memfit.strategies.truncation import choose_length
 
 Judge = Callable[[Option], str]
@@ -66,7 +68,14 @@ class Asked:
     def __post_init__(self) -> None:
         for name in sorted(self.allow - set(ALLOWABLE)):
             known = ", ".join(ALLOWABLE)
-            raise ConfigError(f"cannot allow {name!r}; {known}.{nearest(name, ALLOWABLE)}")
+            raise ConfigError(
+                Message(
+                    "cannot allow {name}; {known}.{hint}",
+                    name=repr(name),
+                    known=known,
+                    hint=nearest(name, ALLOWABLE),
+                )
+            )
 
     @cached_property
     def depth(self) -> int:
@@ -88,7 +97,7 @@ class Asked:
         reason = self.judge(strategies)
         if reason:
             name = strategies[-1].name
-            self.left_out.setdefault(name, reason.removeprefix(f"{name} cannot be used here: "))
+            self.left_out.setdefault(name, _without_name(name, reason))
         else:
             self._good.update(strategies)
         return not reason
@@ -275,12 +284,24 @@ def _free(asked: Asked) -> Option:
 # --------------------------------------------------------------------- parts of the axes
 
 
+def _without_name(name: str, reason: str) -> str:
+    """Returns the strategy's own reason, from the sentence it refuses with."""
+    if (
+        isinstance(reason, Message)
+        and reason.text == CANNOT_BE_USED
+        and reason.values["strategy"] == name
+    ):
+        bare: str = reason.values["reason"]
+        return bare
+    return reason
+
+
 def _half_precision(asked: Asked) -> list[Option]:
     if asked.card is None:
         from memfit.strategies.half_precision import has_fast_bf16
 
         if not has_fast_bf16():
-            asked.left_out["half_precision"] = "this CPU has no bfloat16 instructions"
+            asked.left_out["half_precision"] = Message("this CPU has no bfloat16 instructions")
             return []
     if _refused(asked, "bf16" if asked.half == "bfloat16" else "fp16"):
         return []

@@ -253,7 +253,7 @@ class _Tracer:
         try:
             chosen = ordered(strategies)
         except ConfigError as error:
-            return str(error)
+            return error.reason
         layers = self._enough_layers(chosen)
         return first_objection(self.workload, self.card, self._config_of(layers), chosen)
 

@@ -57,5 +57,5 @@ def _objection(strategies: Sequence[Strategy], setup: Setup) -> str:
         try:
             apply_one(strategy, setup)
         except (ConfigError, ModelError) as error:
-            return str(error)
+            return error.reason
     return ""

@@ -29,6 +29,7 @@ from memfit.memory.fake import FakeTracker
 from memfit.memory.models import children_first, empty_like, materialize
 from memfit.memory.optimizers import make_optimizer, parameter_groups, state_tensors
 from memfit.memory.predict import Recorder
+from memfit.messages import Message
 from memfit.optim import GradientSink
 from memfit.planner.trace_batch import Batch, TracedRows, labels_for, make_batch
 from memfit.planner.trace_setup import (
@@ -194,8 +195,11 @@ class TracedRun:
             if isinstance(setup.sink, GradientSink):
                 if setup.single_micro_batch and self._rows.parts > 1:
                     raise ConfigError(
-                        f"a step of {self._rows.parts} micro-batches would lose its sum: "
-                        "gradients are released as they come"
+                        Message(
+                            "a step of {count} micro-batches would lose its sum: "
+                            "gradients are released as they come",
+                            count=self._rows.parts,
+                        )
                     )
                 prepare_sink(setup.sink, self._tracker)
                 found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)

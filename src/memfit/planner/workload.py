@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, TrainingArguments
 from memfit.config import RunConfig
 from memfit.data.values import LabelSpace
 from memfit.errors import TraceError
+from memfit.messages import Message
 from memfit.parts import base_of, layers_of
 from memfit.planner.given_model import Collate, given_model, is_built_from_config
 from memfit.planner.values import Workload
@@ -74,7 +75,9 @@ def workload_of_model(
     given = None
     if not is_built_from_config(inner):
         if rank is not None:
-            raise TraceError(f"adapters in {type(inner).__name__} cannot be traced")
+            raise TraceError(
+                Message("adapters in {name} cannot be traced", name=type(inner).__name__)
+            )
         given, lengths = given_model(inner, train_dataset, collate)
     else:
         lengths = row_lengths(train_dataset)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.messages import has, t
-from memfit.report.terminal import metric, shorten, table
+from memfit.messages import t
+from memfit.report.terminal import metric, shorten, status_name, table
 from memfit.report.values import named
 from memfit.units import format_bytes, format_seconds
 
@@ -21,7 +21,7 @@ _MOST_METRICS = 2
 def datasets_table(result: ManyResult) -> RenderableType:
     """One row a dataset; the metrics are those most of them have."""
     names = _metrics(result)
-    heads = [t(f"shown.many.{name}") for name in ("dataset", "rows", "time", "memory", "status")]
+    heads = [t("dataset"), t("rows"), t("time"), t("memory"), t("status")]
     shown = table(*heads[:2], *(named("metric", one) for one in names), *heads[2:])
     for one in result.outcomes:
         shown.add_row(
@@ -44,6 +44,5 @@ def _metrics(result: ManyResult) -> list[str]:
 
 
 def _status(outcome: Outcome) -> Text:
-    known = f"shown.status.{outcome.status}"
-    said = t(known) if has(known) else outcome.status
+    said = status_name(outcome.status)
     return Text(said, style="red" if outcome.status == "failed" else "")

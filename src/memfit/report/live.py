@@ -24,12 +24,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from memfit.announce import line
+from memfit.messages import N_, t
+
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 _START_SECONDS = 20.0
-_NOT_STARTED = "the live page could not be started; report.html will be written"
+_NOT_STARTED = N_("the live page could not be started; report.html will be written")
 _REST = 9
 """Times as long as a drawing took, nothing is drawn after it."""
 _WATCHED = (
@@ -57,7 +60,7 @@ def watching(folder: Path, say: Callable[[str], None], lang: str) -> Iterator[No
         )
     try:
         url = _first_line(process) if process is not None else ""
-        say(f"watch    {url}" if url else f"note     {_NOT_STARTED}")
+        say(line("watch", url) if url else line("note", t(_NOT_STARTED)))
         yield
     finally:
         if process is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from memfit import drawing
 from memfit.memory.components import MemoryPeak
-from memfit.messages import language, t
+from memfit.messages import language, pt, t
 from memfit.report import peaks, quality, sections
 from memfit.report.page import HERE, LANG_TAGS, own_file
 from memfit.report.story import FINISHED, Story, plan_from_tables, read_story
@@ -57,7 +57,7 @@ def _result(result: Any) -> str:
         pictures=_pictures(story),
         matrix=evaluated["matrix"] if evaluated else None,
         tables=[evaluated["classes"]] if evaluated and evaluated["classes"] else [],
-        note=t("report.notebook.report", path=clean(folder.report)),
+        note=t("The whole report: {path}", path=clean(folder.report)),
     )
 
 
@@ -80,28 +80,28 @@ def _trainer(trainer: Any) -> str:
     words = [
         f"{count:,} {what}"
         for count, what in (
-            (limits.max_rows, t("report.classes.rows")),
-            (limits.max_tokens, t("report.data.tokens")),
+            (limits.max_rows, t("rows")),
+            (limits.max_tokens, t("tokens")),
         )
         if count is not None
     ]
     rows = [
         (
-            t("report.notebook.steps"),
+            t("steps"),
             # Before it starts a Trainer counts none.
             f"{state.global_step:,} / {state.max_steps:,}"
             if state.max_steps
-            else t("report.notebook.before"),
+            else t("not started yet"),
         ),
-        (t("report.notebook.batch"), number(getattr(trainer, "effective_rows", None))),
-        (t("report.notebook.at.once"), ", ".join(words) or t("report.notebook.whole")),
+        (t("effective batch"), number(getattr(trainer, "effective_rows", None))),
+        (pt("notebook", "on the device at once"), ", ".join(words) or t("the whole batch")),
     ]
     summary = RunSummary(model=str(getattr(trainer.model, "name_or_path", "")), task="")
     story = Story(
         folder=RunFolder(Path()), summary=summary, state="", history=list(state.log_history)
     )
     name = clean(Path(summary.model).name)
-    title = t("report.notebook.trainer")
+    title = t("BudgetTrainer")
     return _filled(
         title=f"{title}: {name}" if name else title,
         pictures=_pictures(story),
@@ -133,7 +133,7 @@ def _plan(plan: Any) -> str:
     made = sections.plan(story)
     assert made is not None
     return _filled(
-        title=t("report.notebook.plan"),
+        title=pt("heading", "Plan"),
         verdicts=peaks.verdicts(summary.memory),
         pictures=_pictures(story),
         tables=[one for one in (made["strategies"], made["facts"]) if one is not None],

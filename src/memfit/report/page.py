@@ -14,7 +14,7 @@ from typing import Any
 
 from memfit import drawing
 from memfit.files import atomic_writer
-from memfit.messages import language, speaking, t
+from memfit.messages import language, pt, speaking, t
 from memfit.report import peaks, quality, sections
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
 from memfit.results import RunFolder
@@ -43,7 +43,7 @@ def render(folder: RunFolder, *, live: bool = False, lang: str | None = None) ->
 def render_story(story: Story, *, live: bool = False) -> str:
     """The page about a run as far as it got."""
     curves = sections.curves(story) if drawing.available() else []
-    missing = t("report.no.curves") if not curves and story.state != RUNNING else ""
+    missing = t("The run logged nothing to draw.") if not curves and story.state != RUNNING else ""
     return _filled(
         live=live and story.state == RUNNING,
         title=sections.title(story),
@@ -51,7 +51,9 @@ def render_story(story: Story, *, live: bool = False) -> str:
         figures=sections.figures(story.summary),
         memory=peaks.section(story),
         curves=curves,
-        missing=missing if drawing.available() else t("report.no.matplotlib"),
+        missing=missing
+        if drawing.available()
+        else t("The curves are missing: matplotlib is not installed (pip install memfit[report])."),
         training=sections.training(story.summary),
         evaluation=quality.section(*story.evaluated) if story.evaluated else None,
         plan=sections.plan(story),
@@ -66,11 +68,12 @@ def render_waiting(lang: str | None = None) -> str:
     """The page before there is anything to tell."""
     with speaking(lang):
         state = {
-            "css": RUNNING, "word": t("report.state.running"), "facts": [], "resume": "",
-            "why": t("report.live.waiting"), "step": 0, "max_steps": None,
+            "css": RUNNING, "word": pt("state of a run", "Training"), "facts": [], "resume": "",
+            "why": t("The run is getting ready: data and model are being loaded."),
+            "step": 0, "max_steps": None,
         }  # fmt: skip
         return _filled(
-            live=True, title=t("report.title.unnamed"), state=state, figures=[], memory=None,
+            live=True, title=t("A run of memfit"), state=state, figures=[], memory=None,
             curves=[], missing="", training=None, evaluation=None, plan=None, data=None, usage=[],
             made_with=None, config="",
         )  # fmt: skip
@@ -91,6 +94,7 @@ def _filled(*, live: bool, **values: Any) -> str:
         policy=policy(script, live=live),
         drawn=Markup,
         t=t,
+        pt=pt,
         lang=LANG_TAGS[language()],
         refresh=int(1000 * REFRESH_SECONDS) if live else 0,
         **values,

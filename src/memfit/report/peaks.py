@@ -7,11 +7,11 @@ from typing import Any
 
 from memfit import drawing
 from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import t
+from memfit.messages import N_, pt, t
 from memfit.report import plots
 from memfit.report.story import Adjusted, Story
 from memfit.report.terminal import UNUSED, peak_components, percent
-from memfit.report.values import Picture, Table, number, together
+from memfit.report.values import Picture, Table, named, number, together
 from memfit.results import MemorySummary
 from memfit.safe_text import clean
 from memfit.units import format_both, format_bytes
@@ -19,6 +19,7 @@ from memfit.units import format_both, format_bytes
 MOST_ADJUSTMENTS = 50
 SCALE_REACHES = 8
 """A picture's scale ends at the budget, if that is no more than so many times the peak."""
+_PEAKS = {"predicted": N_("predicted"), "measured": N_("measured")}
 
 
 def section(story: Story) -> dict[str, Any] | None:
@@ -53,7 +54,7 @@ def css_name(component: str) -> str:
 
 def component_name(component: str) -> str:
     """In words."""
-    return t(f"report.component.{css_name(component)}")
+    return named("component", css_name(component))
 
 
 def bars(memory: MemorySummary) -> Picture:
@@ -61,8 +62,7 @@ def bars(memory: MemorySummary) -> Picture:
     peaks = known_peaks(memory)
     split = {name: peak_components(peak) for name, peak in peaks.items()}
     titles = {
-        name: f"{t(f'report.memory.{name}')} {format_bytes(peak.device_bytes)}"
-        for name, peak in peaks.items()
+        name: f"{t(_PEAKS[name])} {format_bytes(peak.device_bytes)}" for name, peak in peaks.items()
     }
     order = [*map(str, Component), UNUSED]
     used = [name for name in order if any(parts.get(name) for parts in split.values())]
@@ -78,7 +78,7 @@ def bars(memory: MemorySummary) -> Picture:
             name="bars",
             label="; ".join(text for text, _ in verdicts(memory)),
         ),
-        t("report.memory.bars"),
+        t("The peak by component"),
         [*((css_name(name), component_name(name)) for name in used), *budget_key],
     )
 
@@ -91,8 +91,8 @@ def _budget_line(
     if not budget:
         return None, []
     near = budget <= SCALE_REACHES * highest_bytes
-    which = "budget" if near else "budget.beyond"
-    key = t(f"report.memory.{which}", bytes=format_both(budget))
+    kind = N_("budget {bytes}") if near else N_("budget {bytes}, beyond the scale")
+    key = t(kind, bytes=format_both(budget))
     return (budget if near else None), [("dashes" if near else "none", key)]
 
 
@@ -101,20 +101,38 @@ def verdicts(memory: MemorySummary) -> list[tuple[str, bool]]:
     said = []
     for name, peak in known_peaks(memory).items():
         fields: dict[str, Any] = {
-            "title": t(f"report.memory.{name}").capitalize(),
+            "title": t(_PEAKS[name]).capitalize(),
             "bytes": format_bytes(peak.device_bytes),
         }
         budget = memory.budget_bytes
         if not budget:
-            said.append((t("report.bar.alone", **fields), False))
+            said.append((t("{title}: {bytes} at the peak", **fields), False))
             continue
         fields["budget"] = format_both(budget)
         over_bytes = peak.device_bytes - budget
         if over_bytes > 0:
-            said.append((t("report.bar.over", over=format_bytes(over_bytes), **fields), True))
+            said.append(
+                (
+                    t(
+                        "{title}: {bytes} at the peak, {over} over the budget of {budget}",
+                        over=format_bytes(over_bytes),
+                        **fields,
+                    ),
+                    True,
+                )
+            )
         else:
             share = percent(peak.device_bytes / budget)
-            said.append((t("report.bar.within", share=share, **fields), False))
+            said.append(
+                (
+                    t(
+                        "{title}: {bytes} at the peak, {share} of the budget of {budget}",
+                        share=share,
+                        **fields,
+                    ),
+                    False,
+                )
+            )
     return said
 
 
@@ -122,10 +140,19 @@ def _sentences(memory: MemorySummary) -> str:
     said = []
     if memory.predicted and memory.measured and memory.measured.device_bytes:
         off = memory.predicted.device_bytes / memory.measured.device_bytes - 1
-        which = "above" if off >= 0 else "below"
-        said.append(t(f"report.memory.{which}", share=f"{abs(off):.1%}".replace("%", " %")))
+        which = (
+            N_("The prediction was {share} above what was measured.")
+            if off >= 0
+            else N_("The prediction was {share} below what was measured.")
+        )
+        said.append(t(which, share=f"{abs(off):.1%}".replace("%", " %")))
     if memory.measured and memory.measured_step is not None:
-        said.append(t("report.memory.one.step", step=memory.measured_step))
+        said.append(
+            t(
+                "Measured at step {step:,}; on a CPU the budget counts live tensors.",
+                step=memory.measured_step,
+            )
+        )
     return together(said)
 
 
@@ -141,14 +168,19 @@ def _table(peaks: Mapping[str, MemoryPeak]) -> dict[str, Any]:
         for name in order
         if any(name in parts for parts in split)
     ]
-    for title, which in (("allocated", "allocated_bytes"), ("device", "device_bytes")):
+    for title, which in (
+        (t("allocated"), "allocated_bytes"),
+        (pt("component", "on the device"), "device_bytes"),
+    ):
         cells = [format_bytes(getattr(peak, which)) for peak in peaks.values()]
-        rows.append({"name": t(f"report.memory.{title}"), "css": "", "cells": cells})
+        rows.append({"name": title, "css": "", "cells": cells})
     module = clean(next((peak.module for peak in peaks.values() if peak.module), ""))
-    caption = t("report.memory.table.module", module=module) if module else ""
+    caption = (
+        t("Bytes by what they are for; the peak is in {module}", module=module) if module else ""
+    )
     return {
-        "caption": caption or t("report.memory.table"),
-        "columns": [t(f"report.memory.{name}") for name in peaks],
+        "caption": caption or t("Bytes by what they are for"),
+        "columns": [t(_PEAKS[name]) for name in peaks],
         "rows": rows,
     }
 
@@ -170,19 +202,19 @@ def over_time(story: Story) -> Picture:
             marks=[float(one.step) for one in story.adjustments],
             name="time",
             label=t(
-                "report.time.label",
+                "Memory over {steps:,} steps: at most {bytes}",
                 steps=int(now[-1][0]),
                 bytes=format_bytes(highest_bytes),
             ),
-            x_label=t("report.step"),
+            x_label=t("step"),
         ),
-        t("report.time.process") if story.on_cpu else t("report.time.title"),
+        t("Memory of the whole process over the run") if story.on_cpu else t("Memory over the run"),
         [
-            ("series-1", t("report.time.now")),
-            ("series-2", t("report.time.peak")),
+            ("series-1", t("in use")),
+            ("series-2", t("most until then")),
             *budget_key,
         ],
-        t("report.time.marks") if story.adjustments else "",
+        t("Dotted lines are adjustments, numbered as in the table.") if story.adjustments else "",
     )
 
 
@@ -191,13 +223,17 @@ def _adjustments(made: Sequence[Adjusted]) -> Table | None:
         return None
     many = len(made) > MOST_ADJUSTMENTS
     caption = (
-        t("report.adjust.table.some", shown=MOST_ADJUSTMENTS, count=len(made))
+        t(
+            "What was adjusted while it trained: the first {shown} of {count:,}",
+            shown=MOST_ADJUSTMENTS,
+            count=len(made),
+        )
         if many
-        else t("report.adjust.table")
+        else t("What was adjusted while it trained")
     )
     rows = [
         [str(index), number(one.step), clean(one.why), clean(one.before), clean(one.after)]
         for index, one in enumerate(made[:MOST_ADJUSTMENTS], 1)
     ]
-    head = [t(f"report.adjust.{name}") for name in ("number", "step", "why", "before", "after")]
+    head = [t("no."), t("step"), pt("adjustment", "why"), t("before"), t("after")]
     return Table(caption, rows, head, numbers=False)

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.messages import language, t
+from memfit.messages import N_, language, pt, t
 from memfit.report.terminal import memory_bar, peak_components
 from memfit.report.ways import difference_in_words, settings_in_words
 from memfit.units import format_both, format_bytes, format_seconds
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 _SAID_ELSEWHERE = ("memory",)
 """Decisions that the bar shows."""
+_FIDELITIES = {
+    "exact": N_("exact, the same numbers up to rounding of the same precision"),
+    "rounding": N_("rounding, the same algorithm with fewer bits"),
+    "optimizer": N_("optimizer, another update rule"),
+    "capacity": N_("capacity, fewer weights learn"),
+    "data": N_("data, texts are cut shorter"),
+}
 
 
 def plan_view(
@@ -33,25 +40,25 @@ def plan_view(
         _headline(planning.chosen, model),
         Text(_total(seconds)),
         Text(),
-        _bar(planning.chosen, t("planned.peak")),
-        *_section(t("planned.decisions"), _decisions(planning.chosen)),
+        _bar(planning.chosen, t("Highest moment of the run")),
+        *_section(t("Decisions"), _decisions(planning.chosen)),
     ]
     if planning.candidates:
-        parts += [Text(), Text(t("planned.next"), style="bold"), _others(planning)]
+        parts += [Text(), Text(t("Other plans that fit"), style="bold"), _others(planning)]
     if other is not None:
         chosen = planning.chosen.price
         assert chosen is not None
         spoken = language()
         allowed = [one.decision(chosen).sentence(spoken) for one in other.allow]
-        parts += _section(t("planned.allow"), allowed)
+        parts += _section(t("What more permission would reach"), allowed)
         more = [other.more.decision(chosen).sentence(spoken)] if other.more is not None else []
-        parts += _section(t("planned.more"), more)
+        parts += _section(t("What more budget would buy"), more)
         smaller = [one.decision().sentence(spoken) for one in other.smaller]
-        parts += _section(t("planned.smaller"), smaller)
+        parts += _section(t("Smaller models of the family"), smaller)
     notes = [one.sentence(language()) for one in planning.notes]
-    parts += _section(t("planned.notes"), notes)
+    parts += _section(t("Notes"), notes)
     figures = t(
-        "planned.figures",
+        "planned in {seconds}: {considered} ways priced, {traced} traced in full",
         seconds=format_seconds(planning.seconds),
         considered=f"{planning.considered:,}",
         traced=planning.traced,
@@ -62,19 +69,19 @@ def plan_view(
 def smallest_view(smallest: Plan) -> RenderableType:
     """The plan that comes nearest to a budget nothing fits."""
     return Group(
-        _bar(smallest, t("planned.peak.smallest")),
-        *_section(t("planned.decisions"), _decisions(smallest)),
+        _bar(smallest, t("The smallest plan found")),
+        *_section(t("Decisions"), _decisions(smallest)),
     )
 
 
 def _headline(plan: Plan, model: str) -> Text:
     on_cpu = plan.digest.card == "cpu"
     sentence = t(
-        "planned.headline",
+        "{model} on {card}, budget {budget}: {fidelity}",
         model=model,
-        card=t("planned.cpu") if on_cpu else plan.digest.card,
+        card=t("this CPU") if on_cpu else plan.digest.card,
         budget=format_both(plan.digest.budget_bytes),
-        fidelity=t(f"planned.fidelity.{plan.fidelity}"),
+        fidelity=t(_FIDELITIES[str(plan.fidelity)]),
     )
     return Text(sentence, style="bold")
 
@@ -82,9 +89,9 @@ def _headline(plan: Plan, model: str) -> Text:
 def _total(seconds: RunSeconds) -> str:
     total = format_seconds(seconds.total)
     if not seconds.evaluations:
-        return t("planned.total.alone", total=total)
+        return t("{total} in all, of training", total=total)
     return t(
-        "planned.total",
+        "{total} in all: {training} of training, {evaluation} of {count} evaluations",
         total=total,
         training=format_seconds(seconds.training),
         evaluation=format_seconds(seconds.evaluation),
@@ -98,9 +105,7 @@ def _bar(plan: Plan, title: str) -> RenderableType:
 
 
 def _decisions(plan: Plan) -> list[str]:
-    return [
-        one.sentence(language()) for one in plan.decisions if one.message not in _SAID_ELSEWHERE
-    ]
+    return [one.sentence(language()) for one in plan.decisions if one.about not in _SAID_ELSEWHERE]
 
 
 def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:
@@ -121,11 +126,10 @@ def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:
 def _others(planning: Planning) -> RenderableType:
     chosen = settings_in_words(planning.chosen)
     shown = Table(box=None, pad_edge=False)
-    heads = ("step", "memory", "fidelity", "differs")
-    for name in heads:
-        right = name in ("step", "memory")
-        title = Text(t(f"planned.next.{name}"), style="dim")
-        shown.add_column(title, justify="right" if right else "left", overflow="fold")
+    for title in (pt("per step", "step"), t("memory")):
+        shown.add_column(Text(title, style="dim"), justify="right", overflow="fold")
+    for title in (t("fidelity"), t("differs by")):
+        shown.add_column(Text(title, style="dim"), overflow="fold")
     for plan in planning.candidates:
         assert plan.price is not None
         shown.add_row(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.evaluation import ClassRow, Evaluation, Mistake
-from memfit.messages import t
+from memfit.messages import N_, pt, t
 from memfit.report.terminal import percent
 from memfit.report.values import Table, named, number, together
 from memfit.safe_text import clean
@@ -17,27 +17,34 @@ SHARES_UP_TO = 8
 MOST_CLASSES = 100
 MOST_CONFUSIONS = 20
 LONGEST_TEXT = 300
+_AVERAGED = {
+    "binary": N_("F1, precision and recall are those of {positive}."),
+    "macro": N_("F1, precision and recall are means over the classes."),
+    "micro": N_(
+        "F1, precision and recall count every label of every row; accuracy counts the rows "
+        "with all labels right."
+    ),
+}
 
 
 def section(result: Evaluation, mistakes: Sequence[Mistake]) -> dict[str, Any]:
     """The per-class table, the confusion matrix or its largest entries, and the mistakes."""
     small = 0 < len(result.confusion) <= LARGEST_MATRIX
-    score = "value" if result.task == "regression" else "score"
     return {
         "sentence": sentence(result),
         "classes": _classes(result),
         "matrix": _matrix(result) if small else None,
         "confusions": _confusions(result) if result.confusion and not small else None,
         "mistakes": [_mistake(item) for item in mistakes],
-        "score_name": t(f"report.mistakes.{score}"),
+        "score_name": pt("score", "value") if result.task == "regression" else t("score"),
     }
 
 
 def sentence(result: Evaluation) -> str:
     """What was measured, on what."""
-    said = [t("report.quality.rows", rows=result.rows)]
+    said = [t("Measured on {rows:,} rows that were not trained on.", rows=result.rows)]
     if result.averaging in ("binary", "macro", "micro"):
-        said.append(t(f"report.quality.{result.averaging}", positive=clean(result.positive)))
+        said.append(t(_AVERAGED[result.averaging], positive=clean(result.positive)))
     return together(said)
 
 
@@ -47,14 +54,14 @@ def _classes(result: Evaluation) -> Table | None:
     many = len(result.classes) > MOST_CLASSES
     worst = sorted(result.classes, key=lambda row: row.f1)[:MOST_CLASSES]
     caption = (
-        t("report.classes.weakest", shown=MOST_CLASSES, count=len(result.classes))
+        t("The {shown} weakest of {count:,} classes", shown=MOST_CLASSES, count=len(result.classes))
         if many
-        else t("report.classes.each")
+        else t("Each class")
     )
     head = [
-        t("report.classes.class"),
+        t("class"),
         *(named("metric", name) for name in ("precision", "recall", "f1")),
-        t("report.classes.rows"),
+        t("rows"),
     ]
     return Table(caption, [_class_cells(row) for row in (worst if many else result.classes)], head)
 
@@ -100,8 +107,8 @@ def _confusions(result: Evaluation) -> Table | None:
     rows = [
         [names[row], names[column], f"{count:,}"] for count, row, column in found[:MOST_CONFUSIONS]
     ]
-    head = [t("report.mistakes.is"), t("report.mistakes.said"), t("report.classes.rows")]
-    return Table(t("report.confusions"), rows, head) if rows else None
+    head = [t("is"), t("was called"), t("rows")]
+    return Table(t("The most frequent confusions"), rows, head) if rows else None
 
 
 def _mistake(item: Mistake) -> dict[str, str]:

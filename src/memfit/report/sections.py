@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import drawing
-from memfit.messages import has, t
+from memfit.messages import N_, NP_, t
 from memfit.report import plots
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, metric_names, series
 from memfit.report.terminal import metric, percent
@@ -21,23 +21,44 @@ from memfit.safe_text import clean
 from memfit.units import format_bytes, format_seconds
 
 MOST_CLASSES = 100
+_STATES = {
+    "finished": N_("Finished"),
+    "running": NP_("state of a run", "Training"),
+    "stopped": N_("Stopped"),
+    "failed": N_("Failed"),
+    "cut": N_("No end on record"),
+}
+_CURVES = {
+    "loss": N_("Loss"),
+    "metrics": N_("Metrics on the validation rows"),
+    "rate": N_("Learning rate"),
+}
+_FIDELITIES = {
+    "exact": N_("exact: the same numbers, up to rounding"),
+    "rounding": N_("rounding: the same algorithm with fewer bits"),
+    "optimizer": N_("optimizer: another update rule"),
+    "capacity": N_("capacity: fewer weights learn"),
+    "data": N_("data: texts are cut shorter"),
+}
 
 
 def title(story: Story) -> str:
     """The page's name."""
     model = clean(Path(story.summary.model).name or story.summary.model)
-    return t("report.title", model=model) if model else t("report.title.unnamed")
+    return t("{model}, fine-tuned", model=model) if model else t("A run of memfit")
 
 
 def state(story: Story) -> dict[str, Any]:
     """How the run stands: a word, the facts beside it, why it ended, how to go on."""
     known = story.state if story.state in STATES else ""
-    why = clean(story.why) or (t("report.cut.why") if story.state == CUT else "")
+    why = clean(story.why) or (
+        t("It is still running, or its process was killed.") if story.state == CUT else ""
+    )
     done = story.state in (FINISHED, RUNNING)
     go_on = clean(f"memfit train --resume --output-dir {shlex.quote(str(story.folder.path))}")
     return {
         "css": known or "other",
-        "word": t(f"report.state.{known}") if known else clean(story.state).capitalize(),
+        "word": t(_STATES[known]) if known else clean(story.state).capitalize(),
         "facts": _facts(story),
         "why": why,
         "resume": "" if done or not known else go_on,
@@ -49,16 +70,16 @@ def state(story: Story) -> dict[str, Any]:
 def _facts(story: Story) -> list[str]:
     facts = []
     if story.seconds:
-        facts.append(t("report.lead.time", time=format_seconds(story.seconds)))
+        facts.append(t("{time} of training", time=format_seconds(story.seconds)))
     if story.summary.device:
-        facts.append(t("report.lead.device", device=clean(story.summary.device)))
+        facts.append(t("on {device}", device=clean(story.summary.device)))
     if story.state != FINISHED and story.step:
         if story.max_steps:
-            facts.append(t("report.lead.steps", step=story.step, steps=story.max_steps))
+            facts.append(t("step {step:,} of {steps:,}", step=story.step, steps=story.max_steps))
         else:
-            facts.append(t("report.lead.steps.only", step=story.step))
+            facts.append(t("{step:,} steps", step=story.step))
     if (left := _seconds_left(story)) is not None:
-        facts.append(t("report.lead.left", time=format_seconds(left)))
+        facts.append(t("about {time} left", time=format_seconds(left)))
     if story.summary.finished_at:
         try:
             when = datetime.fromisoformat(story.summary.finished_at)
@@ -85,9 +106,16 @@ def figures(summary: RunSummary) -> list[dict[str, str]]:
         label = named("metric", name)
         if name in ("f1", "precision", "recall"):
             if summary.averaging == "binary" and summary.positive:
-                label = t("report.metric.of", metric=label, class_name=clean(summary.positive))
+                label = t(
+                    "{metric} (of {class_name})", metric=label, class_name=clean(summary.positive)
+                )
             elif summary.averaging in ("macro", "micro"):
-                label = t(f"report.metric.{summary.averaging}", metric=label)
+                kind = (
+                    N_("{metric} (macro)")
+                    if summary.averaging == "macro"
+                    else N_("{metric} (micro)")
+                )
+                label = t(kind, metric=label)
         shown.append({"name": label, "value": metric(value)})
     return shown
 
@@ -96,13 +124,13 @@ def curves(story: Story) -> list[Picture]:
     """Loss, metrics, learning rate: as many of them as were logged."""
     history = story.history
     losses = {
-        t("report.curve.training"): series(history, "loss"),
-        t("report.curve.validation"): series(history, "eval_loss"),
+        t("training"): series(history, "loss"),
+        t("validation"): series(history, "eval_loss"),
     }
     metrics = {
         named("metric", name): series(history, f"eval_{name}") for name in metric_names(history)
     }
-    rates = {t("report.curve.rate"): series(history, "learning_rate")}
+    rates = {t("Learning rate"): series(history, "learning_rate")}
     return [
         _curves(name, filled)
         for name, lines in (("loss", losses), ("metrics", metrics), ("rate", rates))
@@ -113,7 +141,7 @@ def curves(story: Story) -> list[Picture]:
 def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
     told = [
         t(
-            "report.curve.label",
+            "{name}: from {first} at step {begin:,} to {last} at step {end:,}",
             name=what,
             first=f"{points[0][1]:.4g}",
             last=f"{points[-1][1]:.4g}",
@@ -122,14 +150,14 @@ def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Pi
         )
         for what, points in lines.items()
     ]
-    caption = t(f"report.curve.{name}")
+    caption = t(_CURVES[name])
     keys = [(f"series-{number}", what) for number, what in enumerate(lines, 1)]
     return Picture(
         plots.curves(
             list(lines.values()),
             name=name,
             label="; ".join([caption, *told]),
-            x_label=t("report.step"),
+            x_label=t("step"),
         ),
         caption,
         keys if len(keys) > 1 else [],
@@ -138,9 +166,9 @@ def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Pi
 
 def training(summary: RunSummary) -> Table:
     """Facts about the training, in the order the run gave them."""
-    rows = [(t("report.training.model"), clean(summary.model))]
+    rows = [(t("model"), clean(summary.model))]
     if summary.task:
-        rows.append((t("report.training.task"), named("task", summary.task)))
+        rows.append((t("task"), named("task", summary.task)))
     rows += [(named("training", name), number(value)) for name, value in summary.training.items()]
     rows += [
         (named("work", name), format_seconds(seconds))
@@ -148,8 +176,8 @@ def training(summary: RunSummary) -> Table:
         if seconds is not None
     ]
     if summary.best_checkpoint:
-        rows.append((t("report.training.best"), clean(summary.best_checkpoint)))
-    return Table(t("report.training.table"), [(name, value) for name, value in rows if value])
+        rows.append((t("best checkpoint"), clean(summary.best_checkpoint)))
+    return Table(t("How it was trained"), [(name, value) for name, value in rows if value])
 
 
 def plan(story: Story) -> dict[str, Any] | None:
@@ -157,24 +185,30 @@ def plan(story: Story) -> dict[str, Any] | None:
     made = story.plan
     if made is None:
         return None
-    fidelity = f"report.fidelity.{made.fidelity}"
+    fidelity = _FIDELITIES.get(made.fidelity)
     facts = [
-        ("plan.fidelity", t(fidelity) if has(fidelity) else clean(made.fidelity)),
-        ("plan.limits", clean(made.limits).replace("_", " ")),
-        ("plan.peak", format_bytes(made.device_bytes) if made.device_bytes else ""),
-        ("plan.peak.measured", _measured_peak(story.summary)),
-        ("plan.host", format_bytes(made.host_bytes) if made.host_bytes else ""),
-        ("plan.step", _step_time(made.step_seconds)),
-        ("plan.step.measured", _step_time(_measured_step(story))),
+        (t("fidelity"), t(fidelity) if fidelity is not None else clean(made.fidelity)),
+        (t("on the device at once"), clean(made.limits).replace("_", " ")),
+        (
+            t("peak on the device, predicted"),
+            format_bytes(made.device_bytes) if made.device_bytes else "",
+        ),
+        (t("peak on the device, measured"), _measured_peak(story.summary)),
+        (
+            t("in the computer's memory, predicted"),
+            format_bytes(made.host_bytes) if made.host_bytes else "",
+        ),
+        (t("time of a step, predicted"), _step_time(made.step_seconds)),
+        (t("time of a step, measured"), _step_time(_measured_step(story))),
     ]
-    head = [t(f"report.plan.{name}") for name in ("strategy", "settings", "why")]
+    head = [t("strategy"), t("settings"), t("why")]
     rows = [[clean(word) or "–" for word in row] for row in made.strategies]
     return {
-        "strategies": Table(t("report.plan.table"), rows, head, numbers=False) if rows else None,
+        "strategies": Table(t("What it does to fit"), rows, head, numbers=False) if rows else None,
         "reasons": [clean(reason) for reason in made.reasons],
         "facts": Table(
-            t("report.plan.figures"),
-            [(t(f"report.{name}"), value) for name, value in facts if value],
+            t("Predicted and measured"),
+            [(name, value) for name, value in facts if value],
         ),
     }
 
@@ -209,11 +243,11 @@ def data(summary: RunSummary) -> dict[str, Any] | None:
     held: Mapping[str, int] = counts.get("validation_class_counts") or {}
     names = list(dict.fromkeys([*train, *held]))
     caption = (
-        t("report.data.classes.some", shown=MOST_CLASSES, count=len(names))
+        t("The first {shown} of {count:,} classes", shown=MOST_CLASSES, count=len(names))
         if len(names) > MOST_CLASSES
-        else t("report.data.classes")
+        else t("Rows of each class")
     )
-    head = [t("report.classes.class"), t("report.data.train"), t("report.data.validation")]
+    head = [t("class"), t("train"), t("validation")]
     rows = [
         (named("count", name), number(value))
         for name, value in counts.items()
@@ -224,7 +258,7 @@ def data(summary: RunSummary) -> dict[str, Any] | None:
         for name in names[:MOST_CLASSES]
     ]
     return {
-        "rows": Table(t("report.data.rows"), rows) if rows else None,
+        "rows": Table(t("Rows"), rows) if rows else None,
         "classes": Table(caption, classes, head) if classes else None,
         "lengths": _lengths(lengths),
         "picture": _length_picture(lengths),
@@ -236,7 +270,15 @@ def _lengths(lengths: Mapping[str, Any]) -> str:
         return ""
     cut = lengths["cut_rows"]
     return t(
-        "report.data.lengths.cut" if cut else "report.data.lengths.whole",
+        N_(
+            "Half of the texts have up to {p50:,} tokens, nine in ten up to {p90:,}, the "
+            "longest {longest:,}. A max_length of {limit:,} cuts {cut:,} of them ({share})."
+        )
+        if cut
+        else N_(
+            "Half of the texts have up to {p50:,} tokens, nine in ten up to {p90:,}, the "
+            "longest {longest:,}. A max_length of {limit:,} cuts none of them."
+        ),
         p50=lengths["p50"],
         p90=lengths["p90"],
         longest=lengths["max"],
@@ -253,16 +295,16 @@ def _length_picture(lengths: Mapping[str, Any]) -> Picture | None:
     ]
     if not bins or not drawing.available():
         return None
-    limit, caption = lengths.get("max_length"), t("report.data.lengths")
+    limit, caption = lengths.get("max_length"), t("Length of the texts")
     svg = plots.histogram(
         bins,
         mark=limit,
         name="lengths",
         label=f"{caption}: {_lengths(lengths)}",
-        x_label=t("report.data.tokens"),
-        y_label=t("report.classes.rows"),
+        x_label=t("tokens"),
+        y_label=t("rows"),
     )
-    keys = [("dashes-2", t("report.data.cut", tokens=limit))] if limit is not None else []
+    keys = [("dashes-2", t("max_length {tokens:,}", tokens=limit))] if limit is not None else []
     return Picture(svg, caption, keys)
 
 
@@ -275,10 +317,10 @@ def usage(folder: Path) -> list[tuple[str, str]]:
         'print(classifier.predict(["…"]))',
     ]
     return [
-        (t("report.use.python"), "\n".join(python)),
-        (t("report.use.terminal"), clean(f'memfit predict {shlex.quote(where)} "…"')),
+        (t("In Python"), "\n".join(python)),
+        (t("In a terminal"), clean(f'memfit predict {shlex.quote(where)} "…"')),
         (
-            t("report.use.pipeline"),
+            t("With transformers alone"),
             f'transformers.pipeline("text-classification", {where!r})("…")',
         ),
     ]
@@ -288,7 +330,7 @@ def made_with(summary: RunSummary) -> Table | None:
     """Versions, the machine and the configuration's digest."""
     rows = [(clean(name), clean(version)) for name, version in summary.versions.items()]
     if summary.device:
-        rows.append((t("report.made.device"), clean(summary.device)))
+        rows.append((t("device"), clean(summary.device)))
     if summary.config_digest:
-        rows.append((t("report.made.config"), clean(summary.config_digest)))
-    return Table(t("report.made.table"), rows) if rows else None
+        rows.append((t("configuration"), clean(summary.config_digest)))
+    return Table(t("Versions and machine"), rows) if rows else None

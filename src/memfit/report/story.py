@@ -124,7 +124,9 @@ def _unfinished(folder: RunFolder, recorded: Recorded) -> RunSummary:
     try:
         tables = tomllib.loads(_text(folder.config))
     except tomllib.TOMLDecodeError as error:
-        raise OutputError(t("input.unread", path=folder.config, reason=error)) from None
+        raise OutputError(
+            t("cannot read {path}: {reason}", path=folder.config, reason=error)
+        ) from None
     model = _mapping(tables.get("model")).get("model", "")
     return RunSummary(model=str(model), task=str(_mapping(tables.get("data")).get("task", "")))
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import has, language, t
+from memfit.messages import N_, language, nt, pt, t
 from memfit.report.values import named
 from memfit.safe_text import clean, encodable
 from memfit.units import format_both, format_bytes, format_seconds
@@ -33,7 +33,27 @@ MAX_WIDTH = 100
 SMALL_MATRIX = 10
 MOST_CLASSES = 20
 _GAP = 2
-_NAMES = ("result", "training", "predicted", "measured", "model", "report", "summary")
+_NAMES = {
+    "result": N_("result"),
+    "training": N_("training"),
+    "predicted": N_("predicted"),
+    "measured": N_("measured"),
+    "model": N_("model"),
+    "report": N_("report"),
+    "summary": N_("summary"),
+}
+_STATUSES = {
+    "finished": N_("finished"),
+    "running": N_("running"),
+    "stopped": N_("stopped"),
+    "failed": N_("failed"),
+    "waiting": N_("waiting"),
+}
+_TASKS = {
+    "single_label": N_("single-label"),
+    "multi_label": N_("multi-label"),
+    "regression": N_("regression"),
+}
 
 # One glyph each, so that the bar also reads without colours and in a log file.
 UNUSED = "reserved, unused"
@@ -92,16 +112,16 @@ class MemoryBar:
         yield from _flow(self._legend(shown, options.ascii_only), width)
 
     def _headline(self, total: int) -> Text:
-        line = Text.assemble((self.title or t("shown.memory"), "bold"), "  ")
+        line = Text.assemble((self.title or t("Memory"), "bold"), "  ")
         if not self.budget_bytes:
             return line.append(format_bytes(total))
         both = {"bytes": format_bytes(total), "budget": format_both(self.budget_bytes)}
         over = total - self.budget_bytes
         if over > 0:
-            line.append(t("shown.bar.of", **both))
-            return line.append(t("shown.bar.over", bytes=format_bytes(over)), style="bold red")
+            line.append(t("{bytes} of {budget}, ", **both))
+            return line.append(t("{bytes} too much", bytes=format_bytes(over)), style="bold red")
         share = percent(total / self.budget_bytes)
-        return line.append(t("shown.bar.within", **both, share=share))
+        return line.append(t("{bytes} of {budget}, {share}", **both, share=share))
 
     def _bar(self, shown: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
         total = sum(shown.values())
@@ -192,11 +212,11 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
     no_text, no_label = (evaluation.dropped.get(key, 0) for key in ("no_text", "no_label"))
     parts: list[RenderableType] = [
         metrics_line(evaluation.metrics, evaluation.averaging, evaluation.positive),
-        Text(_left_out(t("shown.rows", rows=f"{evaluation.rows:,}"), no_text, no_label), "dim"),
+        Text(_left_out(t("on {rows} rows", rows=f"{evaluation.rows:,}"), no_text, no_label), "dim"),
     ]
     if evaluation.classes:
         scores = (named("metric", name) for name in ("precision", "recall", "f1"))
-        each = table(t("shown.class"), *scores, t("shown.class.rows"))
+        each = table(t("class"), *scores, t("rows"))
         for row in evaluation.classes:
             numbers = (f"{value:.4f}" for value in (row.precision, row.recall, row.f1))
             each.add_row(Text(shorten(row.name, 32)), *numbers, f"{row.rows:,}")
@@ -208,7 +228,7 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
 
 def _confusion_table(evaluation: Evaluation) -> Table:
     names = [shorten(row.name, 12) for row in evaluation.classes]
-    matrix = table(t("shown.matrix"), *names)
+    matrix = table(t("true ↓ predicted →"), *names)
     for index, (name, counts) in enumerate(zip(names, evaluation.confusion, strict=True)):
         cells = (
             Text(f"{count:,}", style="bold" if column == index else "" if count else "dim")
@@ -239,31 +259,36 @@ def training_result(summary: RunSummary, folder: Path | None = None) -> Renderab
 
 
 def _peak_text(peak: MemoryPeak, step: int | None, budget_bytes: int | None) -> Text:
-    kind = "shown.peak" if step is None else "shown.peak.step"
+    kind = N_("{bytes} at the peak") if step is None else N_("{bytes} at the peak of step {step}")
     said = t(kind, bytes=format_bytes(peak.device_bytes), step=f"{step or 0:,}")
     if not budget_bytes:
         return Text(said)
     share = percent(peak.device_bytes / budget_bytes)
-    return Text(t("shown.peak.share", peak=said, share=share))
+    return Text(t("{peak}, {share} of the budget", peak=said, share=share))
 
 
 def _training_sentence(summary: RunSummary) -> str:
     steps, epochs = summary.training.get("steps"), summary.training.get("epochs")
     seconds = summary.seconds.get("train")
-    status = f"shown.status.{summary.status}"
-    words = [t(status) if has(status) else summary.status]
+    words = [status_name(summary.status)]
     if steps is not None:
-        words.append(t("shown.steps", steps=steps))
+        words.append(t("{steps:,} steps", steps=steps))
     if epochs is not None:
-        words.append(t("shown.epoch" if epochs == 1 else "shown.epochs", epochs=epochs))
+        number = 1 if epochs == 1 else 2
+        words.append(nt("{epochs:g} epoch", "{epochs:g} epochs", number, epochs=epochs))
     if seconds is not None:
         words.append(format_seconds(seconds))
     return listed(words)
 
 
+def status_name(status: str) -> str:
+    """What a reader calls the state of a run; itself if there is no name for it."""
+    return t(_STATUSES[status]) if status in _STATUSES else status
+
+
 def listed(words: Iterable[str], mark: str = ", ") -> str:
     """Chinese has a comma and a semicolon of its own, with no space behind."""
-    return {", ": "，", "; ": "；"}[mark].join(words) if language() == "zh" else mark.join(words)
+    return (pt("clauses", ", ") if mark == ", " else t("; ")).join(words)
 
 
 def data_summary(
@@ -272,55 +297,70 @@ def data_summary(
     """What was found, where every row went, how the classes are spread, what `max_length` cuts."""
     facts = _facts()
     if counts.text_column:
-        facts.add_row(t("shown.fact.columns"), Text(_columns_sentence(counts, task)))
-    facts.add_row(t("shown.fact.rows"), Text(_rows_sentence(counts)))
+        facts.add_row(t("columns"), Text(_columns_sentence(counts, task)))
+    facts.add_row(t("rows"), Text(_rows_sentence(counts)))
     # Of the rows, which may have several labels each.
     total = counts.train_rows
     shown = list(counts.train_class_counts.items())[:MOST_CLASSES]
     for index, (name, rows) in enumerate(shown):
         share = rows / total if total else 0.0
         line = f"{rows:>7,}  {percent(share):>5}  {shorten(name, 40)}"
-        facts.add_row("" if index else t("shown.fact.classes"), Text(line))
+        facts.add_row("" if index else t("classes"), Text(line))
     if (more := len(counts.train_class_counts) - MOST_CLASSES) > 0:
-        facts.add_row("", Text(t("shown.classes.more", count=f"{more:,}")))
+        facts.add_row("", Text(t("and {count} more", count=f"{more:,}")))
     if counts.duplicates_across_split:
-        repeated = t("shown.duplicates", rows=f"{counts.duplicates_across_split:,}")
-        facts.add_row(t("shown.fact.note"), Text(repeated, style="yellow"))
+        repeated = t(
+            "{rows} validation rows repeat a text that is also trained on, which flatters "
+            "the metrics",
+            rows=f"{counts.duplicates_across_split:,}",
+        )
+        facts.add_row(t("note"), Text(repeated, style="yellow"))
     if lengths is not None:
-        facts.add_row(t("shown.fact.tokens"), Text(_lengths_sentence(lengths)))
+        facts.add_row(t("tokens"), Text(_lengths_sentence(lengths)))
     return facts
 
 
 def _columns_sentence(counts: DataCounts, task: str) -> str:
     """text review, label label; single-label; gb18030."""
     columns = (
-        ("shown.column.text", counts.text_column),
-        ("shown.column.pair", counts.text_pair_column),
-        ("shown.column.label", counts.label_column),
+        (N_("text {name}"), counts.text_column),
+        (N_("pair {name}"), counts.text_pair_column),
+        (N_("label {name}"), counts.label_column),
     )
     words = listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
-    kind = t(f"shown.task.{task}") if has(f"shown.task.{task}") else task.replace("_", "-")
+    kind = t(_TASKS[task]) if task in _TASKS else task.replace("_", "-")
     return listed([part for part in (words, kind, counts.encoding) if part], "; ")
 
 
 def _rows_sentence(counts: DataCounts) -> str:
     train, validation = f"{counts.train_rows:,}", f"{counts.validation_rows:,}"
-    words = t("shown.rows.split", train=train, validation=validation)
+    words = t("{train} to train on, {validation} to validate", train=train, validation=validation)
     return _left_out(words, counts.dropped_no_text, counts.dropped_no_label)
 
 
 def _left_out(rows: str, no_text: int, no_label: int) -> str:
     if not no_text and not no_label:
         return rows
-    kind = "shown.left.both" if no_text and no_label else "shown.left.text"
+    kind = (
+        N_("{rows}; left out {no_text} without text and {no_label} without label")
+        if no_text and no_label
+        else N_("{rows}; left out {no_text} without text")
+    )
     if not no_text:
-        kind = "shown.left.label"
+        kind = N_("{rows}; left out {no_label} without label")
     return t(kind, rows=rows, no_text=f"{no_text:,}", no_label=f"{no_label:,}")
 
 
 def _lengths_sentence(lengths: LengthSummary) -> str:
     return t(
-        "shown.lengths.cut" if lengths.cut_rows else "shown.lengths.whole",
+        N_(
+            "median {median}, 90 % up to {most}, longest {longest}; max_length {length} "
+            "cuts {rows} rows ({share})"
+        )
+        if lengths.cut_rows
+        else N_(
+            "median {median}, 90 % up to {most}, longest {longest}; max_length {length} cuts none"
+        ),
         median=f"{lengths.p50:,}",
         most=f"{lengths.p90:,}",
         longest=f"{lengths.max:,}",
@@ -345,6 +385,6 @@ def fact(name: str, value: object) -> str:
 
 def _padded(name: str) -> str:
     """A name of `training_result` with blanks to the width of the widest."""
-    title = t(f"shown.fact.{name}")
-    widest = max(cell_len(t(f"shown.fact.{name}")) for name in _NAMES)
+    title = t(_NAMES[name])
+    widest = max(cell_len(t(one)) for one in _NAMES.values())
     return title + " " * (widest - cell_len(title))

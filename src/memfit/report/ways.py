@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from memfit.messages import t
-from memfit.reasons import called
+from memfit.messages import N_, nt, pt, shown, t
 
 if TYPE_CHECKING:
     from memfit.planner.plan import Plan
@@ -18,54 +17,67 @@ def settings_in_words(plan: Plan) -> dict[str, str]:
     said = {one.name: strategy_in_words(one) for one in plan.strategies}
     tokens = plan.micro_batching.max_tokens
     if tokens is not None:
-        said["micro_batching"] = t("planned.way.micro_batching", tokens=f"{tokens:,}")
+        said["micro_batching"] = t("micro-batches of {tokens} tokens", tokens=f"{tokens:,}")
     return said
 
 
 def strategy_in_words(strategy: Strategy) -> str:
     """What it does with these settings; the name the planner has for it where it has none."""
     say = _SAID.get(strategy.name)
-    return called(strategy.name) if say is None else say(strategy)
+    return shown(strategy.called()) if say is None else say(strategy)
 
 
 def difference_in_words(these: Mapping[str, str], those: Mapping[str, str]) -> str:
     """What one plan does that another does not, then what it leaves."""
     more = [words for name, words in these.items() if those.get(name) != words]
-    less = [t("planned.way.without", what=those[name]) for name in those if name not in these]
-    return t("planned.way.comma").join([*more, *less])
+    less = [t("without {what}", what=those[name]) for name in those if name not in these]
+    return pt("clauses", ", ").join([*more, *less])
 
 
-def _plain(key: str, *fields: str) -> Callable[[Any], str]:
-    return lambda one: t(f"planned.way.{key}", **{name: getattr(one, name) for name in fields})
+def _layers(count: int) -> str:
+    return nt("one layer", "{count} layers", count)
 
 
-def _layers(key: str) -> Callable[[Any], str]:
-    """With the number of layers, or for all of them."""
-
-    def say(one: Any) -> str:
-        what = f"planned.way.{key}.{one.part}" if key == "checkpointing" else f"planned.way.{key}"
+def _recomputed(one: Any) -> str:
+    if one.part == "mlp":
         if one.layers is None:
-            return t(f"{what}.all")
-        several = t("planned.way.layers", count=one.layers)
-        return t(what, layers=t("planned.way.layers.one") if one.layers == 1 else several)
+            return t("the MLP half of every layer recomputed")
+        return t("the MLP half of {layers} recomputed", layers=_layers(one.layers))
+    if one.layers is None:
+        return t("every layer recomputed")
+    return t("{layers} recomputed", layers=_layers(one.layers))
 
-    return say
+
+def _offloaded(one: Any) -> str:
+    if one.layers is None:
+        return t("activations in host memory")
+    return t("activations of {layers} in host memory", layers=_layers(one.layers))
+
+
+_RELEASED = {
+    "kept8": N_("gradients in 8 bits"),
+    "host": N_("gradients in host memory"),
+    "two_pass": N_("backward twice"),
+    "release": N_("gradients released as they come"),
+}
 
 
 _SAID: Mapping[str, Callable[[Any], str]] = {
-    "checkpointing": _layers("checkpointing"),
-    "activation_offload": _layers("activation_offload"),
-    "lowbit_adamw": _plain("lowbit_adamw", "master_bits"),
-    "gradient_release": lambda one: t(f"planned.way.gradient_release.{one.mode}"),
+    "checkpointing": _recomputed,
+    "activation_offload": _offloaded,
+    "lowbit_adamw": lambda one: t("{master_bits}-bit masters", master_bits=one.master_bits),
+    "gradient_release": lambda one: t(_RELEASED[one.mode]),
     "state_offload": lambda one: t(
-        "planned.way.state_offload.gradients" if one.gradients else "planned.way.state_offload"
+        N_("the optimizer's state and gradients in host memory")
+        if one.gradients
+        else N_("the optimizer's state in host memory")
     ),
     "optimizer_offload": lambda one: t(
-        "planned.way.optimizer_offload.weights" if one.weights else "planned.way.optimizer_offload"
+        N_("weights and update in host memory") if one.weights else N_("the update in host memory")
     ),
-    "half_precision": _plain("half_precision", "dtype"),
-    "small_state_optimizer": _plain("small_state_optimizer", "rule"),
-    "lora": _plain("lora", "rank"),
-    "freezing": _plain("freezing", "what"),
-    "truncation": _plain("truncation", "max_length"),
+    "half_precision": lambda one: t("computed in {dtype}", dtype=one.dtype),
+    "small_state_optimizer": lambda one: pt("settings", "{rule}", rule=one.rule),
+    "lora": lambda one: t("LoRA of rank {rank}", rank=one.rank),
+    "freezing": lambda one: t("{what} frozen", what=one.what),
+    "truncation": lambda one: t("texts cut at {max_length} tokens", max_length=one.max_length),
 }

@@ -26,7 +26,7 @@ class Adjustment:
     after: str
 
     def __str__(self) -> str:
-        return t("live.adjusted", **asdict(self))
+        return t("step {step}: {why}: {before} -> {after}", **asdict(self))
 
 
 class Adjustments:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.messages import t
 from memfit.packing.heads import reads_last_token, sees_padding
 
 Batch = dict[str, Any]
@@ -46,7 +47,13 @@ class MicroBatching:
         for name in ("max_rows", "max_tokens"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
-                raise ConfigError(f"{name} of a micro-batch must be at least 1, not {limit}")
+                raise ConfigError(
+                    t(
+                        "{name} of a micro-batch must be at least 1, not {limit}",
+                        name=name,
+                        limit=limit,
+                    )
+                )
 
 
 class Trim(StrEnum):

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.errors import RunStoppedError
+from memfit.messages import t
 from memfit.runtime.buffers import Buffers
 from memfit.runtime.out_of_memory import is_out_of_memory, let_go, retrying
 from memfit.runtime.random_state import RandomState
@@ -173,8 +174,12 @@ class LayerBoundaries:
             start.restore(self._device)
             buffers.restore()
         raise HalfDoneError(
-            f"out of memory in the middle of an update that had begun ({failed}): the weights "
-            "here are half those of the next step and were not saved; go on with a larger --budget"
+            t(
+                "out of memory in the middle of an update that had begun ({failed}): the weights "
+                "here are half those of the next step and were not saved; go on with a larger "
+                "--budget",
+                failed=failed,
+            )
         )
 
     def _forget(self) -> None:

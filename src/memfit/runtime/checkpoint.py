@@ -41,7 +41,9 @@ class Search:
 
     def notes(self) -> list[str]:
         """One sentence for each that was passed over."""
-        return [t("live.checkpoint.passed", path=path, why=why) for path, why in self.passed_over]
+        return [
+            t("{path} is passed over: {why}", path=path, why=why) for path, why in self.passed_over
+        ]
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -106,9 +108,9 @@ def state_problem(checkpoint: Path) -> str:
         if not isinstance(state.global_step, int) or not isinstance(state.log_history, list):
             raise TypeError("it counts no steps")
     except FileNotFoundError:
-        return t("live.checkpoint.last", file=_WRITTEN_LAST)
+        return t("{file}, which is written last, is missing", file=_WRITTEN_LAST)
     except Exception as error:  # whatever half a file makes of JSON and of the state's fields
-        return t("live.checkpoint.unread", file=_WRITTEN_LAST, reason=error)
+        return t("{file} cannot be read: {reason}", file=_WRITTEN_LAST, reason=error)
     return ""
 
 
@@ -117,19 +119,32 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
     if not isinstance(wanted, Search):
         found = Path(wanted)
         if not found.is_dir():
-            raise NoCheckpointError(t("live.resume.absent", path=wanted))
+            raise NoCheckpointError(
+                t("Can't find a valid checkpoint at {path}: there is no such folder", path=wanted)
+            )
         if problem := damage(found.resolve()):
-            raise OutputError(t("live.checkpoint.incomplete", path=wanted, problem=problem))
+            raise OutputError(
+                t("{path} is not a complete checkpoint: {problem}", path=wanted, problem=problem)
+            )
     elif wanted.good is None:
         raise NoCheckpointError(nothing_good(output_dir, wanted))
     else:
         found = wanted.good
     if _is_foreign(found):
-        _warn(f"{found} has no {MANIFEST}, since another Trainer wrote it: it is taken unchecked")
+        _warn(
+            t(
+                "{checkpoint} has no {file}, since another Trainer wrote it: it is taken unchecked",
+                checkpoint=found,
+                file=MANIFEST,
+            )
+        )
     if not (found / _OPTIMIZER).is_file():
         _warn(
-            f"{found} has no optimizer state (save_only_model): the run goes on from its weights, "
-            "not exactly"
+            t(
+                "{checkpoint} has no optimizer state (save_only_model): the run goes on from its "
+                "weights, not exactly",
+                checkpoint=found,
+            )
         )
     return found
 
@@ -137,9 +152,16 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
 def nothing_good(output_dir: str | Path, search: Search) -> str:
     """Why a run cannot be resumed."""
     if not search.passed_over:
-        return t("live.resume.nothing", folder=output_dir)
+        return t(
+            "nothing to resume: No valid checkpoint found in output directory ({folder})",
+            folder=output_dir,
+        )
     damaged = "; ".join(search.notes())
-    return t("live.resume.damaged", folder=output_dir, damaged=damaged)
+    return t(
+        "nothing to resume: no checkpoint in {folder} is whole. {damaged}",
+        folder=output_dir,
+        damaged=damaged,
+    )
 
 
 def _warn(message: str) -> None:

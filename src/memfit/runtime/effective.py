@@ -73,13 +73,30 @@ def _refuse(args: TrainingArguments) -> None:
     if args.gradient_accumulation_steps > 1 and "num_steps" in (
         accelerator.gradient_accumulation_kwargs or {}
     ):
-        raise ConflictError(t("live.accumulation.twice"))
+        raise ConflictError(
+            t(
+                "The `AcceleratorConfig`'s `num_steps` is set but "
+                "`gradient_accumulation_steps` is greater than 1, too: leave one of them out"
+            )
+        )
     sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
     if sharded:
-        raise ConfigError(t("live.sharded", name=sharded[0]))
+        raise ConfigError(
+            t(
+                "BudgetTrainer does not run with {name}: it decides itself what is on the "
+                "device; use one process a GPU (torchrun), or transformers.Trainer",
+                name=sharded[0],
+            )
+        )
     if args.optim in _STEPS_IN_BACKWARD:
         name = getattr(args.optim, "value", args.optim)
-        raise ConfigError(t("live.optim.backward", name=repr(name)))
+        raise ConfigError(
+            t(
+                "optim={name} updates weights inside backward and cannot take an effective "
+                "batch in parts; choose another optimizer",
+                name=repr(name),
+            )
+        )
 
 
 def warn_of_conflicts(args: TrainingArguments) -> None:
@@ -87,30 +104,46 @@ def warn_of_conflicts(args: TrainingArguments) -> None:
     default = next(f.default for f in dataclasses.fields(args) if f.name == "num_train_epochs")
     if args.max_steps > 0 and args.num_train_epochs != default:
         said = {"steps": args.max_steps, "epochs": args.num_train_epochs}
-        _warn(t("live.steps.both", **said))
+        _warn(
+            t(
+                "max_steps={steps} and num_train_epochs={epochs} are both set: max_steps counts",
+                **said,
+            )
+        )
 
 
 def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:
     if ours.auto_find_batch_size:
         ours.auto_find_batch_size = False
-        _warn("auto_find_batch_size is ignored: micro-batches shrink, the effective batch does not")
+        _warn(
+            t("auto_find_batch_size is ignored: micro-batches shrink, the effective batch does not")
+        )
     if ours.n_gpu > 1:
         _warn(
-            f"{ours.n_gpu} GPUs are visible and one is used, with an effective batch of "
-            f"{ours.per_device_train_batch_size}; start with torchrun to use all"
+            t(
+                "{count} GPUs are visible and one is used, with an effective batch of {rows}; "
+                "start with torchrun to use all",
+                count=ours.n_gpu,
+                rows=ours.per_device_train_batch_size,
+            )
         )
         ours._n_gpu = 1  # what the Trainer itself does to keep nn.DataParallel away
     if ours.device.type == "cpu":
         ours.dataloader_pin_memory = False  # there is nothing to pin for, and torch warns
     if ours.fp16 and ours.device.type == "cpu":
-        _warn("fp16 has no effect on a CPU: training runs in the weights' own precision")
+        _warn(t("fp16 has no effect on a CPU: training runs in the weights' own precision"))
     # It reads every step's loss and so makes a GPU wait; runtime/health.py looks at them instead.
     ours.logging_nan_inf_filter = False
     metric = ours.metric_for_best_model
     derived = not isinstance(ours, OurTrainingArguments) and ours.greater_is_better
     if metric is not None and derived and smaller_is_better(metric):
         ours.greater_is_better = False
-        _warn(f"metric_for_best_model={metric!r} is an error: the smallest is kept as the best")
+        _warn(
+            t(
+                "metric_for_best_model={metric} is an error: the smallest is kept as the best",
+                metric=repr(metric),
+            )
+        )
 
 
 def _warn(message: str) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from memfit.errors import RunStoppedError
 from memfit.memory.measured import state_tensors
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.runtime.adjust import Adjuster
 from memfit.runtime.adjustments import Adjustment, Adjustments
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, lengths_of
@@ -161,7 +161,7 @@ class Guard:
                 let_go(error)
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
             self._evaluated = max(pieces.tokens // 2, 1)
-            self.note(t("live.why.evaluation"), str(pieces.tokens), str(self._evaluated))
+            self.note(t("out of memory in evaluation"), str(pieces.tokens), str(self._evaluated))
             executor.drop()
             free_memory(self._device)
 
@@ -175,16 +175,16 @@ class Guard:
             if self.cap.move(now):  # captured graphs hold what no tensor does
                 self._trainer.executor.drop()
                 free_memory(self._device)
-            why = t("live.why.less" if now < before else "live.why.more")
-            self.note(why, t("live.limit", bytes=format_both(before)), format_both(now))
+            why = t(N_("less memory is free") if now < before else N_("more memory is free"))
+            self.note(why, t("a limit of {bytes}", bytes=format_both(before)), format_both(now))
             if now < before and self.when_squeezed is not None:
                 self.when_squeezed()
         else:
             self._keep_limit()
         if spilled := self.spill.spilled_bytes():
             limit = max(self.watch.limit_bytes - spilled, 0)
-            why = t("live.why.spilled", bytes=format_both(spilled))
-            before_said = t("live.limit", bytes=format_both(self.watch.limit_bytes))
+            why = t("{bytes} were moved to shared memory", bytes=format_both(spilled))
+            before_said = t("a limit of {bytes}", bytes=format_both(self.watch.limit_bytes))
             self.note(why, before_said, format_both(limit))
             self.watch.limit_bytes = limit
             self.cap.move(limit)
@@ -328,9 +328,9 @@ class Guard:
         if smaller is None:
             self._stop(model, way, failed)
         assert smaller is not None
-        after = t("live.again") if smaller == way else str(smaller)
+        after = t("once more") if smaller == way else str(smaller)
         before = str(replace(way, max_tokens=pieces.tokens))
-        self.note(t("live.why.memory", failed=failed), before, after)
+        self.note(t("out of memory ({failed})", failed=failed), before, after)
         if smaller == way and self._device.type == "cuda":
             time.sleep(_WAIT_SECONDS)
         return smaller
@@ -338,7 +338,7 @@ class Guard:
     def _went_well(self) -> None:
         before = self.adjuster.widest
         if wider := self.adjuster.succeeded(self.judged_bytes):
-            self.note(t("live.why.room"), str(before), str(wider))
+            self.note(t("there is room"), str(before), str(wider))
 
     def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
         trainer = self._trainer
@@ -347,7 +347,14 @@ class Guard:
         if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
             trainer._save_checkpoint(model, None)
         raise RunStoppedError(
-            t("live.stop.memory", step=step + 1, way=way, failed=failed),
+            t(
+                "out of memory in step {step}, with nothing left to make smaller ({way}): "
+                "{failed}; give it a larger --budget, a shorter --max-length or a smaller "
+                "model",
+                step=step + 1,
+                way=way,
+                failed=failed,
+            ),
             trainer.last_good_checkpoint,
         )
 

@@ -84,7 +84,7 @@ class GuardedTraining(FullPrecisionExport):
         """As the Trainer's, inside the budget."""
         loader: Any = kwargs.get("dataloader", args[0] if args else None)
         rows = len(loader.dataset) if hasattr(getattr(loader, "dataset", None), "__len__") else 0
-        said = t("run.wait.evaluate", rows=f"{rows:,}")
+        said = t("evaluating {rows} rows …", rows=f"{rows:,}")
         with self.guard.held(*self._limits()), doing(said):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class GuardedTraining(FullPrecisionExport):
             self.guard.adjustments.say = bars[0].say
         if self.budget is None or self.args.torch_compile or self.args.world_size > 1:
             return  # a compiled step wants the same shapes, and ranks want to fail together
-        with doing(t("run.wait.rehearse")):
+        with doing(t("compiling, capturing and trying the largest batch …")):
             self.rehearsal = rehearse(self, loader)
         for bar in bars:
             if self.rehearsal is not None and bar.step_seconds is None:

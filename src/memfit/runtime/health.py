@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from memfit.errors import ConfigError, LossError
-from memfit.messages import t
+from memfit.messages import N_, t
 
 ON_NAN = ("stop", "skip")
 SKIPS_IN_A_ROW = 20
@@ -67,7 +67,9 @@ class LossWatch:
     ) -> None:
         if on_nan not in ON_NAN:
             said = {"flag": "on_nan", "value": repr(on_nan), "choices": ", ".join(ON_NAN)}
-            raise ConfigError(t("error.option.choice", hint="", **said))
+            raise ConfigError(
+                t("{flag} is {value}; it is one of {choices}.{hint}", hint="", **said)
+            )
         self.skips = on_nan == "skip"
         self.rows_of = rows_of
         self.record = record
@@ -125,16 +127,35 @@ class LossWatch:
             return
         rows = self.rows_of(step)
         finite = math.isfinite(loss)
-        what = t("live.loss.gradient", value=norm) if finite else t("live.loss.what", value=loss)
+        what = (
+            t("the gradient is {value}", value=norm)
+            if finite
+            else t("the loss is {value}", value=loss)
+        )
         where = _place(step, rows)
         if not self.skips:
-            raise LossError(t("live.loss.stopped", what=what, where=where))
+            raise LossError(t("{what} in {where}", what=what, where=where))
         self.skipped_steps.append(step)
         if _in_a_row(self.skipped_steps) >= SKIPS_IN_A_ROW:
             said = {"what": what, "where": where, "count": SKIPS_IN_A_ROW}
-            raise LossError(t("live.loss.hopeless", **said))
+            raise LossError(
+                t(
+                    "{what} in {where}, the {count}th step in a row: the weights no longer "
+                    "work; try a smaller learning rate",
+                    **said,
+                )
+            )
         self.record({"step": step, "skipped": what, "rows": list(rows or ())})
-        warnings.warn(t("live.loss.skipped", where=where, what=what), UserWarning, stacklevel=2)
+        warnings.warn(
+            t(
+                "{where} is skipped, {what}: weights and optimizer stay as they were, the "
+                "schedule and the order of the rows go on",
+                where=where,
+                what=what,
+            ),
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def gate_sink(sink: GatedSink, device: torch.device) -> None:
@@ -143,8 +164,10 @@ def gate_sink(sink: GatedSink, device: torch.device) -> None:
 
     if not hasattr(sink, "loss_scale"):
         raise ConfigError(
-            "on_nan='skip' cannot be used here: this optimizer updates weights while the "
-            "gradient is still being made; leave it at 'stop'"
+            t(
+                "on_nan='skip' cannot be used here: this optimizer updates weights while "
+                "the gradient is still being made; leave it at 'stop'"
+            )
         )
     if sink.loss_scale is None:
         # A scale of 1 that stays: only the gate of it is wanted.
@@ -161,7 +184,9 @@ def check_weights(model: torch.nn.Module, step: int) -> None:
     for alike in by_place.values():
         sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
         if not bool(torch.isfinite(sums).all()):
-            raise LossError(t("live.loss.weights", step=step))
+            raise LossError(
+                t("after step {step} weights of the model are not finite numbers", step=step)
+            )
 
 
 def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
@@ -206,10 +231,14 @@ def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
 
 def _place(step: int, rows: Sequence[int] | None) -> str:
     if not rows:
-        return t("live.loss.where", step=step)
+        return t("step {step}", step=step)
     more = len(rows) - _SHOWN_ROWS
     shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
-    kind = "live.loss.where.more" if more > 0 else "live.loss.where.rows"
+    kind = (
+        N_("step {step} (rows {rows} and {more} more of the training dataset)")
+        if more > 0
+        else N_("step {step} (rows {rows} of the training dataset)")
+    )
     return t(kind, step=step, rows=shown, more=more)
 
 

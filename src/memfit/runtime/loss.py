@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from memfit.errors import ConfigError
+from memfit.messages import t
 from memfit.packing.families import unwrap
 from memfit.runtime.batching import IGNORED_LABEL, row_count
 
@@ -76,7 +77,7 @@ class ClassWeightedLoss:
     ) -> None:
         self.class_weights = torch.as_tensor(class_weights, dtype=torch.float32).cpu()
         if self.class_weights.dim() != 1 or bool(self.class_weights.lt(0).any()):
-            raise ConfigError("class_weights must be one number, zero or more, for each class")
+            raise ConfigError(t("class_weights must be one number, zero or more, for each class"))
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -84,7 +85,11 @@ class ClassWeightedLoss:
         classes = logits.shape[-1]
         if classes != len(self.class_weights):
             raise ConfigError(
-                f"class_weights has {len(self.class_weights)} numbers, the model {classes} classes"
+                t(
+                    "class_weights has {count} numbers, the model {classes} classes",
+                    count=len(self.class_weights),
+                    classes=classes,
+                )
             )
         weights = self.class_weights.to(logits)
         if labels.is_floating_point():

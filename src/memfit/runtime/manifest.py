@@ -55,18 +55,20 @@ def _entry(path: Path) -> dict[str, Any]:
 def problem_with(folder: Path) -> str:
     """Why the folder is not what its manifest says, in words; empty where it is."""
     if folder.is_symlink():
-        return t("live.checkpoint.folder")
+        return t("it is a link to somewhere else")
     try:
         files = _read(folder / MANIFEST)
     except FileNotFoundError:
-        return t("live.checkpoint.last", file=MANIFEST)
+        return t("{file}, which is written last, is missing", file=MANIFEST)
     except (OSError, ValueError) as error:
-        return t("live.checkpoint.unread", file=MANIFEST, reason=error)
+        return t("{file} cannot be read: {reason}", file=MANIFEST, reason=error)
     for name, entry in files.items():
         try:
             problem = _problem(folder, name, entry)
         except OSError as error:
-            problem = t("live.checkpoint.unread", file=name, reason=error.strerror or error)
+            problem = t(
+                "{file} cannot be read: {reason}", file=name, reason=error.strerror or error
+            )
         if problem:
             return problem
     return ""
@@ -75,16 +77,16 @@ def problem_with(folder: Path) -> str:
 def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
     path = folder / name
     if not path.is_file():
-        return t("live.checkpoint.missing", file=name)
+        return t("{file} is missing", file=name)
     if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
-        return t("live.checkpoint.link", file=name)
+        return t("{file} is a link to somewhere else", file=name)
     size_bytes = path.stat().st_size
     if size_bytes != entry["bytes"]:
         sizes = {"bytes": f"{size_bytes:,}", "whole": f"{entry['bytes']:,}"}
-        return t("live.checkpoint.size", file=name, **sizes)
+        return t("{file} has {bytes} of its {whole} bytes", file=name, **sizes)
     with path.open("rb") as file:
         if _digest(file) != entry["sha256"]:
-            return t("live.checkpoint.sum", file=name)
+            return t("{file} does not match its checksum", file=name)
     return ""
 
 

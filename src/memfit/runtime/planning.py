@@ -99,6 +99,15 @@ def plan_for(trainer: ModelChanges, asked: Asked, eval_dataset: Any) -> Plan | N
         why = str(error).strip().splitlines() or [""]
         reason = why[0] if isinstance(error, MemfitError) else f"{type(error).__name__}: {why[0]}"
         name = type(model).__name__
-        warnings.warn(t("live.unpredicted", model=name, reason=reason), UserWarning, stacklevel=4)
+        warnings.warn(
+            t(
+                "the memory of {model} cannot be predicted ({reason}): it is trained without a "
+                "plan, and the rehearsal and smaller micro-batches keep it inside the budget",
+                model=name,
+                reason=reason,
+            ),
+            UserWarning,
+            stacklevel=4,
+        )
         return None
     return plan

@@ -17,7 +17,7 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfit import waiting
-from memfit.messages import has, t
+from memfit.messages import N_, pt, t
 from memfit.safe_text import encodable
 from memfit.units import format_bytes, format_seconds
 
@@ -118,13 +118,17 @@ class MemfitProgress(TrainerCallback):
         self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
         self._first_tokens = self._tokens()
         steps = state.max_steps - state.global_step
-        kind = "live.begin.about" if self.step_seconds else "live.begin"
+        kind = (
+            N_("training: {steps} steps, about {time}")
+            if self.step_seconds
+            else N_("training: {steps} steps")
+        )
         about = format_seconds(steps * (self.step_seconds or 0.0) + self.between_seconds)
         self.say(t(kind, steps=steps, time=about))
         # A dumb terminal cannot take a line back: it gets lines, like a pipe.
         if self.console.is_terminal and self.console.is_interactive:
             self._bar = _TwoLines(
-                TextColumn(t("live.bar")),
+                TextColumn(pt("progress bar", "training")),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[pace]}", markup=False),
@@ -144,7 +148,11 @@ class MemfitProgress(TrainerCallback):
             return
         done = state.global_step - self._first_step
         if done == _WARM_UP_STEPS:
-            self._say_total(state, self.clock() - self._started, "live.total.first")
+            self._say_total(
+                state,
+                self.clock() - self._started,
+                N_("training will take about {time} by the first step, evaluation aside"),
+            )
             self._started, self._paused = self.clock(), 0.0
             self._first_tokens = self._tokens()
         if done == _WARM_UP_STEPS + _TIMED_STEPS:
@@ -153,7 +161,7 @@ class MemfitProgress(TrainerCallback):
             self._bar.status = self._status()
             self._bar.update(self._task, completed=state.global_step, pace=self._pace(state))
         elif self._is_line_due(state):
-            step = t("live.step", step=state.global_step, steps=state.max_steps)
+            step = t("step {step}/{steps}", step=state.global_step, steps=state.max_steps)
             shown = [one for one in (step, self._status(), self._pace(state)) if one]
             self.say("  ".join(shown))
 
@@ -190,7 +198,13 @@ class MemfitProgress(TrainerCallback):
         name, value = _main_metric(metrics, args.metric_for_best_model)
         if value is not None:
             self._shown[name] = _figure(name, value)
-            self.say(t("live.epoch", epoch=state.epoch or 0.0, metric=_figure(name, value)))
+            self.say(
+                t(
+                    "epoch {epoch:.2f}: {metric}",
+                    epoch=state.epoch or 0.0,
+                    metric=_figure(name, value),
+                )
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -223,7 +237,10 @@ class MemfitProgress(TrainerCallback):
         return self._timed_seconds() / timed
 
     def _say_total(
-        self, state: TrainerState, seconds: float | None, message: str = "live.total"
+        self,
+        state: TrainerState,
+        seconds: float | None,
+        message: str = N_("training will take about {time}, evaluation aside"),
     ) -> None:
         """Not where it was said before the start, nor where nothing is left to wait for."""
         if (
@@ -239,13 +256,17 @@ class MemfitProgress(TrainerCallback):
         shown = list(self._shown.values())
         if self._read_memory is not None:
             use = self._read_memory()
-            kind = "live.memory.budget" if self.budget_bytes else "live.memory"
+            kind = (
+                N_("memory {now} (peak {peak} of {budget})")
+                if self.budget_bytes
+                else N_("memory {now} (peak {peak})")
+            )
             sizes = {
                 "now": format_bytes(use.now_bytes),
                 "peak": format_bytes(use.peak_bytes),
                 "budget": format_bytes(self.budget_bytes or 0),
             }
-            shown.append(t("live.process" if self._is_process else kind, **sizes))
+            shown.append(t(N_("process {now}") if self._is_process else kind, **sizes))
         return "  ".join(shown)
 
     def _pace(self, state: TrainerState) -> str:
@@ -254,11 +275,11 @@ class MemfitProgress(TrainerCallback):
         tokens, seconds = self._tokens() - self._first_tokens, self._timed_seconds()
         warm = state.global_step - self._first_step > _WARM_UP_STEPS
         if warm and tokens > 0 and seconds > 0:
-            shown.append(t("live.speed", tokens=tokens / seconds))
+            shown.append(t("{tokens:,.0f} tokens/s", tokens=tokens / seconds))
         step_seconds = self.seconds_a_step(state)
         if step_seconds is not None and state.global_step < state.max_steps:
             left = (state.max_steps - state.global_step) * step_seconds
-            shown.append(t("live.left", time=format_seconds(left)))
+            shown.append(t("{time} left", time=format_seconds(left)))
         return "  ".join(shown)
 
     def _tokens(self) -> int:
@@ -272,10 +293,18 @@ class MemfitProgress(TrainerCallback):
         return state.global_step % every == 0 or state.global_step == state.max_steps
 
 
+_METRIC_NAMES = {
+    "loss": N_("loss"),
+    "accuracy": N_("accuracy"),
+    "mse": N_("mse"),
+    "mae": N_("mae"),
+}
+
+
 def _figure(name: str, value: float) -> str:
     """Under what a person calls it, where there is a word for it."""
-    called = t(f"live.name.{name}") if has(f"live.name.{name}") else name
-    return t("live.metric", name=called, value=f"{value:.4f}")
+    called = t(_METRIC_NAMES[name]) if name in _METRIC_NAMES else name
+    return t("{name} {value}", name=called, value=f"{value:.4f}")
 
 
 def _main_metric(metrics: Mapping[str, Any], wanted: str | None) -> tuple[str, float | None]:

@@ -157,12 +157,31 @@ class _Stage:
             if way != planned and way.needs_no_less_than(planned):
                 guard.adjuster.keep(planned)  # the plan itself was not tried yet
                 return
-            raise PlanMissedError(t("live.stop.row", way=way, failed=failed), self._short_bytes())
+            raise PlanMissedError(
+                t(
+                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                    "choose a shorter --max-length or a smaller model",
+                    way=way,
+                    failed=failed,
+                ),
+                self._short_bytes(),
+            )
         smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
         if smaller is None or smaller == way:
-            raise DoesNotFitError(t("live.stop.row", way=way, failed=failed))
+            raise DoesNotFitError(
+                t(
+                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                    "choose a shorter --max-length or a smaller model",
+                    way=way,
+                    failed=failed,
+                )
+            )
         tokens = replace(way, max_tokens=pieces.tokens)
-        guard.note(t("live.why.rehearsal", failed=failed), str(tokens), str(smaller))
+        guard.note(
+            t("the largest batch was tried and did not fit ({failed})", failed=failed),
+            str(tokens),
+            str(smaller),
+        )
 
     def _short_bytes(self) -> int:
         """How much less another plan should use than this one was allowed to."""

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from memfit.errors import OutputError, SaveError
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -156,6 +156,18 @@ class _Counter:
         pass
 
 
+_PARTS = {
+    "model": N_("the model"),
+    "arguments": N_("what the training arguments hold"),
+    "optimizer": N_("the optimizer's state"),
+    "schedule": N_("the learning rate schedule's state"),
+    "scaler": N_("the loss scale"),
+    "random": N_("the state of the random numbers"),
+    "callback": N_("the state of the callback {name}"),
+    "state": N_("the Trainer's state"),
+}
+
+
 @contextmanager
 def _named(part: str, **fields: str) -> Iterator[None]:
     """Whatever goes wrong inside is the fault of this part."""
@@ -165,8 +177,15 @@ def _named(part: str, **fields: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
-        what = t(f"live.saved.{part}", **fields)
-        raise SaveError(t("live.save.refused", what=what, reason=lines[0].rstrip(" .:"))) from error
+        what = t(_PARTS[part], **fields)
+        raise SaveError(
+            t(
+                "{what} cannot be saved, so no training was begun: {reason}; mend it, or write "
+                "no checkpoints with --save-strategy no",
+                what=what,
+                reason=lines[0].rstrip(" .:"),
+            )
+        ) from error
 
 
 def _check_room(folder: Path, size_bytes: int) -> None:
@@ -174,4 +193,12 @@ def _check_room(folder: Path, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(there).free
     if size_bytes > free_bytes:
         sizes = {"needs": format_bytes(size_bytes), "free": format_bytes(free_bytes)}
-        raise OutputError(t("live.save.room", folder=there, **sizes))
+        raise OutputError(
+            t(
+                "a checkpoint takes {needs} and {folder} has {free} free, so no training was "
+                "begun; make room, name another --output-dir, or write no checkpoints with "
+                "--save-strategy no",
+                folder=there,
+                **sizes,
+            )
+        )

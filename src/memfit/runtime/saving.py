@@ -93,7 +93,7 @@ class SafeSaving(EffectiveLoading):
         return work()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with doing(t("run.wait.checkpoint")):
+        with doing(t("writing a checkpoint …")):
             self._save_whole(model, trial)
 
     def _save_whole(self, model: nn.Module, trial: Any) -> None:
@@ -140,7 +140,11 @@ class SafeSaving(EffectiveLoading):
                 tidy(final.parent)
             if isinstance(error, MemfitError) or not isinstance(error, Exception):
                 raise
-            what = f"{final.name} could not be written: {why_not_written(error, final.parent)}"
+            what = t(
+                "{name} could not be written: {reason}",
+                name=final.name,
+                reason=why_not_written(error, final.parent),
+            )
             raise SaveError(what, self.last_good_checkpoint) from error
 
     def settle_checkpoint(self) -> None:
@@ -268,15 +272,20 @@ class SafeSaving(EffectiveLoading):
             return
         self._written = None
         self.settle_checkpoint()
-        with doing(t("run.wait.best")):
+        with doing(t("loading the best model …")):
             self._load_whole()
 
     def _load_whole(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if problem := damage(best):
             warnings.warn(
-                f"the best model cannot be loaded, {best} is damaged: {problem}; "
-                f"the weights of the last step, {self.state.global_step}, are kept instead",
+                t(
+                    "the best model cannot be loaded, {best} is damaged: {problem}; the "
+                    "weights of the last step, {step}, are kept instead",
+                    best=best,
+                    problem=problem,
+                    step=self.state.global_step,
+                ),
                 UserWarning,
                 stacklevel=2,
             )
@@ -296,13 +305,22 @@ class SafeSaving(EffectiveLoading):
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 said = {"step": self.state.global_step + 1, "failed": let_go(error)}
-                what = t("live.stop.outside", **said)
+                what = t(
+                    "out of memory beside step {step}, after memory was given back and the "
+                    "call repeated: {failed}; give it a larger --budget, or close what "
+                    "else uses the card",
+                    **said,
+                )
                 raise RunStoppedError(what, self.last_good_checkpoint) from None
             if not is_device_lost(error):
                 raise
             reason = str(error).strip().splitlines()[0]
             raise DeviceLostError(
-                t("live.gpu.lost", step=self.state.global_step, reason=reason),
+                t(
+                    "the GPU no longer answers, after step {step}: {reason}",
+                    step=self.state.global_step,
+                    reason=reason,
+                ),
                 self.last_good_checkpoint,
             ) from error
 
@@ -370,4 +388,4 @@ def _reading(checkpoint: str | None) -> Iterator[None]:
     except Exception as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
         said = {"path": checkpoint, "reason": lines[0].rstrip(" .:")}
-        raise OutputError(t("live.checkpoint.unusable", **said)) from error
+        raise OutputError(t("cannot go on from {path}: {reason}", **said)) from error

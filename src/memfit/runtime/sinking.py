@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import MemfitError
+from memfit.messages import t
 from memfit.packing import (
     PackedBatch,
     PackedModel,
@@ -106,8 +107,12 @@ class SinkExecutor(StepExecutor):
     def _check(self, count: int) -> None:
         if self.single and count > 1:
             raise MemfitError(
-                f"a step of {count} micro-batches would lose its sum: gradients are released as "
-                "they come; keep them (gradients='kept8') or let whole batches fit"
+                t(
+                    "a step of {count} micro-batches would lose its sum: gradients are "
+                    "released as they come; keep them (gradients='kept8') or let whole "
+                    "batches fit",
+                    count=count,
+                )
             )
 
 

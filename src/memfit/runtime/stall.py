@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit.messages import t
+
 _LOOKS = 3
 """All of them must show it: a single batch may have next to no gradient."""
 _STEPS_BETWEEN = 10
@@ -76,16 +78,23 @@ class StallWatch(TrainerCallback):
 
     def _say(self, step: int, kind: str, optimizer: Any) -> None:
         rate = max(group["lr"] for group in optimizer.param_groups)
-        remedy = "use a larger learning rate"
+        remedy = t("use a larger learning rate")
         if kind in ("bfloat16", "float16"):
-            remedy = (
+            remedy = t(
                 "keep the weights in float32 (--bf16 still computes in bfloat16), or use an "
                 "optimizer with master weights"
             )
         warnings.warn(
-            f"the run stands still: in step {step} only {self._shares[-1]:.0%} of the weights "
-            f"with a gradient moved; at a learning rate of {rate:.1e} updates round to nothing in "
-            f"{kind}; {remedy}",
+            t(
+                "the run stands still: in step {step} only {share:.0%} of the weights "
+                "with a gradient moved; at a learning rate of {rate:.1e} updates round "
+                "to nothing in {kind}; {remedy}",
+                step=step,
+                share=self._shares[-1],
+                rate=rate,
+                kind=kind,
+                remedy=remedy,
+            ),
             UserWarning,
             stacklevel=2,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import DataError
+from memfit.messages import t
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, Trim, split
 
 
@@ -72,7 +73,7 @@ class StepExecutor:
         total = self.mean_over_ranks(sum(weight for _, weight in parts))
         if not parts:
             raise DataError(
-                "a training batch has no label that counts: all are -100 or of weight zero"
+                t("a training batch has no label that counts: all are -100 or of weight zero")
             )
         return [(part, Share(weight, total)) for part, weight in parts]
 

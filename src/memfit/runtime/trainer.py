@@ -27,7 +27,6 @@ from memfit.half_on_cpu import TYPES, half_on_cpu
 from memfit.memory.expandable import use_expandable_segments
 from memfit.messages import t
 from memfit.packing.heads import shows_tokens
-from memfit.reasons import translated
 from memfit.runtime import predictions
 from memfit.runtime.batching import Batch, MicroBatch, MicroBatching, Trim, trimming_for
 from memfit.runtime.checkpoint import (
@@ -100,7 +99,9 @@ class BudgetTrainer(ModelChanges):
         named = {**by_name(positional), **named}
         if "tokenizer" in named:
             named["processing_class"] = named.pop("tokenizer")
-            warnings.warn("tokenizer is now called processing_class", FutureWarning, stacklevel=2)
+            warnings.warn(
+                t("tokenizer is now called processing_class"), FutureWarning, stacklevel=2
+            )
         if model is not None:
             give_back(model)  # an earlier trainer's changes are none of this one's
         effective = effective_arguments(self.user_args)
@@ -154,8 +155,15 @@ class BudgetTrainer(ModelChanges):
         """Weights in half precision need a CPU that multiplies them."""
         types = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}
         for dtype in sorted(types & set(TYPES)):
-            if reason := translated(half_on_cpu().reason(dtype)):
-                raise ConfigError(t("run.half.weights", dtype=dtype, reason=reason))
+            if reason := half_on_cpu().reason(dtype):
+                raise ConfigError(
+                    t(
+                        "the weights are {dtype}, and {reason}; load them in float32 (leave "
+                        "--dtype out)",
+                        dtype=dtype,
+                        reason=reason,
+                    )
+                )
 
     # ---- what memfit adds ----
 
@@ -239,8 +247,10 @@ class BudgetTrainer(ModelChanges):
     def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
-                "no parameter of the model can learn: every requires_grad is False; "
-                "leave at least the classification head unfrozen"
+                t(
+                    "no parameter of the model can learn: every requires_grad is False; "
+                    "leave at least the classification head unfrozen"
+                )
             )
         checkpoint = self._continued_from(resume_from_checkpoint)
         if checkpoint is not None:
@@ -520,16 +530,21 @@ class BudgetTrainer(ModelChanges):
 
     def _use_class_weights(self, class_weights: Sequence[float] | torch.Tensor) -> None:
         if self.compute_loss_func is not None:
-            raise ConfigError("give class_weights or compute_loss_func, not both")
+            raise ConfigError(t("give class_weights or compute_loss_func, not both"))
         self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
 
     def _compare_micro_batching(self, checkpoint: str) -> None:
         recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching
         if recorded not in (None, now):
             warnings.warn(
-                f"{checkpoint} was trained with {recorded}, this run goes on with "
-                f"{now}: the same training up to rounding and dropout's random "
-                "numbers, not bit for bit",
+                t(
+                    "{checkpoint} was trained with {recorded}, this run goes on with "
+                    "{now}: the same training up to rounding and dropout's random "
+                    "numbers, not bit for bit",
+                    checkpoint=checkpoint,
+                    recorded=recorded,
+                    now=now,
+                ),
                 UserWarning,
                 stacklevel=3,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memfit.messages import t
+from memfit.messages import N_, t
 from memfit.runtime.batching import MicroBatching, group_rows
 
 
@@ -36,15 +36,15 @@ class Way:
 
     def __str__(self) -> str:
         kind = {
-            (True, True): "live.way.both",
-            (True, False): "live.way.rows",
-            (False, True): "live.way.tokens",
-            (False, False): "live.way.whole",
+            (True, True): N_("{rows:,} rows and {tokens:,} tokens at once"),
+            (True, False): N_("{rows:,} rows at once"),
+            (False, True): N_("{tokens:,} tokens at once"),
+            (False, False): N_("whole batches"),
         }[self.max_rows is not None, self.max_tokens is not None]
         words = t(kind, rows=self.max_rows, tokens=self.max_tokens)
         if self.recomputed:
-            words = t("live.way.recomputed", way=words, layers=self.recomputed)
-        return t("live.way.offloaded", way=words) if self.offloaded else words
+            words = t("{way}, {layers} layers recomputed", way=words, layers=self.recomputed)
+        return t("{way}, activations offloaded", way=words) if self.offloaded else words
 
 
 def _most(limit: int | None) -> float:

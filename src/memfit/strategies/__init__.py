@@ -14,7 +14,7 @@ from memfit.strategies.lora import Lora
 from memfit.strategies.lowbit import LowBitAdamW
 from memfit.strategies.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing import Packing
-from memfit.strategies.registry import BY_NAME, ORDER, apply_all, by_name, ordered
+from memfit.strategies.registry import BY_NAME, ORDER, apply_all, by_name, called, ordered
 from memfit.strategies.release import GradientRelease
 from memfit.strategies.state_offload import StateOffload
 from memfit.strategies.truncation import Truncation
@@ -45,5 +45,6 @@ __all__ = [
     "Truncation",
     "apply_all",
     "by_name",
+    "called",
     "ordered",
 ]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from memfit.errors import DataError, ModelError
+from memfit.messages import Message
 from memfit.packing.families import FAMILIES
 from memfit.parts import base_of
 from memfit.strategies._layers import wrap
@@ -147,7 +148,7 @@ def cached_features(
     from memfit.runtime.batching import MicroBatching, split, trimming_for
 
     if not len(dataset):
-        raise DataError("there is no row to compute features of")
+        raise DataError(Message("there is no row to compute features of"))
     limits, trim = MicroBatching(max_tokens=max_tokens), trimming_for(model)
     bar = progress_bar("encoding", total_rows=len(dataset))
     chunks: list[Tensor] = []
@@ -243,7 +244,13 @@ def _keep(columns: dict[str, list[Any]], batch: Mapping[str, Any], rows: int) ->
             continue
         is_single = not hasattr(value, "__len__") or (isinstance(value, Tensor) and not value.dim())
         if is_single or len(value) != rows:
-            raise DataError(f"the collator's {name!r} has not one entry for each of {rows} rows")
+            raise DataError(
+                Message(
+                    "the collator's {name} has not one entry for each of {rows} rows",
+                    name=repr(name),
+                    rows=rows,
+                )
+            )
         columns.setdefault(name, []).append(value)
 
 
@@ -251,7 +258,9 @@ def _joined(name: str, pieces: list[Any]) -> Any:
     if not isinstance(pieces[0], Tensor):
         return [value for piece in pieces for value in piece]
     if len({piece.shape[1:] for piece in pieces}) > 1:
-        raise DataError(f"the collator's {name!r} is not equally wide for all rows")
+        raise DataError(
+            Message("the collator's {name} is not equally wide for all rows", name=repr(name))
+        )
     return torch.cat(pieces)
 
 
@@ -263,15 +272,26 @@ def head_problem(model: PreTrainedModel) -> str:
     name = type(model).__name__
     if not _has_values(model):
         known = model.config.model_type in FAMILIES
-        return "" if known else f"what the head of {name} reads is not known without its weights"
+        return (
+            ""
+            if known
+            else Message(
+                "what the head of {name} reads is not known without its weights", name=name
+            )
+        )
     try:
         difference = _difference(model)
     except Exception as error:
         # A head we have never seen can fail in any way.
-        return f"{name} cannot be run on features: {type(error).__name__}: {error}"
+        return Message(
+            "{name} cannot be run on features: {kind}: {error}",
+            name=name,
+            kind=type(error).__name__,
+            error=error,
+        )
     if difference <= _TOLERANCE:
         return ""
-    return f"the head of {name} reads more of the encoder than one vector a text"
+    return Message("the head of {name} reads more of the encoder than one vector a text", name=name)
 
 
 def _difference(model: PreTrainedModel) -> float:
@@ -286,9 +306,17 @@ def _difference(model: PreTrainedModel) -> float:
             head.remove()
     expected: Tensor = result.logits
     if logits.shape != expected.shape:
-        raise ModelError(f"logits of shape {list(logits.shape)}, not {list(expected.shape)}")
+        raise ModelError(
+            Message(
+                "logits of shape {shape}, not {expected}",
+                shape=list(logits.shape),
+                expected=list(expected.shape),
+            )
+        )
     if bool(expected.eq(expected[:1]).all()) and model.config.model_type not in FAMILIES:
-        raise ModelError("its logits are the same for every text, so nothing can be compared")
+        raise ModelError(
+            Message("its logits are the same for every text, so nothing can be compared")
+        )
     return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 

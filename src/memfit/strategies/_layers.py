@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ModelError
+from memfit.messages import Message
 from memfit.packing.families import unwrap
 from memfit.parts import base_of, layers_of
 
@@ -41,10 +42,14 @@ def stack_of(model: nn.Module) -> Stack:
     """The layers of a model, inside peft's and torch's wrappers too."""
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
-        raise ModelError(f"{type(inner).__name__} is no transformers model: its layers are unknown")
+        raise ModelError(
+            Message(
+                "{name} is no transformers model: its layers are unknown", name=type(inner).__name__
+            )
+        )
     layers = tuple(layers_of(inner))
     if not layers:
-        raise ModelError(f"{type(inner).__name__} has no list of layers")
+        raise ModelError(Message("{name} has no list of layers", name=type(inner).__name__))
     config: Any = inner.config.get_text_config()
     depth = getattr(config, "num_hidden_layers", 0) * getattr(config, "inner_group_num", 1)
     return Stack(base_of(inner), layers, max(len(layers), depth))
@@ -57,7 +62,9 @@ def stack_problem(model: nn.Module, layers: int | None) -> str:
     except ModelError as error:
         return str(error)
     if layers is not None and layers > stack.depth:
-        return f"the model has {stack.depth} layers, not {layers}"
+        return Message(
+            "the model has {depth} layers, not {layers}", depth=stack.depth, layers=layers
+        )
     return ""
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from memfit.errors import ConfigError
 from memfit.memory.trace import tensors_in
+from memfit.messages import N_, Message
 from memfit.strategies._activations import ActivationHost
 from memfit.strategies._hosted import Link, link_to
 from memfit.strategies._layers import (
@@ -40,6 +41,7 @@ class ActivationOffload(Strategy):
     """
 
     name = "activation_offload"
+    title = N_("activation offload")
     reason = "activations wait in the computer's own memory until the backward pass needs them"
     shrinks = ("activations",)
 
@@ -48,9 +50,13 @@ class ActivationOffload(Strategy):
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"at least 1 layer must be offloaded, not {self.layers}")
+            raise ConfigError(
+                Message("at least 1 layer must be offloaded, not {layers}", layers=self.layers)
+            )
         if self.min_bytes < 1:
-            raise ConfigError(f"min_bytes must be at least 1, not {self.min_bytes}")
+            raise ConfigError(
+                Message("min_bytes must be at least 1, not {min_bytes}", min_bytes=self.min_bytes)
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -58,7 +64,10 @@ class ActivationOffload(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"on a {setup.device_type} device activations are in host memory already"
+            return Message(
+                "on a {device} device activations are in host memory already",
+                device=setup.device_type,
+            )
         return stack_problem(setup.model, self.layers)
 
     def change(self, setup: Setup) -> None:

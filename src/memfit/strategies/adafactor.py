@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import ConfigError, nearest
+from memfit.messages import N_, Message
 from memfit.strategies._arguments import change_arguments, is_users, plain_value
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -26,6 +27,7 @@ class SmallStateOptimizer(Strategy):
     """
 
     name = "small_state_optimizer"
+    title = N_("a small-state optimizer")
     reason = "the optimizer's state shrinks from 8 bytes a parameter to nearly nothing"
     shrinks = ("optimizer",)
 
@@ -34,7 +36,11 @@ class SmallStateOptimizer(Strategy):
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ConfigError(
-                f"there is no small-state optimizer {self.rule!r}.{nearest(self.rule, RULES)}"
+                Message(
+                    "there is no small-state optimizer {rule}.{hint}",
+                    rule=repr(self.rule),
+                    hint=nearest(self.rule, RULES),
+                )
             )
 
     @property
@@ -43,13 +49,16 @@ class SmallStateOptimizer(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if plain_value(setup, "optim") == self.rule:
-            return f"optim={self.rule!r} is set already"
+            return Message("optim={rule} is set already", rule=repr(self.rule))
         if is_users(setup, "optim"):
-            return f"you chose optim={plain_value(setup, 'optim')!r}"
+            return Message("you chose optim={optim}", optim=repr(plain_value(setup, "optim")))
         if setup.args.optim_args:
-            return f"optim_args={setup.args.optim_args!r} is meant for another optimizer"
+            return Message(
+                "optim_args={optim_args} is meant for another optimizer",
+                optim_args=repr(setup.args.optim_args),
+            )
         if setup.make_optimizer is not None:
-            return "another strategy brings its own optimizer"
+            return Message("another strategy brings its own optimizer")
         return ""
 
     def change(self, setup: Setup) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.packing.families import unwrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -23,6 +24,7 @@ class FusedAttention(Strategy):
     """The model's attention is computed by torch's `scaled_dot_product_attention`."""
 
     name = "fused_attention"
+    title = N_("fused attention")
     reason = "attention weights, the square of the length for every head, are never stored"
     shrinks = ("activations", "time")
     conflicts = frozenset({"packing"})
@@ -31,7 +33,12 @@ class FusedAttention(Strategy):
 
     def __post_init__(self) -> None:
         if self.implementation != "sdpa":
-            raise ConfigError(f"fused attention is 'sdpa', not {self.implementation!r}")
+            raise ConfigError(
+                Message(
+                    "fused attention is 'sdpa', not {implementation}",
+                    implementation=repr(self.implementation),
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -41,21 +48,22 @@ class FusedAttention(Strategy):
         model = unwrap(setup.model)
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            return f"{name} is no transformers model"
+            return Message("{name} is no transformers model", name=name)
         if setup.packing is not None:
-            return "a packed model has its own fused attention"
+            return Message("a packed model has its own fused attention")
         config: Any = model.config
         now = config._attn_implementation
         if now != "eager":
-            return f"its attention is fused already ({now})"
+            return Message("its attention is fused already ({now})", now=now)
         if not (model._supports_sdpa and model._can_set_attn_implementation()):
-            return f"{name} has only eager attention"
+            return Message("{name} has only eager attention", name=name)
         if config.output_attentions:
-            return "the config asks for attention weights, which only eager attention has"
+            return Message("the config asks for attention weights, which only eager attention has")
         if setup.device_type == "cpu" and _attention_dropout(config):
-            return (
-                "a CPU has no fused attention with dropout: it would keep as much as eager "
-                f"attention ({_attention_dropout(config)} is not 0)"
+            return Message(
+                "a CPU has no fused attention with dropout: it would keep as much as "
+                "eager attention ({dropout} is not 0)",
+                dropout=_attention_dropout(config),
             )
         return ""
 
@@ -65,7 +73,11 @@ class FusedAttention(Strategy):
         model.set_attn_implementation(self.implementation)
         setup.undo.append(lambda: model.set_attn_implementation(before))
         if model.config._attn_implementation != self.implementation:
-            raise ConfigError(f"{type(model).__name__} kept its {before} attention")
+            raise ConfigError(
+                Message(
+                    "{name} kept its {before} attention", name=type(model).__name__, before=before
+                )
+            )
 
 
 def _attention_dropout(config: Any) -> str:

@@ -18,6 +18,7 @@ import psutil
 
 from memfit.errors import ConfigError
 from memfit.half_on_cpu import half_on_cpu
+from memfit.messages import N_, Message
 from memfit.traced import triton_expected
 from memfit.units import format_bytes
 
@@ -129,7 +130,9 @@ class Setup:
         if self.device_type != "cuda" or self.capability >= _FIRST_WITH_BF16:
             return ""
         version = ".".join(map(str, self.capability))
-        return f"a card of compute capability {version} has no bfloat16 (from 8.0 on)"
+        return Message(
+            "a card of compute capability {version} has no bfloat16 (from 8.0 on)", version=version
+        )
 
     def refuses(self, dtype: str) -> str:
         """Why a CPU cannot compute in this type; empty where it can, and for a card."""
@@ -164,13 +167,22 @@ def host_shortage(needed_bytes: int) -> str:
     if needed_bytes <= free_bytes:
         return ""
     needed, free = format_bytes(needed_bytes), format_bytes(free_bytes)
-    return f"it needs {needed} of the computer's memory, of which {free} are free"
+    return Message(
+        "it needs {needed} of the computer's memory, of which {free} are free",
+        needed=needed,
+        free=free,
+    )
+
+
+CANNOT_BE_USED = N_("{strategy} cannot be used here: {reason}")
 
 
 class Strategy(ABC):
     """One memory technique."""
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    """What plans call it, in a few words; its name if empty."""
     reason: ClassVar[str]
     """Why one would want it, in a sentence a user reads."""
     shrinks: ClassVar[tuple[str, ...]]
@@ -182,14 +194,19 @@ class Strategy(ABC):
     def fidelity(self) -> Fidelity:
         """What it does to the result, with these settings."""
 
+    @classmethod
+    def called(cls) -> str:
+        """Returns what plans call it."""
+        return Message(cls.title) if cls.title else cls.name
+
     def unavailable(self, setup: Setup) -> str:  # noqa: ARG002
-        """Why it has no use here, in a sentence; empty where it has."""
+        """Why it has no use here, as a `Message`; empty where it has."""
         return ""
 
     def apply(self, setup: Setup) -> None:
         """Change the setup, or say why that has no use here."""
         if reason := self.unavailable(setup):
-            raise ConfigError(f"{self.name} cannot be used here: {reason}")
+            raise ConfigError(Message(CANNOT_BE_USED, strategy=self.name, reason=reason))
         self.change(setup)
 
     @abstractmethod

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.packing.families import unwrap
 from memfit.strategies._layers import (
     Args,
@@ -45,6 +46,7 @@ class Checkpointing(Strategy):
     """The first `layers` layers (None: all), or their MLP halves, are recomputed in backward."""
 
     name = "checkpointing"
+    title = N_("recomputing layers")
     reason = "a layer's activations are computed again when they are needed, not kept until then"
     shrinks = ("activations",)
 
@@ -53,9 +55,13 @@ class Checkpointing(Strategy):
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"at least 1 layer must be recomputed, not {self.layers}")
+            raise ConfigError(
+                Message("at least 1 layer must be recomputed, not {layers}", layers=self.layers)
+            )
         if self.part not in ("layer", "mlp"):
-            raise ConfigError(f"a layer's part is 'layer' or 'mlp', not {self.part!r}")
+            raise ConfigError(
+                Message("a layer's part is 'layer' or 'mlp', not {part}", part=repr(self.part))
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -64,12 +70,15 @@ class Checkpointing(Strategy):
     def unavailable(self, setup: Setup) -> str:
         stock = getattr(unwrap(setup.model), "is_gradient_checkpointing", False)
         if stock or setup.args.gradient_checkpointing:
-            return "gradient_checkpointing is on and recomputes every layer already"
+            return Message("gradient_checkpointing is on and recomputes every layer already")
         if problem := stack_problem(setup.model, self.layers):
             return problem
         if self.part == "mlp" and not all(map(mlp_half, stack_of(setup.model).layers)):
             name = type(unwrap(setup.model)).__name__
-            return f"the layers of {name} have no MLP half that is called as one; take part='layer'"
+            return Message(
+                "the layers of {name} have no MLP half that is called as one; take part='layer'",
+                name=name,
+            )
         return ""
 
     def change(self, setup: Setup) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message, t
 from memfit.packing.families import unwrap
 from memfit.parts import base_of
 from memfit.strategies._arguments import change_arguments
@@ -41,6 +42,7 @@ class FrozenFeatures(Strategy):
     """Every dataset is replaced by its features; `max_tokens` go through the encoder at once."""
 
     name = "frozen_features"
+    title = N_("frozen features")
     reason = "a frozen encoder gives the same vectors in every epoch, so it is run only once"
     shrinks = ("activations", "time")
     # These work on the texts of a training step, and there are none left.
@@ -50,7 +52,12 @@ class FrozenFeatures(Strategy):
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ConfigError(f"at least 1 token must go through at once, not {self.max_tokens}")
+            raise ConfigError(
+                Message(
+                    "at least 1 token must go through at once, not {max_tokens}",
+                    max_tokens=self.max_tokens,
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -58,16 +65,19 @@ class FrozenFeatures(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if hasattr(setup.model, "peft_config"):
-            return "adapters change the encoder's features in every step"
+            return Message("adapters change the encoder's features in every step")
         model = unwrap(setup.model)
         if not isinstance(model, PreTrainedModel):
-            return f"{type(model).__name__} is no transformers model"
+            return Message("{name} is no transformers model", name=type(model).__name__)
         if learning := _first_that_learns(base_of(model)):
-            return f"{learning} of the encoder still learns; freeze the whole encoder first"
+            return Message(
+                "{learning} of the encoder still learns; freeze the whole encoder first",
+                learning=learning,
+            )
         if setup.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha asks for new noise in the encoder in every step"
+            return Message("neftune_noise_alpha asks for new noise in the encoder in every step")
         if "inputs" in (setup.args.include_for_metrics or ()):
-            return "the metrics ask for the texts' tokens, which are not kept"
+            return Message("the metrics ask for the texts' tokens, which are not kept")
         return head_problem(model)
 
     def change(self, setup: Setup) -> None:
@@ -102,10 +112,10 @@ class _FeatureCache:
         """The dataset's features, and the collator that stacks them."""
         collator = _OnlyColumns(collator, self._columns) if self._columns else collator
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            _say("a streamed dataset goes through the frozen encoder in every epoch")
+            _say(t("a streamed dataset goes through the frozen encoder in every epoch"))
             return dataset, collator
         if learning := _first_that_learns(base_of(self._model)):
-            _say(f"{learning} learns again: texts go through the whole model")
+            _say(t("{learning} learns again: texts go through the whole model", learning=learning))
             return dataset, collator
         if id(dataset) not in self._known:
             self._known[id(dataset)] = (dataset, self._features(dataset, collator))

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message, t
 from memfit.parts import freeze
 from memfit.strategies._arguments import change_arguments, is_users
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -35,6 +36,7 @@ class Freezing(Strategy):
     """
 
     name = "freezing"
+    title = N_("freezing")
     reason = "weights that do not learn need no gradient, no optimizer state and no activations"
     shrinks = ("gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"lora"})
@@ -47,10 +49,13 @@ class Freezing(Strategy):
         is_count = isinstance(self.what, int) and not isinstance(self.what, bool) and self.what > 0
         if not is_part and not is_count:
             raise ConfigError(
-                f"cannot freeze {self.what!r}; write encoder, embeddings or a number of layers"
+                Message(
+                    "cannot freeze {what}; write encoder, embeddings or a number of layers",
+                    what=repr(self.what),
+                )
             )
         if self.head_learning_rate is not None and self.what != "encoder":
-            raise ConfigError("head_learning_rate goes with the whole encoder frozen")
+            raise ConfigError(Message("head_learning_rate goes with the whole encoder frozen"))
 
     @property
     def fidelity(self) -> Fidelity:
@@ -58,9 +63,12 @@ class Freezing(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if hasattr(setup.model, "peft_config"):
-            return "an adapter model has its base frozen already"
+            return Message("an adapter model has its base frozen already")
         if not isinstance(setup.model, PreTrainedModel):
-            return f"{type(setup.model).__name__} is no transformers model: its parts are unknown"
+            return Message(
+                "{name} is no transformers model: its parts are unknown",
+                name=type(setup.model).__name__,
+            )
         return ""
 
     def change(self, setup: Setup) -> None:
@@ -70,7 +78,9 @@ class Freezing(Strategy):
         setup.undo.append(lambda: _let_learn(learning))
         if not any(one.requires_grad for one in setup.model.parameters()):
             _let_learn(learning)
-            raise ConfigError(f"with the {self.what} frozen nothing is left that learns")
+            raise ConfigError(
+                Message("with the {what} frozen nothing is left that learns", what=self.what)
+            )
         if self.what == "encoder":
             self._set_learning_rate(setup)
 
@@ -82,13 +92,21 @@ class Freezing(Strategy):
         elif not is_users(setup, "learning_rate"):
             change_arguments(setup, learning_rate=HEAD_LEARNING_RATE)
             _say(
-                f"only the classification head learns: learning_rate is {HEAD_LEARNING_RATE:g} "
-                f"instead of {given:g}, at which it would learn nothing"
+                t(
+                    "only the classification head learns: learning_rate is {rate:g} instead of "
+                    "{given:g}, at which it would learn nothing",
+                    rate=HEAD_LEARNING_RATE,
+                    given=given,
+                )
             )
         elif given < _TOO_LOW_FOR_A_HEAD:
             _say(
-                f"only the classification head learns, and at learning_rate={given:g} it learns "
-                f"next to nothing; {HEAD_LEARNING_RATE:g} suits a head"
+                t(
+                    "only the classification head learns, and at learning_rate={given:g} it learns "
+                    "next to nothing; {rate:g} suits a head",
+                    rate=HEAD_LEARNING_RATE,
+                    given=given,
+                )
             )
 
 

@@ -29,6 +29,7 @@ from memfit.fused import (
     separate_parameters,
 )
 from memfit.fused.backends import DTYPES, Gelu
+from memfit.messages import N_, Message
 from memfit.packing.families import unwrap
 from memfit.strategies._layers import Args, Around, Kwargs, Undo, stack_of, wrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -51,6 +52,7 @@ class FusedLayers(Strategy):
     """Every layer's attention output, MLP half and projections, where they are the stock ones."""
 
     name = "fused_layers"
+    title = N_("fused layers")
     reason = "norms, dropout, GELU and bias gradients share their passes over memory"
     shrinks = ("activations", "time")
     conflicts = frozenset({"half_precision"})
@@ -60,7 +62,12 @@ class FusedLayers(Strategy):
 
     def __post_init__(self) -> None:
         if self.mlp_pieces < 1:
-            raise ConfigError(f"the MLP half runs in at least 1 piece, not {self.mlp_pieces}")
+            raise ConfigError(
+                Message(
+                    "the MLP half runs in at least 1 piece, not {mlp_pieces}",
+                    mlp_pieces=self.mlp_pieces,
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -68,13 +75,16 @@ class FusedLayers(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"its kernels are for CUDA; on a {setup.device_type} they would save nothing"
+            return Message(
+                "its kernels are for CUDA; on a {device} they would save nothing",
+                device=setup.device_type,
+            )
         if not setup.has_triton:
-            return "its kernels need Triton, which is not installed"
+            return Message("its kernels need Triton, which is not installed")
         if setup.args.bf16 or setup.args.fp16:
-            return "under autocast weights and activations are of different types"
+            return Message("under autocast weights and activations are of different types")
         if setup.args.torch_compile:
-            return "torch_compile is on and fuses in its own way"
+            return Message("torch_compile is on and fuses in its own way")
         return fusing_problem(setup.model)
 
     def change(self, setup: Setup) -> None:
@@ -91,15 +101,18 @@ def fusing_problem(model: nn.Module) -> str:
     name = type(inner).__name__
     config: Any = getattr(inner, "config", None)
     if getattr(config, "model_type", None) not in _FAMILIES:
-        return f"{name} is not built of BERT's layers"
+        return Message("{name} is not built of BERT's layers", name=name)
     if config.is_decoder or config.add_cross_attention:
-        return f"{name} is a decoder"
+        return Message("{name} is a decoder", name=name)
     if config.hidden_act not in _GELU:
-        return f"its activation is {config.hidden_act}, and only GELU is fused"
+        return Message("its activation is {name}, and only GELU is fused", name=config.hidden_act)
     if config.chunk_size_feed_forward:
-        return "chunk_size_feed_forward calls the MLP half in pieces"
+        return Message("chunk_size_feed_forward calls the MLP half in pieces")
     if not any(map(_parts, stack_of(model).layers)):
-        return f"no layer of {name} is a stock layer: adapters, hooks or own classes are in it"
+        return Message(
+            "no layer of {name} is a stock layer: adapters, hooks or own classes are in it",
+            name=name,
+        )
     return ""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.memory.expandable import use_expandable_segments
+from memfit.messages import N_, Message
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 
@@ -18,6 +19,7 @@ class CudaGraphs(Strategy):
     """Micro-steps captured once a token bucket, sharing one memory pool."""
 
     name = "cuda_graphs"
+    title = N_("CUDA graphs")
     reason = "the step is replayed by the GPU itself instead of launched piece by piece"
     shrinks = ("time",)
     conflicts = frozenset({"activation_offload", "optimizer_offload"})
@@ -30,15 +32,15 @@ class CudaGraphs(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"a {setup.device_type} has no CUDA graphs"
+            return Message("a {device} has no CUDA graphs", device=setup.device_type)
         if setup.packing is None or setup.make_optimizer is None:
-            return "it captures packed batches and the low-bit optimizer; use both"
+            return Message("it captures packed batches and the low-bit optimizer; use both")
         if not setup.stock_loss:
-            return "your own loss cannot be captured unseen"
+            return Message("your own loss cannot be captured unseen")
         if setup.args.torch_compile:
-            return "torch_compile is on"
+            return Message("torch_compile is on")
         if setup.args.neftune_noise_alpha is not None:
-            return (
+            return Message(
                 "neftune_noise_alpha asks for noise by each batch's width, which is captured once"
             )
         return ""

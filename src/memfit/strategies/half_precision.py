@@ -16,6 +16,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.half_on_cpu import half_on_cpu
+from memfit.messages import N_, Message, t
 from memfit.strategies._arguments import change_arguments
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -28,6 +29,7 @@ class HalfPrecision(Strategy):
     """The Trainer's own autocast, with loss scaling for float16; set before the Trainer is made."""
 
     name = "half_precision"
+    title = N_("half precision")
     reason = "activations of two bytes instead of four, and products on the faster units"
     shrinks = ("activations", "time")
 
@@ -35,7 +37,11 @@ class HalfPrecision(Strategy):
 
     def __post_init__(self) -> None:
         if self.dtype not in _SHORT:
-            raise ConfigError(f"half precision is 'bfloat16' or 'float16', not {self.dtype!r}")
+            raise ConfigError(
+                Message(
+                    "half precision is 'bfloat16' or 'float16', not {dtype}", dtype=repr(self.dtype)
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -47,21 +53,25 @@ class HalfPrecision(Strategy):
     def _chosen_already(self, setup: Setup) -> str:
         for short in _SHORT.values():
             if getattr(setup.args, short):
-                return f"{short}=True is set already"
+                return Message("{name}=True is set already", name=short)
         types = {p.dtype for p in setup.model.parameters() if p.is_floating_point()}
         if types - {torch.float32}:
             found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in types))
-            return f"the weights are {found}; autocast is for weights in float32"
+            return Message(
+                "the weights are {found}; autocast is for weights in float32", found=found
+            )
         return ""
 
     def _missing_on(self, setup: Setup) -> str:
         kind = setup.device_type
         if kind not in _TRIED_DEVICES:
-            return f"autocast has not been tried on {kind} devices"
+            return Message("autocast has not been tried on {kind} devices", kind=kind)
         if self.dtype == "float16" and kind == "cpu":
-            return "float16 has no effect on a CPU: the Trainer runs in float32; take bfloat16"
+            return Message(
+                "float16 has no effect on a CPU: the Trainer runs in float32; take bfloat16"
+            )
         if self.dtype == "bfloat16" and setup.lacks_bf16:
-            return f"{setup.lacks_bf16}; take float16"
+            return Message("{reason}; take float16", reason=setup.lacks_bf16)
         return setup.refuses(self.dtype)
 
     def change(self, setup: Setup) -> None:
@@ -71,7 +81,10 @@ class HalfPrecision(Strategy):
         change_arguments(setup, **{short: True, "mixed_precision": short})
         if setup.device_type == "cpu" and not has_fast_bf16():
             warnings.warn(
-                "this CPU has no bfloat16 instructions: activations shrink, but steps take longer",
+                t(
+                    "this CPU has no bfloat16 instructions: activations shrink, but "
+                    "steps take longer"
+                ),
                 UserWarning,
                 stacklevel=2,
             )

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.parts import add_lora, lora_targets
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -30,6 +31,7 @@ class Lora(Strategy):
     """
 
     name = "lora"
+    title = N_("LoRA")
     reason = "only small adapters and the head learn: gradients and optimizer state are theirs"
     shrinks = ("gradients", "optimizer")
     conflicts = frozenset({"freezing", "frozen_features"})
@@ -41,11 +43,20 @@ class Lora(Strategy):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"the rank of LoRA adapters is at least 1, not {self.rank}")
+            raise ConfigError(
+                Message("the rank of LoRA adapters is at least 1, not {rank}", rank=self.rank)
+            )
         if self.alpha is not None and self.alpha < 1:
-            raise ConfigError(f"alpha of LoRA adapters is at least 1, not {self.alpha}")
+            raise ConfigError(
+                Message("alpha of LoRA adapters is at least 1, not {alpha}", alpha=self.alpha)
+            )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout of LoRA adapters is from 0 to below 1, not {self.dropout}")
+            raise ConfigError(
+                Message(
+                    "dropout of LoRA adapters is from 0 to below 1, not {dropout}",
+                    dropout=self.dropout,
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -53,11 +64,11 @@ class Lora(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if importlib.util.find_spec("peft") is None:
-            return "peft is not installed; install it with: pip install memfit[lora]"
+            return Message("peft is not installed; install it with: pip install memfit[lora]")
         if hasattr(setup.model, "peft_config"):
-            return "the model has adapters already"
+            return Message("the model has adapters already")
         if not isinstance(setup.model, PreTrainedModel):
-            return f"{type(setup.model).__name__} is no transformers model"
+            return Message("{name} is no transformers model", name=type(setup.model).__name__)
         try:
             lora_targets(setup.model)
         except ConfigError as error:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError, MemfitError
+from memfit.messages import N_, Message
 from memfit.strategies._arguments import is_users
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
@@ -32,6 +33,7 @@ class LowBitAdamW(Strategy):
     """Weights in `dtype`, masters of 24 bits (or 16, rounded stochastically), 8-bit moments."""
 
     name = "lowbit_adamw"
+    title = N_("the low-bit optimizer")
     reason = "AdamW's state and master weights in 3 bytes a parameter instead of 12"
     shrinks = ("weights", "gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"half_precision", "small_state_optimizer", "optimizer_offload"})
@@ -41,7 +43,9 @@ class LowBitAdamW(Strategy):
 
     def __post_init__(self) -> None:
         if self.master_bits not in (16, 24):
-            raise ConfigError(f"master_bits is 24 or 16, not {self.master_bits}")
+            raise ConfigError(
+                Message("master_bits is 24 or 16, not {master_bits}", master_bits=self.master_bits)
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -50,15 +54,17 @@ class LowBitAdamW(Strategy):
     def unavailable(self, setup: Setup) -> str:
         optim = str(getattr(setup.args.optim, "value", setup.args.optim))
         if is_users(setup, "optim") and optim not in _ADAMW:
-            return f"you chose optim={optim}, and this is AdamW"
+            return Message("you chose optim={optim}, and this is AdamW", optim=optim)
         if setup.args.bf16 or setup.args.fp16:
-            return "it stores the weights themselves in half precision; leave bf16 and fp16 off"
+            return Message(
+                "it stores the weights themselves in half precision; leave bf16 and fp16 off"
+            )
         if setup.args.world_size > 1:
-            return "gradients of several processes would be used before they are summed"
+            return Message("gradients of several processes would be used before they are summed")
         if not any(p.requires_grad and p.dtype == torch.float32 for p in setup.model.parameters()):
-            return "no float32 weight learns, so there is nothing to store in fewer bits"
+            return Message("no float32 weight learns, so there is nothing to store in fewer bits")
         if self.dtype == "bfloat16" and setup.lacks_bf16:
-            return f"{setup.lacks_bf16}; take dtype='float16'"
+            return Message("{reason}; take dtype='float16'", reason=setup.lacks_bf16)
         return setup.refuses(self.dtype)
 
     def change(self, setup: Setup) -> None:
@@ -133,7 +139,7 @@ def _into_sink(executor: StepExecutor, setup: Setup) -> StepExecutor:
 
     def sink() -> GradientSink:
         if setup.sink is None:
-            raise MemfitError("the low-bit optimizer is not made yet; train() makes it")
+            raise MemfitError(Message("the low-bit optimizer is not made yet; train() makes it"))
         return setup.sink
 
     def backward(loss: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.packing.families import unwrap
 from memfit.strategies._host_adamw import HostAdamW, Masters
 from memfit.strategies._host_weights import HostWeights
@@ -38,6 +39,7 @@ class OptimizerOffload(Strategy):
     """
 
     name = "optimizer_offload"
+    title = N_("optimizer offload")
     reason = "the optimizer, its state and the gradients are in the computer's own memory"
     shrinks = ("optimizer", "gradients", "weights")
     conflicts = frozenset(
@@ -49,7 +51,12 @@ class OptimizerOffload(Strategy):
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bfloat16"):
-            raise ConfigError(f"weights are stored as they are or in bfloat16, not {self.dtype!r}")
+            raise ConfigError(
+                Message(
+                    "weights are stored as they are or in bfloat16, not {dtype}",
+                    dtype=repr(self.dtype),
+                )
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -57,7 +64,10 @@ class OptimizerOffload(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"on a {setup.device_type} device the optimizer is in host memory already"
+            return Message(
+                "on a {device} device the optimizer is in host memory already",
+                device=setup.device_type,
+            )
         # What the host of a card that is not here has free is the planner's to ask.
         return self._unsuited(setup) or ("" if setup.card else self._too_large(setup.model))
 
@@ -66,17 +76,17 @@ class OptimizerOffload(Strategy):
         args = setup.args
         optim = str(getattr(args.optim, "value", args.optim))
         if optim not in _ADAMW:
-            return f"you chose optim={optim}, and this is AdamW"
+            return Message("you chose optim={optim}, and this is AdamW", optim=optim)
         if args.fp16:
-            return "fp16's loss scaling looks for gradients on the device; use bf16"
+            return Message("fp16's loss scaling looks for gradients on the device; use bf16")
         if args.world_size > 1:
-            return "gradients of several processes would be used before they are summed"
+            return Message("gradients of several processes would be used before they are summed")
         if self.dtype is not None and args.bf16:
-            return "it stores the weights themselves in bfloat16; leave bf16 off"
+            return Message("it stores the weights themselves in bfloat16; leave bf16 off")
         if not any(p.requires_grad for p in setup.model.parameters()):
-            return "no weight learns, so there is no optimizer state"
+            return Message("no weight learns, so there is no optimizer state")
         if self.dtype is not None and setup.lacks_bf16:
-            return f"{setup.lacks_bf16}; leave dtype out"
+            return Message("{reason}; leave dtype out", reason=setup.lacks_bf16)
         return self._weights_stay(setup) if self.weights else ""
 
     def _weights_stay(self, setup: Setup) -> str:
@@ -85,11 +95,15 @@ class OptimizerOffload(Strategy):
         stack = stack_of(setup.model)
         name = type(unwrap(setup.model)).__name__
         if stack.depth > len(stack.layers):
-            return f"all layers of {name} share their weights, which are needed all the time"
+            return Message(
+                "all layers of {name} share their weights, which are needed all the time", name=name
+            )
         if len(stack.layers) < 3:
-            return f"two layers are on the device at a time, and {name} has no more"
+            return Message(
+                "two layers are on the device at a time, and {name} has no more", name=name
+            )
         if setup.args.torch_compile:
-            return "a compiled model holds on to its weights; leave torch_compile off"
+            return Message("a compiled model holds on to its weights; leave torch_compile off")
         return ""
 
     def _too_large(self, model: nn.Module) -> str:

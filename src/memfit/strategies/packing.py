@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.messages import N_, Message
 from memfit.packing import can_pack, packed
 from memfit.packing.heads import shows_tokens
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -23,6 +24,7 @@ class Packing(Strategy):
     """
 
     name = "packing"
+    title = N_("packing")
     reason = "padding is computed and stored like text; packed batches have none"
     shrinks = ("activations", "time")
 
@@ -32,7 +34,10 @@ class Packing(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if shown := shows_tokens(setup.model):
-            return f"{shown}=True in its config asks for one entry a token, padding included"
+            return Message(
+                "{shown}=True in its config asks for one entry a token, padding included",
+                shown=shown,
+            )
         support = can_pack(setup.model)
         return "" if support.ok else support.reason
 

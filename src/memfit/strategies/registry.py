@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memfit.errors import ConfigError, nearest
+from memfit.messages import Message
 from memfit.strategies.activation_offload import ActivationOffload
 from memfit.strategies.adafactor import SmallStateOptimizer
 from memfit.strategies.attention import FusedAttention
@@ -52,8 +53,17 @@ BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in ORDER}
 def by_name(name: str) -> type[Strategy]:
     """The strategy of that name."""
     if name not in BY_NAME:
-        raise ConfigError(f"there is no strategy {name!r}.{nearest(name, BY_NAME)}")
+        raise ConfigError(
+            Message(
+                "there is no strategy {name}.{hint}", name=repr(name), hint=nearest(name, BY_NAME)
+            )
+        )
     return BY_NAME[name]
+
+
+def called(name: str) -> str:
+    """Returns what plans call the strategy of that name; the name itself if it is not known."""
+    return BY_NAME[name].called() if name in BY_NAME else name
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
@@ -62,10 +72,18 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     names = [strategy.name for strategy in chosen]
     for strategy in chosen:
         if names.count(strategy.name) > 1:
-            raise ConfigError(f"the strategy {strategy.name!r} is given twice")
+            raise ConfigError(
+                Message("the strategy {name} is given twice", name=repr(strategy.name))
+            )
         beside = sorted(strategy.conflicts & set(names))
         if beside:
-            raise ConfigError(f"{strategy.name} cannot be used together with {beside[0]}")
+            raise ConfigError(
+                Message(
+                    "{name} cannot be used together with {other}",
+                    name=strategy.name,
+                    other=beside[0],
+                )
+            )
     return chosen
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Literal
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 Mode = Literal["kept8", "host", "two_pass", "release"]
@@ -29,6 +30,7 @@ class GradientRelease(Strategy):
     """
 
     name = "gradient_release"
+    title = N_("releasing gradients")
     reason = "gradients are used as they come instead of being kept for all weights at once"
     shrinks = ("gradients",)
 
@@ -39,7 +41,9 @@ class GradientRelease(Strategy):
 
     def __post_init__(self) -> None:
         if self.mode not in ("kept8", "host", "two_pass", "release"):
-            raise ConfigError(f"there is no way {self.mode!r} of keeping gradients")
+            raise ConfigError(
+                Message("there is no way {mode} of keeping gradients", mode=repr(self.mode))
+            )
 
     @property
     def fidelity(self) -> Fidelity:
@@ -48,12 +52,13 @@ class GradientRelease(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.make_optimizer is None:
-            return "it needs the low-bit optimizer, whose update can run inside backward"
+            return Message("it needs the low-bit optimizer, whose update can run inside backward")
         clips = (setup.args.max_grad_norm or 0) > 0
         if self.mode == "release" and clips and self.clip == "none":
-            return (
-                f"max_grad_norm={setup.args.max_grad_norm} would be lost: set it to 0, keep the "
-                "gradients (kept8, host, two_pass), or allow clip='predicted'"
+            return Message(
+                "max_grad_norm={max_grad_norm} would be lost: set it to 0, keep the "
+                "gradients (kept8, host, two_pass), or allow clip='predicted'",
+                max_grad_norm=setup.args.max_grad_norm,
             )
         return ""
 

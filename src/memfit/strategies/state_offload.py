@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.messages import N_, Message
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
 
 _STATE_BYTES = 3
@@ -20,6 +21,7 @@ class StateOffload(Strategy):
     """The low-bit optimizer's state in pinned host memory, used in place."""
 
     name = "state_offload"
+    title = N_("state offload")
     reason = "the low-bit optimizer's state lies in the computer's own memory, not on the card"
     shrinks = ("optimizer", "gradients")
     conflicts = frozenset({"optimizer_offload", "small_state_optimizer"})
@@ -33,13 +35,17 @@ class StateOffload(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"on a {setup.device_type} device the state is in host memory already"
+            return Message(
+                "on a {device} device the state is in host memory already", device=setup.device_type
+            )
         if setup.make_optimizer is None:
-            return "it needs the low-bit optimizer, whose state is small enough to cross the bus"
+            return Message(
+                "it needs the low-bit optimizer, whose state is small enough to cross the bus"
+            )
         if not setup.has_triton:
-            return "its kernels need Triton, which is not installed"
+            return Message("its kernels need Triton, which is not installed")
         if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
-            return "only gradients of eight bits can be added up there; take kept8"
+            return Message("only gradients of eight bits can be added up there; take kept8")
         # What the host of a card that is not here has free is the planner's to ask.
         if setup.card is not None:
             return ""

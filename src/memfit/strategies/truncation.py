@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memfit.errors import ConfigError
+from memfit.messages import N_, Message
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
 
 if TYPE_CHECKING:
@@ -52,11 +53,16 @@ def choose_length(
     of a bin that may be cut are counted as cut.
     """
     if not 0 <= cut_at_most < 1:
-        raise ConfigError(f"cut_at_most is a share from 0 to below 1, not {cut_at_most}")
+        raise ConfigError(
+            Message(
+                "cut_at_most is a share from 0 to below 1, not {cut_at_most}",
+                cut_at_most=cut_at_most,
+            )
+        )
     spans = _spans(lengths)
     rows = sum(count for _, count in spans)
     if not rows:
-        raise ConfigError("there is no row to choose a length from")
+        raise ConfigError(Message("there is no row to choose a length from"))
     longest = max(last for last, _ in spans)
     for length in range(_MULTIPLE, longest + _MULTIPLE, _MULTIPLE):
         cut_rows = sum(count for last, count in spans if last > length)
@@ -80,6 +86,7 @@ class Truncation(Strategy):
     """
 
     name = "truncation"
+    title = N_("shorter texts")
     reason = "shorter texts need less of everything that grows with the length"
     shrinks = ("activations", "time")
 
@@ -88,7 +95,11 @@ class Truncation(Strategy):
     def __post_init__(self) -> None:
         if self.max_length < _SHORTEST:
             raise ConfigError(
-                f"texts cannot be cut to {self.max_length} tokens; {_SHORTEST} or more"
+                Message(
+                    "texts cannot be cut to {max_length} tokens; {least} or more",
+                    max_length=self.max_length,
+                    least=_SHORTEST,
+                )
             )
 
     @property
@@ -100,13 +111,15 @@ class Truncation(Strategy):
             return reason
         rows = token_rows(setup.train_dataset)
         if are_pairs(rows):
-            return "of pairs of texts the tokenizer must choose which to cut; give it max_length"
+            return Message(
+                "of pairs of texts the tokenizer must choose which to cut; give it max_length"
+            )
         if rows:
             from memfit.runtime.lengths import longest_row
 
             longest = longest_row(setup.train_dataset, setup.model)
             if longest <= self.max_length:
-                return f"no text has more than {longest} tokens"
+                return Message("no text has more than {longest} tokens", longest=longest)
         return ""
 
     def change(self, setup: Setup) -> None:
@@ -116,7 +129,7 @@ class Truncation(Strategy):
             rows = token_rows(dataset)
             if are_pairs(rows):
                 raise ConfigError(
-                    "pairs of texts cannot be cut in the batch; tokenize them shorter"
+                    Message("pairs of texts cannot be cut in the batch; tokenize them shorter")
                 )
             keeps_end = ends_alike(rows) if closed is None else closed
             # Nearly every tokenizer for classification closes a text with a token of its own.
@@ -194,9 +207,15 @@ def _not_cut(dataset: Any) -> str:
     if not isinstance(row, Mapping) or "input_ids" not in row:
         return ""
     if "start_positions" in row or "end_positions" in row:
-        return "answers are named by their place in the text; give the tokenizer max_length"
+        return Message(
+            "answers are named by their place in the text; give the tokenizer max_length"
+        )
     ids = _numbers(row["input_ids"])
-    return "each row holds several texts; give the tokenizer max_length" if _nested(ids) else ""
+    return (
+        Message("each row holds several texts; give the tokenizer max_length")
+        if _nested(ids)
+        else ""
+    )
 
 
 def _nested(values: list[Any]) -> bool:

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 
 from memfit.memory.workspace import SMALL, VARIABLE, small_workspaces
+from memfit.messages import N_, Message
 from memfit.strategies.base import Fidelity, Setup, Strategy
 
 SETTING = {VARIABLE: SMALL}
@@ -25,6 +26,7 @@ class SmallWorkspace(Strategy):
     """The workspace older cards get, on cards where the default is four times as large."""
 
     name = "small_workspace"
+    title = N_("small workspaces")
     reason = "some 50 MiB of scratch memory that small products do not need"
     shrinks = ("workspace",)
 
@@ -34,11 +36,11 @@ class SmallWorkspace(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":
-            return f"a {setup.device_type} has no cuBLAS"
+            return Message("a {device} has no cuBLAS", device=setup.device_type)
         if os.environ.get(VARIABLE, SMALL) != SMALL:
-            return f"you set {VARIABLE} yourself"
+            return Message("you set {variable} yourself", variable=VARIABLE)
         if setup.capability < _LARGE_FROM:
-            return "this card's workspace is small already"
+            return Message("this card's workspace is small already")
         return ""
 
     def change(self, setup: Setup) -> None:
