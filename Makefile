@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: env demo test test-fast test-faults test-differential lint types coverage docs test-oldest test-trainer clean
+.PHONY: env demo messages test test-fast test-faults test-differential lint types coverage docs test-oldest test-trainer clean
 
 env: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	$(BIN)/python examples/demo.py
+
+# After a sentence was added or changed: updates memfit.po and lists what has no Chinese yet.
+messages: env
+	$(BIN)/python scripts/messages.py
 
 lint: env
 	$(BIN)/ruff check .

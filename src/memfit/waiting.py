@@ -1,7 +1,7 @@
 """Says what a command is doing while it does it, so that nobody waits long without a word.
 
     with telling(quiet=quiet):              # once a command, before anything heavy is imported
-        with doing(t("planned.waiting")):   # around each piece of work, wherever it is done
+        with doing(t("planning …")):          # around each piece of work, wherever it is done
             ...
 
 A thread shows the innermost piece of work: at a terminal on a line with a spinner and the seconds;

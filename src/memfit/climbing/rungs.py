@@ -1,6 +1,6 @@
 """The rungs: what the tutorials do one after the other, and memfit's own plans beside them.
 
-A classic rung is a line of `CLASSIC`: a name (its sentences are in messages.py), what it is meant
+A classic rung is a line of `CLASSIC`: a name (its sentences are in show.py), what it is meant
 to shrink, what it does to the result, and what it changes on top of the rung before. To add one,
 add a line. A rung that would change nothing, since the user asked for it anyway, is left out.
 """

@@ -24,7 +24,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from memfit.announce import line
 from memfit.messages import N_, t
 
 HOST = "127.0.0.1"
@@ -47,6 +46,8 @@ _WATCHED = (
 @contextlib.contextmanager
 def watching(folder: Path, say: Callable[[str], None], lang: str) -> Iterator[None]:
     """Serve the folder's page for as long as the block lasts, and say where."""
+    from memfit.announce import line  # not for the server, which starts from this file
+
     # Without -P a file in the current folder could take the place of a module.
     command = [sys.executable, "-P", "-m", "memfit.report.live", str(folder), "--lang", lang]
     process: subprocess.Popen[str] | None = None
