@@ -1,44 +1,17 @@
-"""What the driver says a card holds: the few NVML calls memfit needs, without a package for them.
+"""The memory a card holds, as NVIDIA's driver reports it through NVML.
 
 NVML answers without a CUDA context, so it can be asked before one exists, and it is where
-nvidia-smi gets its numbers.
+nvidia-smi gets its numbers. The package nvidia-ml-py (module pynvml) makes the calls; it is
+imported when the first question is asked.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-_LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
-_MAX_PROCESSES = 256
-_NAME_LENGTH = 96
-_UNKNOWN = 2**64 - 1
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_v2_t: `used` leaves out what the driver keeps for itself, as nvidia-smi does."""
-
-    _fields_ = (
-        ("version", ctypes.c_uint),
-        ("total", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64),
-        ("free", ctypes.c_uint64),
-        ("used", ctypes.c_uint64),
-    )
-
-
-class _Process(ctypes.Structure):
-    """nvmlProcessInfo_t (v2)."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used", ctypes.c_uint64),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,103 +45,99 @@ class Driver:
 
 
 def driver() -> Driver | None:
-    """The driver and its cards; None where there is none."""
-    library = _load()
-    if library is None:
-        return None
+    """Returns the driver and its cards; None where there is none, or none that answers."""
+    with _started() as pynvml:
+        if pynvml is None:
+            return None
+        try:
+            return _described(pynvml)
+        except pynvml.NVMLError:
+            return None
+
+
+def _described(pynvml: Any) -> Driver:
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    cards = tuple(_card(pynvml, handle) for handle in handles)
+    return Driver(pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10), cards)
+
+
+def _card(pynvml: Any, handle: Any) -> DriverCard:
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    use = Nvml(pynvml, handle).use()
+    return DriverCard(_name(pynvml, handle), (major, minor), use.total_bytes, use.used_bytes)
+
+
+def _name(pynvml: Any, handle: Any) -> str:
     try:
-        return _described(library)
-    except OSError:  # a driver that answers no question is of no use to anybody
-        return None
-    finally:
-        library.nvmlShutdown()
-
-
-def _described(library: ctypes.CDLL) -> Driver:
-    text = ctypes.create_string_buffer(_NAME_LENGTH)
-    _check(library.nvmlSystemGetDriverVersion(text, _NAME_LENGTH))
-    cuda, count = ctypes.c_int(), ctypes.c_uint()
-    _check(library.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
-    _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
-    version = text.value.decode(errors="replace")
-    cards = tuple(_card(library, index) for index in range(count.value))
-    return Driver(version, (cuda.value // 1000, cuda.value % 1000 // 10), cards)
-
-
-def _card(library: ctypes.CDLL, index: int) -> DriverCard:
-    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_LENGTH)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)))
-    _check(library.nvmlDeviceGetName(handle, text, _NAME_LENGTH))
-    _check(
-        library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    )
-    use = Nvml(library, handle).use()
-    name = text.value.decode(errors="replace")
-    return DriverCard(name, (major.value, minor.value), use.total_bytes, use.used_bytes)
+        return str(pynvml.nvmlDeviceGetName(handle))
+    except UnicodeDecodeError as error:  # a broken name is no reason to show no card
+        return error.object.decode(errors="replace")
 
 
 class Nvml:
     """One device's counters, held open so that a thread can poll them."""
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self._library = library
+    def __init__(self, pynvml: Any, handle: Any) -> None:
+        self._pynvml = pynvml
         self._handle = handle
 
     def use(self) -> DeviceUse:
-        """What the device holds now."""
-        memory = _Memory(version=ctypes.sizeof(_Memory) | (2 << 24))
-        _check(self._library.nvmlDeviceGetMemoryInfo_v2(self._handle, ctypes.byref(memory)))
+        """Returns what the device holds now."""
+        memory = self._memory()
         return DeviceUse(memory.total, memory.used, self._own_bytes())
 
+    def _memory(self) -> Any:
+        query = self._pynvml.nvmlDeviceGetMemoryInfo
+        try:
+            # Version 2 leaves out of `used` what the driver keeps for itself, as nvidia-smi does.
+            return query(self._handle, version=self._pynvml.nvmlMemory_v2)
+        except self._pynvml.NVMLError_FunctionNotFound:  # drivers before 510
+            return query(self._handle)
+
     def _own_bytes(self) -> int | None:
-        count = ctypes.c_uint(_MAX_PROCESSES)
-        table = (_Process * _MAX_PROCESSES)()
-        query = self._library.nvmlDeviceGetComputeRunningProcesses_v3
-        if query(self._handle, ctypes.byref(count), table) != 0:
+        try:
+            processes = self._pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except self._pynvml.NVMLError:
             return None
-        for process in table[: count.value]:
-            if process.pid == os.getpid() and process.used != _UNKNOWN:
-                return int(process.used)
+        for process in processes:
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
         return None
 
 
 @contextmanager
 def open_device(index: int = 0) -> Iterator[Nvml | None]:
-    """The counters of the device torch calls `index`; None where the driver has none to offer."""
-    library = _load()
-    if library is None:
+    """Opens the counters of the device torch calls `index`; None where the driver has none."""
+    with _started() as pynvml:
+        handle = None if pynvml is None else _handle(pynvml, index)
+        yield None if handle is None else Nvml(pynvml, handle)
+
+
+@contextmanager
+def _started() -> Iterator[Any]:
+    """Yields pynvml while NVML is initialised; None where there is no driver to answer it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         yield None
         return
-    handle = _handle(library, index)
     try:
-        yield Nvml(library, handle) if handle is not None else None
+        yield pynvml
     finally:
-        library.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
-def _load() -> ctypes.CDLL | None:
-    for name in _LIBRARIES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        return library if library.nvmlInit_v2() == 0 else None
-    return None
-
-
-def _handle(library: ctypes.CDLL, index: int) -> ctypes.c_void_p | None:
-    """CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's."""
-    handle = ctypes.c_void_p()
+def _handle(pynvml: Any, index: int) -> Any:
+    """Finds the device: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     name = visible[index] if index < len(visible) and visible[index] else str(index)
-    if name.isdigit():
-        code = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
-    else:
-        code = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-    return handle if code == 0 else None
-
-
-def _check(code: int) -> None:
-    if code != 0:
-        raise OSError(f"NVML answered with error {code}")
+    try:
+        if name.isdigit():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        return pynvml.nvmlDeviceGetHandleByUUID(name)  # of a card, or of a MIG instance
+    except pynvml.NVMLError:
+        return None
