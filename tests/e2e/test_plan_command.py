@@ -51,11 +51,9 @@ def test_an_edited_plan_is_obeyed_and_kept_beside_the_result(
 ) -> None:  # fmt: skip
     edited = tmp_path / "edited.toml"
     text = plan_file.read_text(encoding="utf-8")
-    text = text.replace("[strategies]\n", '[strategies]\ncheckpointing = {part = "layer"}\n')
-    limits = text.index("[micro_batching]")
-    text = (
-        text[:limits] + "[micro_batching]\nmax_tokens = 64\n\n" + text[text.index("[strategies]") :]
-    )
+    limits, strategies = text.index("[micro_batching]"), text.index("[strategies.")
+    text = f"{text[:limits]}[micro_batching]\nmax_tokens = 64\n\n{text[strategies:]}"
+    text += '\n[strategies.checkpointing]\npart = "layer"\n'
     edited.write_text(text, encoding="utf-8")
     output = tmp_path / "out"
     words = ["train", str(reviews), "--model", str(tiny_model_dir), "--max-length", "32",

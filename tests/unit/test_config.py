@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from memfit import toml
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import BudgetError, ConfigError
+from memfit.memory.components import Component
 from memfit.training_fields import is_switch, takes_several, training_fields
 
 
@@ -167,6 +168,49 @@ def test_toml_round_trips_every_kind_of_value(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(config.to_toml(), encoding="utf-8")
     assert RunConfig.from_toml(file) == config
+
+
+def test_written_toml_is_laid_out_for_people() -> None:
+    tables = {
+        "data": {
+            "label_names": {0: "負評", "a b": "正評"},
+            "path": Path("a.csv"),
+            "max_length": 64,
+        },
+        "budget": "4GB",
+        "training": {
+            "bf16": True,
+            "lr": 1e-05,
+            "optim": Component.WEIGHTS,
+            "report_to": ["a", "b"],
+        },
+        "none": {},
+    }
+    assert (
+        toml.dumps(tables)
+        == """\
+budget = "4GB"
+
+[data]
+path = "a.csv"
+max_length = 64
+
+[data.label_names]
+0 = "負評"
+"a b" = "正評"
+
+[training]
+bf16 = true
+lr = 1e-05
+optim = "weights"
+report_to = [
+    "a",
+    "b",
+]
+
+[none]
+"""
+    )
 
 
 def test_secrets_are_never_written() -> None:

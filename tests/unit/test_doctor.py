@@ -7,10 +7,13 @@ import importlib.util
 import io
 import json
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from planner_fixtures import FormulaPricer
 from rich.cells import cell_len
 from rich.console import Console
@@ -75,6 +78,13 @@ def test_every_requirement_is_listed_and_met_here(here: Environment) -> None:
     assert required["torch"].wanted == ">=2.11"
     assert {"transformers", "accelerate", "datasets", "scikit-learn"} <= required.keys()
     assert [name for name, one in required.items() if one.lacking] == []
+
+
+def test_without_metadata_the_same_packages_are_required() -> None:
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    names = [Requirement(one).name for one in project["dependencies"]]
+    assert sorted(environment._REQUIRED) == sorted(names)
 
 
 def test_optional_packages_come_with_what_they_are_for_and_what_installs_them(

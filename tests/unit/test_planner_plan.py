@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,22 @@ def test_file_has_figures_and_reasons(tmp_path: Path) -> None:
     assert Plan.read(path).candidate == plan.candidate
 
 
+def test_tables_in_one_line_are_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    plan = plan_with(Packing(), Checkpointing(9), Lora(16, fresh=("pooler", "head")), tokens=700)
+    plan.write(path)
+    tables = toml.read(path)
+    lora = 'lora = {rank = 16, dropout = 0.0, fresh = ["pooler", "head"]}'
+    path.write_text(
+        'version = 1\nfidelity = "capacity"\n\n[workload]\n'
+        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in tables["workload"].items())
+        + "\n[micro_batching]\nmax_tokens = 700\n\n[strategies]\npacking = {}\n"
+        + f'checkpointing = {{layers = 9, part = "layer"}}\n{lora}\n'
+    )
+    assert toml.read(path)["strategies"] == tables["strategies"]
+    assert Plan.read(path).candidate == plan.candidate
+
+
 def test_edited_file_is_the_edited_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     plan_with(Packing(), Checkpointing(9)).write(path)
@@ -97,14 +114,14 @@ def test_edited_file_is_the_edited_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("checkpointing = ", "checkpointin = ", "Did you mean 'checkpointing'"),
+        ("[strategies.checkpointing]", "[strategies.checkpointin]", "Did you mean 'checkpointing'"),
         ("layers = 9", "layer = 9", "Did you mean 'layers'"),
         ("layers = 9", 'layers = "nine"', "is not a whole number"),
         ("layers = 9", "layers = true", "is not a whole number"),
         ("layers = 9", "layers = 0", "at least 1 layer"),
         ('part = "layer"', 'part = "half"', "is not 'layer' or 'mlp'"),
-        ("packing = {}", "packing = 1", "write packing = {}"),
-        ("[strategies]", "[strategy]", "Did you mean 'strategies'"),
+        ("[strategies.packing]", "[strategies]\npacking = 1", "write packing = {}"),
+        ("[strategies.", "[strategy.", "Did you mean 'strategies'"),
         ("version = 1", "version = 9", "version 9"),
         ("max_tokens = 700", "max_token = 700", "Did you mean 'max_tokens'"),
         ("rows = 6988\n", "", "rows is missing"),
@@ -125,7 +142,7 @@ def test_wrong_file_is_refused_with_what_is_right(
 def test_strategies_that_conflict_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     plan_with(LowBitAdamW()).write(path)
-    path.write_text(path.read_text().replace("[strategies]", "[strategies]\nhalf_precision = {}"))
+    path.write_text(path.read_text() + "\n[strategies.half_precision]\n")
     with pytest.raises(ConfigError, match="cannot be used together"):
         Plan.read(path)
 

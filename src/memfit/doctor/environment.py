@@ -26,7 +26,8 @@ OPTIONAL = {
 }
 # Where memfit is run from its sources, without metadata that says which versions.
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "huggingface_hub",
-             "scikit-learn", "jinja2", "nvidia-ml-py", "psutil", "rich", "typer")  # fmt: skip
+             "scikit-learn", "jinja2", "nvidia-ml-py", "psutil", "rich", "tomli-w",
+             "typer")  # fmt: skip
 # A package of another name, by platform.
 _ON_WINDOWS = {"triton": "triton-windows"}
 _INSTALLED_BY = {"flash-attn": "pip install flash-attn --no-build-isolation"}
