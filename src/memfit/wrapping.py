@@ -1,13 +1,13 @@
 """Lines of a width for text that may be Chinese: a character of it is two cells wide.
 
 Chinese has no spaces, so a line may end after any of its characters, but none begins with a
-closing mark or ends with an opening one. Without rich, since `--help` waits for nothing.
+closing mark or ends with an opening one. Rich knows the widths; it is imported when a text is
+measured, since help in English measures none.
 """
 
 from __future__ import annotations
 
 import re
-import unicodedata
 
 _NOT_FIRST = "，。；：、！？）》」』”’…"
 _NOT_LAST = "（《「『“‘"
@@ -19,12 +19,17 @@ _UNIT = re.compile(rf"\s+|[{_NOT_LAST}]*(?:[{_WIDE}]|[^\s{_WIDE}]+)[{_NOT_FIRST}
 
 
 def cells(text: str) -> int:
-    """How many columns a text takes in a terminal."""
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+    """Returns how many columns a text takes in a terminal."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width` cells; only a word wider than that is cut."""
+    """Returns the text in lines of at most `width` cells; only a word wider than that is cut."""
+    from rich.cells import chop_cells
+
+    width = max(width, 1)
     lines, line = list[str](), ""
     for unit in _UNIT.findall(text):
         if cells(line + unit.rstrip()) <= width:
@@ -32,19 +37,8 @@ def wrap(text: str, width: int) -> list[str]:
             continue
         if line.strip():
             lines.append(line.rstrip())
-        line = unit.lstrip()
-        while cells(line) > width:
-            kept = _prefix(line, width)
-            lines.append(kept)
-            line = line[len(kept) :]
+        *full, line = [part for part in chop_cells(unit.lstrip(), width) if part] or [""]
+        lines += full
     if line.strip():
         lines.append(line.rstrip())
     return lines
-
-
-def _prefix(text: str, width: int) -> str:
-    """As much of it as fits, and at least one character."""
-    for end in range(1, len(text) + 1):
-        if cells(text[:end]) > width:
-            return text[: max(end - 1, 1)]
-    return text

@@ -99,11 +99,12 @@ def test_english_help_waits_for_no_chinese() -> None:
     code = (
         "import sys; from memfit.cli import run; run(['train', '--help', '--lang', sys.argv[1]]);"
         "from memfit.messages import _chinese;"
-        "print(_chinese.cache_info().currsize, 'rich' in sys.modules, 'babel' in sys.modules,"
+        "names = ('babel', 'rich.cells', 'rich.console');"
+        "print(_chinese.cache_info().currsize, [name for name in names if name in sys.modules],"
         " file=sys.stderr)"
     )
     translate_once()  # compiles the catalogue of a checkout
-    for spoken, said in (("en", "0 False False\n"), ("zh", "1 False False\n")):
+    for spoken, said in (("en", "0 []\n"), ("zh", "1 ['rich.cells']\n")):
         done = subprocess.run(
             [sys.executable, "-c", code, spoken], capture_output=True, text=True, check=True
         )
@@ -162,3 +163,8 @@ def test_chinese_wraps_anywhere_but_at_its_marks() -> None:
     assert wrap("words are kept whole", 9) == ["words are", "kept", "whole"]
     assert wrap("x" * 25, 10) == ["x" * 10, "x" * 10, "x" * 5]
     assert wrap("", 10) == []
+    # However narrow the terminal is, nothing is lost.
+    for width in (-3, 0, 1):
+        assert "".join(wrap("能放下 ab", width)) == "能放下ab"
+    # An accent that is a character by itself takes no column.
+    assert wrap("e\u0301" * 10 + " x", 12) == ["e\u0301" * 10 + " x"]
