@@ -66,7 +66,6 @@ def config_options(
             command(**values, options={**given, **training_flags(ctx)})
 
         run.__signature__ = signature.replace(parameters=[*declared, *made])  # type: ignore[attr-defined]
-        run.__annotations__ = {item.name: item.annotation for item in [*declared, *made]}
         return run
 
     return decorate
