@@ -3,6 +3,9 @@
 Every value has one name everywhere. `RunConfig.build` takes them flat (`max_length=64,
 learning_rate=3e-5`), a TOML file keeps them in the tables [data], [model] and [training];
 what is given by hand wins over the file, the file over the default.
+
+The checks are our own: with pydantic the translated sentences and the nearest names stay ours too,
+so it saves hardly a line and takes 60 to 140 ms of every start.
 """
 
 from __future__ import annotations
