@@ -32,9 +32,13 @@ from memfit.report.ways import strategy_in_words
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "README.md", "README.zh.md", "docs/memory.md", "docs/zh/memory.md",
-    "docs/from-the-tutorials.md", "docs/zh/from-the-tutorials.md", "docs/surviving.md",
-    "docs/zh/surviving.md", "docs/whole-runs.md", "docs/zh/whole-runs.md",
+    "README.md", "README.zh.md",
+    *(
+        f"docs/{folder}{name}.md"
+        for name in ("installing", "estimating", "planning", "memory", "from-the-tutorials", "ladder",
+                     "surviving", "whole-runs")
+        for folder in ("", "zh/")
+    ),
 )  # fmt: skip
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 LARGE = "bert-large/"
