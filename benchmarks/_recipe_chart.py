@@ -172,7 +172,7 @@ ENGLISH = Words(
     },
     tick="measured on the device",
     sources="memfit's rows train every parameter, clipped by the global norm. Measured by "
-    "benchmarks/memory_gpu.py and plan_gpu.py, drawn by document.py.",
+    "benchmarks/memory_gpu.py and plan_gpu.py.",
 )
 
 CHINESE = Words(
@@ -206,5 +206,5 @@ CHINESE = Words(
     },
     tick="设备上的实测值",
     sources="memfit 各行训练全部参数，按全局范数裁剪。"
-    "实测：benchmarks/memory_gpu.py、plan_gpu.py；绘图：document.py。",
+    "实测：benchmarks/memory_gpu.py、plan_gpu.py。",
 )

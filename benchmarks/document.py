@@ -35,8 +35,8 @@ PAGES = (
     "README.md", "README.zh.md",
     *(
         f"docs/{folder}{name}.md"
-        for name in ("installing", "estimating", "planning", "memory", "from-the-tutorials", "ladder",
-                     "surviving", "whole-runs")
+        for name in ("installing", "estimating", "planning", "memory", "from-the-tutorials",
+                     "ladder", "surviving", "whole-runs")
         for folder in ("", "zh/")
     ),
 )  # fmt: skip

@@ -1,16 +1,19 @@
-"""The documents hold together: links, anchors, the table of contents, a page for every strategy."""
+"""The documents hold together: links, languages, figures, the tree, signatures, strategies."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import importlib
+import inspect
+import pkgutil
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,8 @@ from memfit.strategies import ORDER, Strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "memfit"
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
 GENERATED = DOCS / "strategies"
 _FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`[^`\n]+`")
@@ -52,6 +57,12 @@ def texts(generated: dict[Path, str]) -> dict[Path, str]:
 
 def prose(text: str) -> str:
     return _INLINE.sub("", _FENCE.sub("", text))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in this language."""
+    found = _FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [match["body"] for match in found if match["info"] == language]
 
 
 def anchors(text: str) -> set[str]:
@@ -90,6 +101,78 @@ def test_links_to_other_sites_are_https(texts: dict[Path, str]) -> None:
         if link.startswith("http://")
     ]
     assert plain == []
+
+
+def test_every_script_a_page_names_is_there(texts: dict[Path, str]) -> None:
+    named = {
+        name
+        for text in texts.values()
+        for name in re.findall(
+            r"\b(?:benchmarks|tests|examples|notebooks)/[\w/.]+\.\w+", _FENCE.sub("", text)
+        )
+    }
+    assert "benchmarks/memory_gpu.py" in named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+# ---- figures ----
+
+
+def test_tables_and_pictures_say_what_the_committed_results_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import document
+
+    assert [path.name for path in document.outdated()] == []
+    stale = ENGLISH.read_text(encoding="utf-8").replace("0.", "7.")
+    assert document.filled(stale) != stale
+
+
+def test_every_marked_block_is_on_a_page_that_is_filled(
+    texts: dict[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import document
+
+    marked = {page for page, text in texts.items() if "<!-- figures: " in text}
+    assert marked == {ROOT / name for name in document.PAGES}
+    shown = {name for page in marked for name in re.findall(r"<!-- figures: ([\w-]+)", texts[page])}
+    assert shown == set(document.BLOCKS)
+
+
+# ---- the tree ----
+
+
+def page_of_the_tree() -> tuple[set[str], str]:
+    """What the tree names, and the whole page."""
+    page = DOCS / "architecture.md"
+    tree = next(text for text in blocks(page, "text") if text.startswith("src/memfit/\n"))
+    return {line.split()[0] for line in tree.splitlines()[1:]}, page.read_text(encoding="utf-8")
+
+
+def entries() -> set[str]:
+    """What lies at the package's root, as the page writes it."""
+    files = {path.name for path in SOURCE.glob("*.py")}
+    folders = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    return (files | folders) - {"__init__.py", "__main__.py", "_compat.py", "_version.py"}
+
+
+def test_every_package_is_in_the_tree() -> None:
+    named, _ = page_of_the_tree()
+    # The old layout has names the page does not have: only what stays is compared with it.
+    if (SOURCE / "engine").is_dir():
+        assert named == entries()
+    assert {"api.py", "errors.py", "units.py", "cli/", "data/", "planner/"} <= named & entries()
+
+
+def test_every_file_the_page_of_the_tree_names_is_there() -> None:
+    named, page = page_of_the_tree()
+    files = re.findall(r"`((?:\w+/)+\w+\.py)`", page.replace("`src/memfit/", "`"))
+    inside = [name for name in files if f"{name.split('/')[0]}/" in named]
+    assert len(inside) > 8
+    if (SOURCE / "engine").is_dir():  # see above
+        assert [name for name in inside if not (SOURCE / name).is_file()] == []
 
 
 # ---- the table of contents ----
@@ -192,30 +275,74 @@ def test_pages_are_written_only_where_they_changed(maker: ModuleType, tmp_path: 
 # ---- Chinese pages ----
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["memory", "from-the-tutorials", "training-arguments", "ladder", "surviving", "whole-runs"],
-)
+TWINS = {
+    "README": (ENGLISH, CHINESE),
+    **{
+        path.stem: (DOCS / path.name, path)
+        for path in sorted((DOCS / "zh").glob("*.md"))
+        if path.stem != "index"
+    },
+}
+
+
+def code_of(text: str) -> list[tuple[str, str]]:
+    """The blocks of a page, but for what is translated: comments, and what commands print."""
+
+    def told(body: str) -> str:
+        return " ".join(sorted(re.findall(r"[\d.,]+ (?:GiB|MiB|GB|ms)", " ".join(body.split()))))
+
+    def same(info: str, body: str) -> str:
+        return told(body) if info == "text" else re.sub(r" *#.*", "", body)
+
+    return [(one["info"], same(one["info"], one["body"])) for one in _FENCE.finditer(text)]
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_a_chinese_page_has_the_sections_code_and_figures_of_the_english_one(name: str) -> None:
-    english, chinese = (
-        (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "zh")
-    )
+    english, chinese = (path.read_text(encoding="utf-8") for path in TWINS[name])
     assert [len(m) for m, _ in _HEADING.findall(_FENCE.sub("", english))] == [
         len(m) for m, _ in _HEADING.findall(_FENCE.sub("", chinese))
     ]
-    assert [m["body"] for m in _FENCE.finditer(english)] == [
-        m["body"] for m in _FENCE.finditer(chinese)
-    ]
-    blocks = [re.findall(r"<!-- figures: ([\w-]+) -->", text) for text in (english, chinese)]
-    assert [f"{one}-zh" for one in blocks[0]] == blocks[1]
+    assert code_of(english) == code_of(chinese)
+    figures = [re.findall(r"<!-- figures: ([\w-]+) -->", text) for text in (english, chinese)]
+    assert [f"{one}-zh" for one in figures[0]] == figures[1]
     tables = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
     assert tables[0] == tables[1]
 
 
+def test_the_chinese_readme_links_where_the_english_one_does() -> None:
+    english, chinese = (
+        [
+            link
+            for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+            if link.startswith(("docs/", "http")) or link.isupper()
+        ]
+        for page in (ENGLISH, CHINESE)
+    )
+
+    def in_chinese(link: str) -> str:
+        path = link.partition("#")[0]
+        own = path.replace("docs/", "docs/zh/", 1)
+        return own if (ROOT / own).is_file() else path.replace(".svg", ".zh.svg")
+
+    *found, index, licence = chinese
+    assert [link.partition("#")[0] for link in found] == [in_chinese(link) for link in english[:-1]]
+    assert ["#" in link for link in found] == ["#" in link for link in english[:-1]]
+    assert (index, licence) == ("docs/zh/index.md", english[-1])
+
+
+def test_chinese_pages_are_in_simplified_characters() -> None:
+    figures = re.compile(r"<!-- figures: .*?<!-- end of figures -->", re.DOTALL)  # as measured
+    for page in (CHINESE, *(DOCS / "zh").glob("*.md")):
+        text = figures.sub("", page.read_text(encoding="utf-8"))
+        chinese = set(re.findall(r"[\u4e00-\u9fff]", text))
+        assert {one for one in chinese if not one.encode("gb2312", "ignore")} == set(), page
+
+
 def test_chinese_readers_are_sent_to_chinese_pages() -> None:
     translated = {path.name for path in (DOCS / "zh").glob("*.md")} - {"index.md"}
-    assert len(translated) == 7
-    readme = (DOCS.parent / "README.zh.md").read_text(encoding="utf-8")
+    assert len(translated) == 11
+    readme = CHINESE.read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(docs/(zh/)?([\w-]+\.md)", readme))
     assert {name for folder, name in linked if folder} == translated | {"index.md"}
     assert not {name for folder, name in linked if not folder} & translated
@@ -243,6 +370,62 @@ def test_public_names_the_reference_does_not_place_are_added(maker: ModuleType) 
     assert ".. autofunction:: memfit.load\n" in added
     assert ".. autoclass:: memfit.Budget\n" in added
     assert "finetune" not in added
+
+
+def is_signature(text: str) -> bool:
+    """`memfit.name(parameters)` and nothing else: how the page writes a signature."""
+    return re.fullmatch(r"memfit\.[\w.]+\(.*\)\s*", text, re.DOTALL) is not None
+
+
+SIGNATURES = [
+    text.strip() for text in blocks(DOCS / "python-api.md", "python") if is_signature(text)
+]
+
+
+@pytest.mark.parametrize("written", SIGNATURES, ids=lambda text: text.partition("(")[0])
+def test_a_signature_is_written_as_it_is(written: str) -> None:
+    name, _, parameters = written.partition("(")
+    made: dict[str, Any] = {}
+    exec(compile(f"def function({parameters}: ...", name, "exec"), made)
+    real = inspect.signature(pkgutil.resolve_name(name))
+    shown = inspect.signature(made["function"])
+    plain = [
+        [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+        for signature in (real, shown)
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_every_public_name_is_described() -> None:
+    import memfit
+
+    page = (DOCS / "python-api.md").read_text(encoding="utf-8")
+    public = set(memfit.__all__) - {"__version__"}
+    assert [name for name in sorted(public) if f"memfit.{name}" not in page] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_on_every_page_is_python(page: Path) -> None:
+    for text in blocks(page, "python"):
+        if not is_signature(text):
+            ast.parse(text)
+
+
+def test_the_strategy_shown_is_the_strategy_there_is() -> None:
+    page, file = DOCS / "adding-a-strategy.md", "src/memfit/strategies/packing.py"
+    shown = next(text for text in blocks(page, "python") if "class Packing" in text)
+    real = (ROOT / file).read_text(encoding="utf-8")
+    bodies = [ast.unparse(ast.parse(text).body[1:]) for text in (shown, real)]  # not the docstring
+    assert bodies[0] == bodies[1]
+
+
+def test_the_contract_of_a_strategy_is_described_whole() -> None:
+    from memfit.strategies import Fidelity, Setup
+
+    page = (DOCS / "adding-a-strategy.md").read_text(encoding="utf-8")
+    members = [name for name in (*Strategy.__annotations__, *vars(Strategy)) if name[0] != "_"]
+    names = {*Setup.__dataclass_fields__, *members, *(item.name for item in Fidelity)}
+    assert [name for name in sorted(names) if not re.search(rf"`{name}(?:\(\w*\))?`", page)] == []
 
 
 # ---- versions ----
