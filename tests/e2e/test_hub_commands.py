@@ -26,8 +26,8 @@ from memfit.results import RunSummary, write_evaluation, write_summary
 from terminal import at_a_terminal
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
-README = Path(__file__).resolve().parents[2] / "README.md"
-SENTENCE = "服務人員都很親切"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
+SENTENCE = "服务人员都很亲切"
 SECRET_TEXT = "房間很髒，電話是0912345678"
 LOAD = f"import memfit; print(memfit.load('anna/reviews').predict({SENTENCE!r})[0].label)"
 SOURCE = "from memfit.hub import source_of; print(source_of('anna/reviews'))"
@@ -372,14 +372,14 @@ def test_the_token_is_not_sent_to_the_store_a_large_file_lies_in(
     assert all("authorization" in request.headers for request in desk.hub.asked("GET", "/api/"))
 
 
-# ---- the README ----
+# ---- the page ----
 
 
-def test_the_readmes_push_runs_as_it_is_written_and_then_the_cache_without_the_hub(
+def test_the_pages_push_runs_as_it_is_written_and_then_the_cache_without_the_hub(
     desk: Desk, run_folder: Path
 ) -> None:
     shutil.copytree(run_folder, desk.home / "run")
-    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     (block,) = (text for text in blocks if text.startswith("memfit login\n"))
     for line in block.splitlines():
         shown = desk(*line.split()[1:], token=None, given=f"{TOKEN}\n" if "login" in line else "")

@@ -22,7 +22,7 @@ from terminal import at_a_terminal
 TOKEN = "ms-01234567-89ab-cdef-0123-456789abcdef"
 MODEL = "modelscope:anna/reviews"
 SOURCE = f"from memfit.hub import source_of; print(source_of({MODEL!r}))"
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 NAMES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -136,13 +136,13 @@ def test_an_upload_goes_on_when_the_connection_breaks(desk: Desk, push: tuple[st
     assert repo.files["model.safetensors"] == (Path(push[1]) / "model.safetensors").read_bytes()
 
 
-def test_the_readmes_block_logs_in_pushes_and_trains_by_name(
+def test_the_pages_block_logs_in_pushes_and_trains_by_name(
     desk: Desk, tiny_model_dir: Path
 ) -> None:
     shutil.copytree(tiny_model_dir, desk.home / "run")
     rows = "\n".join(f"{index % 2},{'好壞'[index % 2]}房間{index}" for index in range(40))
     (desk.home / "reviews.csv").write_text(f"label,review\n{rows}\n", encoding="utf-8")
-    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     (block,) = (text for text in blocks if "memfit login --to modelscope" in text)
     assert block.startswith(f"{INSTALL}\n")
     for line in block.splitlines()[1:]:

@@ -16,7 +16,7 @@ import pytest
 
 from memfit.cli import run
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ladder.md"
 WORDS = ("親切", "不親切")
 BUDGET_BYTES = 4_000_000
 
@@ -31,8 +31,8 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def command(reviews: Path, tiny_model_dir: Path) -> list[str]:
-    """The README's own, with a model and a table of here; `shorter` has all rungs before it."""
-    (line,) = re.findall(r"^memfit (ladder .*)$", README.read_text("utf-8"), re.MULTILINE)
+    """The page's own, with a model and a table of here; `shorter` has all rungs before it."""
+    (line,) = re.findall(r"^memfit (ladder .*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     here = {"reviews.csv": str(reviews), "google-bert/bert-base-chinese": str(tiny_model_dir)}
     words = line.split()
     assert here.keys() <= set(words)

@@ -135,7 +135,7 @@ def test_every_marked_block_is_on_a_page_that_is_filled(
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import document
 
-    marked = {page for page, text in texts.items() if "<!-- figures: " in text}
+    marked = {page for page, text in texts.items() if "\n<!-- figures: " in text}
     assert marked == {ROOT / name for name in document.PAGES}
     shown = {name for page in marked for name in re.findall(r"<!-- figures: ([\w-]+)", texts[page])}
     assert shown == set(document.BLOCKS)
@@ -426,6 +426,48 @@ def test_the_contract_of_a_strategy_is_described_whole() -> None:
     members = [name for name in (*Strategy.__annotations__, *vars(Strategy)) if name[0] != "_"]
     names = {*Setup.__dataclass_fields__, *members, *(item.name for item in Fidelity)}
     assert [name for name in sorted(names) if not re.search(rf"`{name}(?:\(\w*\))?`", page)] == []
+
+
+# ---- the project's papers ----
+
+
+def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
+    from memfit import __version__
+
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.findall(r"^## (?:\[?)([\w.]+)", changes, re.MULTILINE)
+    assert __version__ in newest[:2]
+    assert newest[0] in (__version__, "Unreleased")
+
+
+def test_make_has_every_target_that_pages_and_the_workflow_name(texts: dict[Path, str]) -> None:
+    import yaml
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    named = {
+        target
+        for text in texts.values()
+        for words in re.findall(r"(?:^|`)make ((?:[a-z-]+ ?)+)", text, re.MULTILINE)
+        for target in words.split()
+    }
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    steps = [step.get("run", "") for step in workflow["jobs"]["test"]["steps"]]
+    run = {step.removeprefix("make ") for step in steps if step.startswith("make ")}
+    assert {"lint", "types", "test"} <= run
+    assert (named | run) - targets == set()
+    oldest = workflow["jobs"]["test"]["strategy"]["matrix"]["python"][0]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={oldest}"
+
+
+def test_the_formatter_of_commits_is_the_one_of_the_tests() -> None:
+    import yaml
+
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (ruff,) = (one["rev"] for one in hooks["repos"] if one["repo"].endswith("/ruff-pre-commit"))
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"\nruff=={ruff.removeprefix('v')}\n" in constraints
 
 
 # ---- versions ----
