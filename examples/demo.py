@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from assets import m3e_small, reviews_csv
 
 OUTPUT = Path("demo-run")
-SENTENCES = ("服務人員都很親切", "服務人員都不親切", "书的内容很精彩,值得一读")
+SENTENCES = ("服务人员都很亲切", "服务人员都不亲切", "书的内容很精彩,值得一读")
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     memfit(
         "train", reviews, "--model", model, "--budget", "1GB", "--output-dir", OUTPUT,
         "--epochs", "1", "--learning-rate", "5e-5", "--max-length", "64",
-        "--label-names", "0=負評", "1=正評",
+        "--label-names", "0=差评", "1=好评",
     )  # fmt: skip
     memfit("predict", OUTPUT, *SENTENCES)
     print(f"\nThe report: {(OUTPUT / 'report.html').resolve()}")

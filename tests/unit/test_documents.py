@@ -333,7 +333,8 @@ def test_the_chinese_readme_links_where_the_english_one_does() -> None:
 
 def test_chinese_pages_are_in_simplified_characters() -> None:
     figures = re.compile(r"<!-- figures: .*?<!-- end of figures -->", re.DOTALL)  # as measured
-    for page in (CHINESE, *(DOCS / "zh").glob("*.md")):
+    notebook = ROOT / "notebooks" / "tutorial.zh.ipynb"
+    for page in (CHINESE, notebook, *(DOCS / "zh").glob("*.md")):
         text = figures.sub("", page.read_text(encoding="utf-8"))
         chinese = set(re.findall(r"[\u4e00-\u9fff]", text))
         assert {one for one in chinese if not one.encode("gb2312", "ignore")} == set(), page
