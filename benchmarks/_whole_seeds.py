@@ -150,7 +150,7 @@ def stock(table: str, model: str, seed: int, folder: str, rate: float) -> dict[s
 
     from memfit.config import DataConfig
     from memfit.data import read_table, tokenize
-    from memfit.evaluation import compute_metrics_for
+    from memfit.records.evaluation import compute_metrics_for
 
     config = DataConfig(
         path=table, max_length=LENGTH, seed=seed, text_column="review", label_column="label",

@@ -302,11 +302,11 @@ def traced(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, dict[st
     """What a step of average size does, and what the largest one is predicted to hold."""
     from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
 
+    from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.trace import price_memory, trace_step
-    from memfit.planner.values import Candidate, Workload
-    from memfit.runtime.batching import MicroBatching
+    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.pricing.step_trace import price_memory, trace_step
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     for name, value in run.get("args", {}).items():

@@ -25,10 +25,10 @@ import _table_words as words
 import _whole_document as whole
 import memory_accuracy as accuracy
 from bert_large import made
-from memfit.climbing import show
-from memfit.climbing.values import Outcome
-from memfit.messages import pt, speaking, t
-from memfit.report.ways import strategy_in_words
+from memfit.ladders import show
+from memfit.ladders.rungs import RungOutcome
+from memfit.report.plan_terminal import strategy_in_words
+from memfit.text import pt, speaking, t
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -321,7 +321,7 @@ def ladder_table(language: str) -> str:
     rows = []
     with speaking(language):
         for values in found["outcomes"]:
-            one, times = Outcome.from_json(values), values["times_baseline"]
+            one, times = RungOutcome.from_json(values), values["times_baseline"]
             parts = ", ".join(t(show.PARTS[part]) for part in one.rung.targets)
             peaks = (one.predicted, one.measured)
             sizes = ("" if peak is None else mib(peak.device_bytes) for peak in peaks)

@@ -103,9 +103,9 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
     import transformers
 
     from memfit import BudgetTrainer
-    from memfit.runtime.batching import MicroBatching
-    from memfit.runtime.cap import CudaCap
-    from memfit.runtime.watch import Reading
+    from memfit.engine.micro_batches import MicroBatching
+    from memfit.memory.available import MemoryReading
+    from memfit.training.limits import CudaCap
 
     rows = rows_of(table, vocab)
     steps = -(-len(rows) // BATCH)
@@ -131,10 +131,10 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
     cap = trainer._cap = CudaCap(trainer._reader())
     context = cap.read.context_bytes
 
-    def read() -> Reading:
+    def read() -> MemoryReading:
         """A card of 4 GB, of which the neighbour holds a part."""
         own = torch.cuda.memory_reserved() + context
-        return Reading(CAP_BYTES, CAP_BYTES - own - held.value + 2**26, own)
+        return MemoryReading(CAP_BYTES, CAP_BYTES - own - held.value + 2**26, own)
 
     read.context_bytes = context  # type: ignore[attr-defined]
     cap.read = read  # type: ignore[assignment]

@@ -35,7 +35,7 @@ SIZES = ("allocated_bytes", "reserved_bytes", "device_bytes")
 def predict(run: Mapping[str, Any]) -> dict[str, Any]:
     """One run's predicted peak, and how long the prediction took."""
     from memfit.memory.cards import find_card
-    from memfit.memory.estimate import estimate_memory
+    from memfit.memory.stock_estimate import estimate_memory
 
     began = time.perf_counter()
     expandable = run["case"]["expandable_segments"]
@@ -63,7 +63,7 @@ def measured_sizes(run: Mapping[str, Any]) -> dict[str, int]:
 
 def spec_of(run: Mapping[str, Any]) -> Any:
     """The measured run as the step that is predicted; the widest batch it saw decides."""
-    from memfit.memory.spec import StepSpec
+    from memfit.memory.stock_step import StepSpec
 
     case = run["case"]
     if case["torch_compile"]:

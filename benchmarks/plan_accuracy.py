@@ -109,11 +109,11 @@ def predict(
     """The run's peak as a plan would have said it, and how long that took."""
     import transformers
 
+    from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.trace import price_memory
-    from memfit.planner.values import Candidate, Workload
-    from memfit.runtime.batching import MicroBatching
+    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.pricing.step_trace import price_memory
 
     began = time.perf_counter()
     kind = transformers.XLMRobertaConfig if run.model == "xlmr" else transformers.BertConfig
@@ -153,8 +153,8 @@ def reserved_bytes(workload: Any, candidate: Any, card: Any, sizes: Sequence[int
     """What the allocator holds after steps of these sizes, none of them known before."""
     from memfit.memory.allocator import Allocator
     from memfit.memory.phases import with_loaded_state
-    from memfit.planner.trace import priced, trace_step
-    from memfit.planner.trace_price import with_libraries
+    from memfit.planner.pricing.memory_price import with_libraries
+    from memfit.planner.pricing.step_trace import priced, trace_step
 
     graphed = candidate.get("cuda_graphs") is not None
     ordinary, pool = Allocator(expandable_segments=graphed), Allocator()

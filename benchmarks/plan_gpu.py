@@ -51,7 +51,7 @@ def config_of(pair: dict[str, Any]) -> Any:
 def workload_of(pair: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     from transformers import TrainingArguments
 
-    from memfit.planner.values import Workload
+    from memfit.planner.candidates import Workload
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     lengths = tuple(len(row["input_ids"]) for row in rows)
@@ -60,10 +60,10 @@ def workload_of(pair: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
 
 def predict(result: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> None:
     """What is predicted today for every run of a result, in its place."""
+    from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
-    from memfit.planner.compose import TracedPricer
-    from memfit.planner.values import Candidate
-    from memfit.runtime.batching import MicroBatching
+    from memfit.planner.candidates import Candidate
+    from memfit.planner.pricing.pricer import TracedPricer
 
     pricers: dict[str, Any] = {}
     for run in result["runs"]:
@@ -139,7 +139,7 @@ def run_one(
 
     from bert_large import make_clock
     from memfit import BudgetTrainer
-    from memfit.runtime.batching import MicroBatching
+    from memfit.engine.micro_batches import MicroBatching
 
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -175,7 +175,7 @@ def measure(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     import transformers
 
     from memfit import BudgetTrainer
-    from memfit.runtime.batching import MicroBatching
+    from memfit.engine.micro_batches import MicroBatching
 
     case = CASES[name]
     steps = case.get("steps", STEPS)
@@ -223,7 +223,7 @@ def probe() -> dict[str, Any]:
     """What the calibration measures here, and how long it takes."""
     import dataclasses
 
-    from memfit.planner.calibration import calibrate
+    from memfit.planner.step_time import calibrate
 
     started = time.perf_counter()
     profile = calibrate("cuda")
@@ -273,7 +273,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def predict_all(options: argparse.Namespace) -> None:
     """Measured against predicted, case by case."""
-    from memfit.planner.timing import explain
+    from memfit.planner.step_time import explain
 
     result = json.loads(options.out.read_text())
     card = card_of(result)
@@ -304,7 +304,7 @@ def card_of(result: dict[str, Any]) -> Any:
 
 def clocked_seconds(counts: Any, card: Any) -> float:
     """As the clock sees it: once a block it waits, and the host's part is not hidden."""
-    from memfit.planner.timing import explain, step_seconds
+    from memfit.planner.step_time import explain, step_seconds
 
     hidden = explain(counts, card)["host"] if counts.replayed > counts.launches else 0.0
     return step_seconds(counts, card) + hidden / BLOCK
@@ -333,9 +333,9 @@ def counts_of(run: dict[str, Any], rows: list[dict[str, Any]], card: Any) -> Any
     """The counts of one traced step of the batches that were measured."""
     import transformers
 
-    from memfit.planner.trace import trace_step
-    from memfit.planner.values import Candidate, Workload
-    from memfit.runtime.batching import MicroBatching
+    from memfit.engine.micro_batches import MicroBatching
+    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.pricing.step_trace import trace_step
 
     case = run["case"]
     strategies = tuple(made(text) for text in case.get("strategies", []))

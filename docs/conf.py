@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-from memfit import __version__  # noqa: E402
+from memfit._version import __version__  # noqa: E402
 
 project = "memfit"
 author = "the memfit authors"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from memfit.doctor.environment import look_around
-from memfit.doctor.readiness import readiness, strategies_for
+from memfit.doctor.reach import readiness, strategies_for
 from memfit.memory.cards import find_card
 from memfit.strategies import ORDER, Fidelity, Strategy
 

@@ -22,12 +22,12 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "memfit"
 CATALOGUE = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "memfit.po"
-# Which arguments of memfit.messages' functions are extracted; "c" is the context.
+# Which arguments of memfit.text' functions are extracted; "c" is the context.
 KEYWORDS: dict[str, Any] = {
     "t": (1,),
     "N_": (1,),
     "Message": (1,),
-    "_said": (1,),  # errors.py, which memfit.messages imports
+    "_said": (1,),  # errors.py, which memfit.text imports
     "pt": ((1, "c"), 2),
     "NP_": ((1, "c"), 2),
     "nt": (1, 2),
@@ -64,7 +64,7 @@ def help_texts() -> Iterator[str]:
     import typer
 
     from memfit.cli import app
-    from memfit.cli.help import without_default
+    from memfit.cli.options import without_default
 
     root: Any = typer.main.get_command(app)
     texts = {"Show this message and exit."}  # typer's own, of --help

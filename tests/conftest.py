@@ -40,7 +40,7 @@ def pytest_configure() -> None:
 
     Workers and the processes that tests start inherit it.
     """
-    from memfit.half_on_cpu import half_on_cpu
+    from memfit.engine.half_on_cpu import half_on_cpu
 
     half_on_cpu(say=False)
 
@@ -144,7 +144,7 @@ def m3e_small() -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> Iterator[None]:
     """A test that changes how plans are made gets a plan that is made, not one that was kept."""
-    from memfit import cache
+    from memfit.config import files
 
-    with cache.unused():
+    with files.cache_unused():
         yield

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers import BertForSequenceClassification as Bert
 
 from memfit import BudgetTrainer
-from memfit.outcome import save_model
+from memfit.run.workflow import save_model
 from small_training import collate
 from strategy_combinations import LENGTHS, SHAPE, Combination
 

@@ -15,9 +15,9 @@ import transformers
 from transformers import BertConfig
 
 from memfit.memory.cards import find_card
-from memfit.planner.space import ALLOWABLE, Asked, candidates
-from memfit.planner.trace import unavailable_reason
-from memfit.planner.values import Workload
+from memfit.planner.candidates import Workload
+from memfit.planner.pricing.step_trace import unavailable_reason
+from memfit.planner.space import ALLOWABLE, PlanRequest, candidates
 from memfit.strategies import ActivationOffload, Checkpointing, Strategy, Truncation
 
 Combination = tuple[Strategy, ...]
@@ -41,7 +41,7 @@ def chosen_for(card_name: str | None, *, clip: float, exact: bool) -> set[Combin
     )
     task = Workload(config=BertConfig(**SHAPE), lengths=LENGTHS, args=args)
     card = None if card_name is None else find_card(card_name)
-    asked = Asked(
+    asked = PlanRequest(
         task,
         card,
         lambda strategies: unavailable_reason(strategies, task, card),

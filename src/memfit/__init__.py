@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from memfit._compat import find_moved_modules
 from memfit._version import __version__
 
 # name -> module; loaded on first use, so that importing memfit imports no torch.
 _EXPORTS: dict[str, str] = {
     "Budget": "memfit.units",
-    "BudgetTrainer": "memfit.runtime.trainer",
-    "Classifier": "memfit.inference",
+    "BudgetTrainer": "memfit.training.trainer",
+    "Classifier": "memfit.run.inference",
     "MemfitError": "memfit.errors",
     "RunConfig": "memfit.config",
-    "TrainingArguments": "memfit.arguments",
+    "TrainingArguments": "memfit.config.training_arguments",
     "estimate": "memfit.api",
     "evaluate": "memfit.api",
     "finetune": "memfit.api",
@@ -26,6 +27,9 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

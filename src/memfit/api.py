@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
-from memfit.messages import t
-from memfit.models import check_model_folder
+from memfit.models.loading import check_model_folder
+from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.climbing.values import Ladder
-    from memfit.evaluation import Evaluation
-    from memfit.hub import PushResult
-    from memfit.inference import Classifier
-    from memfit.many import ManyResult
+    from memfit.ladders.rungs import Ladder
     from memfit.memory.cards import DeviceProfile
-    from memfit.memory.estimate import MemoryEstimate
-    from memfit.planner.plan import Plan
+    from memfit.memory.stock_estimate import MemoryEstimate
+    from memfit.planner.plans import Plan
     from memfit.planner.search import Planning
-    from memfit.workflow import RunResult
+    from memfit.records.evaluation import Evaluation
+    from memfit.run.inference import Classifier
+    from memfit.run.publish import PushResult
+    from memfit.run.several_datasets import ManyResult
+    from memfit.run.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
 
@@ -57,8 +57,8 @@ def finetune(
     is made. `resume` continues the run that `output_dir` holds. `watch` serves the report on
     localhost while it trains.
     """
-    from memfit.stored import resumed_config
-    from memfit.workflow import train_classifier
+    from memfit.run.prepare import resumed_config
+    from memfit.run.workflow import train_classifier
 
     made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
     given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
@@ -90,10 +90,9 @@ def finetune_many(
     A failed one stops none of the others: `.failed` has them. `resume` passes over those that
     are finished and goes on with the rest.
     """
-    from memfit.announce import voice
-    from memfit.many import train_many
-    from memfit.planning import stored_options
-    from memfit.stored import with_absolute_paths
+    from memfit.run.announcements import voice
+    from memfit.run.prepare import stored_options, with_absolute_paths
+    from memfit.run.several_datasets import train_many
 
     names = [os.fspath(one) for one in datasets]
     given = {key: value for key, value in options.items() if value is not None}
@@ -125,7 +124,8 @@ def plan(
     without it this machine's. `.chosen` is the plan: `.sentences()` are its reasons,
     `.write("plan.toml")` keeps it, `.training_arguments()` are for the stock Trainer.
     """
-    from memfit.planning import prepare
+    import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
+    from memfit.run.prepare import prepare
 
     given = {"data": data, "model": model, "budget": budget, **options}
     return prepare(RunConfig.build(config, **given), gpu).plan()
@@ -133,7 +133,7 @@ def plan(
 
 def load(model: PathLike, **options: Any) -> Classifier:
     """A trained classifier from its output folder or the hub."""
-    from memfit.inference import Classifier
+    from memfit.run.inference import Classifier
 
     return Classifier.load(os.fspath(model), **options)
 
@@ -146,7 +146,7 @@ def evaluate(
     `options` are fields of DataConfig: the columns, the label names, the encoding.
     """
     from memfit.data import read_labelled
-    from memfit.inference import Classifier
+    from memfit.run.inference import Classifier
 
     config = DataConfig.build(path=data, **options)
     classifier = Classifier.load(os.fspath(model), max_length=max_length)
@@ -174,15 +174,15 @@ def estimate(
     gradient_checkpointing, ...), and num_labels, task and padding. `gpu` is a card by name or
     `cpu`; without it this machine's card, or an H200 where there is none.
     """
-    from memfit import estimating
-    from memfit.memory.estimate import estimate_memory
+    from memfit.memory.stock_estimate import estimate_memory
+    from memfit.run import stock_flags
 
     names = {item.name for item in dataclasses.fields(ModelConfig)}
     asked = {key: options.pop(key) for key in names & options.keys()}
     config = ModelConfig.build(**{**asked, "model": model, "from_scratch": True})
     check_model_folder(config)
     steps = {"batch_size": batch_size, "max_length": max_length, **options}
-    return estimate_memory(estimating.step_spec(config, steps), estimating.device_for(gpu))
+    return estimate_memory(stock_flags.step_spec(config, steps), stock_flags.device_for(gpu))
 
 
 def ladder(
@@ -207,15 +207,15 @@ def ladder(
     end with `seeds` seeds. `options` are as for `finetune`. What `output_dir` already holds is not
     measured again unless `fresh`.
     """
-    from memfit import announce
-    from memfit.climbing import climb
+    from memfit.ladders import climb
+    from memfit.run import announcements
 
     given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
     asked = climb.asked_for(
         steps=steps, quality=quality, seeds=seeds, rungs=rungs, plan_budgets=plan_budgets,
         fresh=fresh,
     )  # fmt: skip
-    return climb.climb(RunConfig.build(config, **given), asked, announce.voice(quiet))
+    return climb.climb(RunConfig.build(config, **given), asked, announcements.voice(quiet))
 
 
 def push(
@@ -232,6 +232,6 @@ def push(
     time; no text of the data leaves the folder. `licence` is asked for unless a README.md of
     yours in the folder names one.
     """
-    from memfit.hub import push as push_to
+    from memfit.run.publish import push as push_to
 
     return push_to(folder, repo, to=to, private=private, licence=licence)

@@ -26,6 +26,36 @@ import difflib
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Protocol
+
+
+class Speaker(Protocol):
+    """Translates what errors say."""
+
+    def t(self, message: str, /, **values: Any) -> str:
+        """Translates a sentence and fills it in."""
+
+    def shown(self, text: object, /) -> str:
+        """Translates a text that may be a `Message`."""
+
+
+class English:
+    """Says everything as it is written."""
+
+    def t(self, message: str, /, **values: Any) -> str:
+        return message.format(**values)
+
+    def shown(self, text: object, /) -> str:
+        return str(text)
+
+
+_speaker: Speaker = English()
+
+
+def speak_with(speaker: Speaker) -> None:
+    """Lets errors say what they say with this; memfit.text calls it when it is imported."""
+    global _speaker
+    _speaker = speaker
 
 
 class MemfitError(Exception):
@@ -40,9 +70,7 @@ class MemfitError(Exception):
         return said
 
     def __str__(self) -> str:
-        from memfit.messages import shown
-
-        return shown(self.args[0]) if len(self.args) == 1 else super().__str__()
+        return _speaker.shown(self.args[0]) if len(self.args) == 1 else super().__str__()
 
 
 class TraceError(MemfitError):
@@ -170,7 +198,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _said(message: str, **fields: object) -> str:
-    """Translates a sentence: memfit.messages imports this module, so it is imported late."""
-    from memfit.messages import t
-
-    return t(message, **fields)
+    """Translates a sentence."""
+    return _speaker.t(message, **fields)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BudgetError
-from memfit.messages import Language, Message, t
+from memfit.text import Language, Message, t
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -18,7 +18,9 @@ _FACTORS = {
     "g": 10**9, "gb": 10**9, "gib": GIB,
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 DISPLAY_HEADROOM_BYTES = 256 * MIB

@@ -14,7 +14,7 @@ import transformers
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
 from memfit import BudgetTrainer
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import Packing
 
 EFFECTIVE = 32

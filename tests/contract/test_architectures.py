@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from memfit.cli import run
 from memfit.memory.cards import find_card
-from memfit.planner.compose import TracedPricer
+from memfit.planner.candidates import Workload
+from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.search import make_plan
-from memfit.planner.space import Asked, candidates
-from memfit.planner.values import Workload
+from memfit.planner.space import PlanRequest, candidates
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
@@ -77,7 +77,7 @@ def test_it_is_priced_on_a_card(kind: str) -> None:
     config.pad_token_id = config.pad_token_id or 0
     task = task_of(config)
     pricer = TracedPricer(task, CARD)
-    every = candidates(Asked(task, CARD, pricer.problem))
+    every = candidates(PlanRequest(task, CARD, pricer.problem))
     price = pricer.quick(next(one for one in every if one.get("lowbit_adamw")))
     assert price.device_bytes > price.peak.allocated_bytes > 0
     assert price.step_seconds > 0
@@ -118,7 +118,7 @@ def test_it_is_trained_to_a_model_that_loads(
 def test_a_plan_names_what_it_could_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.flop_counter import flop_registry
 
-    from memfit.memory import counting
+    from memfit.memory.tracing import counting
 
     def refuses(*_: Any, **__: Any) -> int:
         raise AssertionError("shapes are incompatible")

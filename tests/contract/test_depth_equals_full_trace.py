@@ -9,11 +9,11 @@ import pytest
 
 from memfit.memory.allocator import simulate
 from memfit.memory.cards import find_card
-from memfit.memory.models import build_on_meta, model_config
 from memfit.memory.phases import training_order
-from memfit.memory.predict import predict_segments, trace_segments
-from memfit.memory.segments import play
-from memfit.memory.spec import StepSpec
+from memfit.memory.stock_estimate import predict_segments, trace_segments
+from memfit.memory.stock_step import StepSpec
+from memfit.memory.tracing.depth import play
+from memfit.memory.tracing.meta_models import build_on_meta, model_config
 
 CARD = find_card("T4")
 WIDTH = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}

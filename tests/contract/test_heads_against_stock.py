@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import Packing
 
 WIDTH, ROWS, LABELS = 24, 16, 3
@@ -260,9 +260,9 @@ def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path
 
 
 def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
-    from memfit.planner.given import fit_strategies
+    from memfit.planner.search import fit_strategies
     from memfit.planner.workload import workload_of_model
-    from memfit.runtime.live_bytes import LiveBytes
+    from memfit.training.limits import LiveBytes
 
     collate = transformers.default_data_collator
     args = TrainingArguments(
@@ -312,7 +312,7 @@ def test_a_loss_of_the_inputs_sees_them_as_the_collator_made_them(strategies, li
 
 
 def test_a_loss_of_the_inputs_is_packed_inside_the_model(tmp_path):
-    from memfit.packing.attention import count_packed_calls
+    from memfit.strategies.packing.packed_attention import count_packed_calls
 
     ours = type("Ours", (OfInputs, BudgetTrainer), {})
     with count_packed_calls() as calls:

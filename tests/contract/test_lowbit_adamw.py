@@ -11,7 +11,9 @@ import transformers
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from memfit.optim import SINKS, LowBitAdamW, make_sink, to_lowbit
+from memfit.strategies.lowbit.gradient_release import SINKS, make_sink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
 
 SMALL = 500  # so that this BERT's matrices count as large
 CONFIG = BertConfig(
@@ -84,12 +86,12 @@ def train(
 
 def lowbit(
     model: BertForSequenceClassification, sink: str, lr: float, bits: int = 24, **settings: Any
-) -> LowBitAdamW:
+) -> LowBitOptimizer:
     kept = to_lowbit(model, master_bits=bits, small_numel=SMALL)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = LowBitAdamW(groups, lr=lr, master_bits=bits, small_numel=SMALL, remainders=kept)
+    optimizer = LowBitOptimizer(groups, lr=lr, master_bits=bits, small_numel=SMALL, remainders=kept)
     make_sink(sink, optimizer, **settings)
     return optimizer
 
@@ -240,7 +242,7 @@ class LowBitTrainer(transformers.Trainer):  # type: ignore[misc]
                 {"params": [p for n, p in named if n in decay], "weight_decay": 0.01},
                 {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},
             ]
-            self.optimizer = LowBitAdamW(groups, lr=1e-3, small_numel=SMALL, remainders=kept)
+            self.optimizer = LowBitOptimizer(groups, lr=1e-3, small_numel=SMALL, remainders=kept)
             make_sink(self.sink, self.optimizer, max_grad_norm=0.5)
         return self.optimizer
 

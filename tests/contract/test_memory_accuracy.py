@@ -76,7 +76,7 @@ def test_saving_evaluating_and_resuming_are_predicted_within_one_percent(
     run: dict[str, Any],
 ) -> None:
     from memfit.memory.cards import find_card
-    from memfit.memory.estimate import estimate_memory
+    from memfit.memory.stock_estimate import estimate_memory
 
     card = find_card(memory_accuracy.CARD)
     found = estimate_memory(memory_accuracy.spec_of(run), card).phases

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from memfit.packing import PackedBatch, can_pack, packed, weighted_loss
+from memfit.engine.packed_batch import PackedBatch, weighted_loss
+from memfit.strategies.packing.packed_model import can_pack, packed
 
 LENGTHS = (3, 29, 7, 16, 1, 11, 29)
 POSITIONS = 40  # fewer than the packed batch has tokens

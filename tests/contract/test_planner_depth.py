@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from transformers import BertConfig, TrainingArguments
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.allocator import simulate
 from memfit.memory.cards import find_card
-from memfit.memory.segments import Segments, play
-from memfit.planner.trace import trace_step
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.memory.tracing.depth import Segments, play
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.step_trace import trace_step
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,

@@ -22,8 +22,8 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers import BertForSequenceClassification as Bert
 
 from memfit import BudgetTrainer
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
-from memfit.runtime.batching import MicroBatching
 from memfit.strategies import (
     ORDER,
     Checkpointing,

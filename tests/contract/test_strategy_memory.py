@@ -12,16 +12,16 @@ import torch
 from transformers import BertConfig, TrainingArguments, XLMRobertaConfig
 from transformers import BertForSequenceClassification as Bert
 
-import memfit.strategies as strategies_module
 import small_training
 from memfit import BudgetTrainer
+from memfit import strategies as strategies_module
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import TRAINING
-from memfit.memory.trace import Tracker
-from memfit.planner.trace import price_memory
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.memory.tracing.tracker import Tracker
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.step_trace import price_memory
 from memfit.strategies import (
     ORDER,
     Checkpointing,

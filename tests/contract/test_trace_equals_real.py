@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from memfit.memory.components import Component
-from memfit.memory.models import build_on_meta, materialize, model_config, small_random
 from memfit.memory.phases import training_order
-from memfit.memory.predict import run_segments, trace_segments
-from memfit.memory.segments import Segments, play
-from memfit.memory.spec import StepSpec
-from memfit.memory.step import Stepper
-from memfit.memory.trace import Tracker
+from memfit.memory.stock_estimate import run_segments, trace_segments
+from memfit.memory.stock_step import Stepper, StepSpec
+from memfit.memory.tracing.depth import Segments, play
+from memfit.memory.tracing.meta_models import build_on_meta, materialize, model_config, small_random
+from memfit.memory.tracing.tracker import Tracker
 
 SMALL = {
     "hidden_size": 48,

@@ -12,11 +12,10 @@ from differential import Case, check, differences
 from differential.models import DECODERS
 from differential.selection import first_cases
 from memfit import BudgetTrainer
-from memfit.optim.kept import KeptInt8
-from memfit.runtime import model_changes
-from memfit.runtime import trainer as trainer_module
-from memfit.runtime.batching import row_count
-from memfit.runtime.noise import BatchNoise
+from memfit.engine.loss import BatchNoise
+from memfit.engine.micro_batches import row_count
+from memfit.strategies.lowbit.gradient_sinks import KeptInt8
+from memfit.training import model_changes, trainer
 
 
 def first(wanted: Callable[[Case], object]) -> list[Case]:
@@ -115,7 +114,7 @@ def test_changes_to_a_model_that_are_not_undone_for_the_next_trainer(
             and c.task == "single" and not c.outputs and c.collator != "left"
         )
     )  # fmt: skip
-    for module in (trainer_module, model_changes):
+    for module in (trainer, model_changes):
         monkeypatch.setattr(module, "give_back", lambda _: None)
     assert all(map(reported, cases))
 

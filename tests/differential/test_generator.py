@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 from differential import Case, cases, check, drawn
 from differential.explained import EXPLAINED
 from differential.models import CLASSIFIER_HEADS, FAMILIES, TASKS
-from memfit.runtime.loss import ClassWeightedLoss
+from memfit.engine.loss import ClassWeightedLoss
 from memfit.strategies import ORDER
 
 TOP = Path(__file__).resolve().parents[2]

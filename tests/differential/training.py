@@ -30,10 +30,10 @@ from differential.explained import OUR_LOG_ENTRIES
 from differential.models import model_of
 from memfit import BudgetTrainer
 from memfit import strategies as memfit_strategies
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.guard import Guard
 from memfit.strategies import Fidelity, Strategy
+from memfit.training.guard.step_guard import Guard
 
 CLASS_WEIGHTS = (0.5, 1.0, 3.0)
 _CHECKPOINT = "checkpoint-*"

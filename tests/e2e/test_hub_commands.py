@@ -21,8 +21,8 @@ import pytest
 
 from hub_server import HubServer
 from local_server import Fault
-from memfit.evaluation import ClassRow, Evaluation, Mistake
-from memfit.results import RunSummary, write_evaluation, write_summary
+from memfit.records.evaluation import ClassRow, Evaluation, Mistake
+from memfit.records.results import RunSummary, write_evaluation, write_summary
 from terminal import at_a_terminal
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
@@ -30,11 +30,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 SENTENCE = "服务人员都很亲切"
 SECRET_TEXT = "房間很髒，電話是0912345678"
 LOAD = f"import memfit; print(memfit.load('anna/reviews').predict({SENTENCE!r})[0].label)"
-SOURCE = "from memfit.hub import source_of; print(source_of('anna/reviews'))"
+SOURCE = "from memfit.models.hubs import source_of; print(source_of('anna/reviews'))"
 # What a training does, without torch: memfit finds the model, transformers asks huggingface_hub.
 FETCH = """
 from huggingface_hub import hf_hub_download
-from memfit.hub import source_of
+from memfit.models.hubs import source_of
 print(hf_hub_download(source_of('anna/reviews'), 'model.safetensors'))
 """
 

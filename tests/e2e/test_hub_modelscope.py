@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from local_server import Fault
-from memfit.hub.modelscope import INSTALL
+from memfit.models.modelscope import INSTALL
 from modelscope_server import ModelScopeServer
 from terminal import at_a_terminal
 
 TOKEN = "ms-01234567-89ab-cdef-0123-456789abcdef"
 MODEL = "modelscope:anna/reviews"
-SOURCE = f"from memfit.hub import source_of; print(source_of({MODEL!r}))"
+SOURCE = f"from memfit.models.hubs import source_of; print(source_of({MODEL!r}))"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 NAMES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -174,7 +174,7 @@ def test_a_download_goes_on_and_the_cache_serves_offline(desk: Desk, tiny_model_
 
 def test_a_model_modelscope_does_not_have_is_one_sentence(desk: Desk) -> None:
     refused = (
-        "from memfit.errors import ModelError\nfrom memfit.hub import source_of\n"
+        "from memfit.errors import ModelError\nfrom memfit.models.hubs import source_of\n"
         f"try:\n    source_of({MODEL!r})\nexcept ModelError as error:\n    print(error)\n"
     )
     assert desk.python(refused).endswith("ModelScope has none of that name")

@@ -11,7 +11,7 @@ import pytest
 import memfit
 from memfit.cli import run
 from memfit.errors import OutputError
-from memfit.many import folder_names, train_many
+from memfit.run.several_datasets import folder_names, train_many
 
 
 def write_table(path: Path, rows: int = 40) -> Path:
@@ -85,7 +85,7 @@ def test_what_was_done_before_an_interruption_is_kept(tmp_path: Path) -> None:
 def memfit_result() -> Any:
     from types import SimpleNamespace
 
-    from memfit.results import RunSummary
+    from memfit.records.results import RunSummary
 
     summary = RunSummary(
         model="m", task="single_label", metrics={"f1": 0.5}, data={"train_rows": 9}

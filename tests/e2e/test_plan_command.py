@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import memfit
 from memfit.cli import run
-from memfit.planner.plan import Plan
+from memfit.planner.plans import Plan
 
 PRAISE, BLAME = "服務人員都很親切", "房間很髒，空調太吵，再也不會來了"
 

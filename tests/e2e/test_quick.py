@@ -21,7 +21,7 @@ from test_train_command import write_reviews
 from transformers import TrainerCallback
 
 import memfit
-from memfit.runtime import manifest
+from memfit.training import checkpoints
 
 SILENT_SECONDS = 2.0
 LIMIT_SECONDS = 240
@@ -176,7 +176,7 @@ def test_after_the_last_step_nothing_is_done_twice(
 ) -> None:
     hashed: list[str] = []
     loaded: list[str] = []
-    digest, load = manifest._digest, transformers.Trainer._load_best_model
+    digest, load = checkpoints._digest, transformers.Trainer._load_best_model
 
     def count_digest(file: Any) -> str:
         hashed.append(Path(file.name).name)
@@ -186,7 +186,7 @@ def test_after_the_last_step_nothing_is_done_twice(
         loaded.append(str(trainer.state.best_model_checkpoint))
         load(trainer)
 
-    monkeypatch.setattr(manifest, "_digest", count_digest)
+    monkeypatch.setattr(checkpoints, "_digest", count_digest)
     monkeypatch.setattr(transformers.Trainer, "_load_best_model", count_load)
     counting, output = Counting(), tmp_path / "run"
     result = memfit.finetune(
@@ -202,7 +202,7 @@ def test_after_the_last_step_nothing_is_done_twice(
     assert sorted(hashed) == sorted(set(hashed))
     assert {"model.safetensors", "optimizer.pt"} <= set(hashed)
     assert (output / "model.safetensors").samefile(checkpoint / "model.safetensors")
-    assert manifest.problem_with(checkpoint) == ""
+    assert checkpoints.problem_with(checkpoint) == ""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(output)
     assert model.config.id2label == {0: "0", 1: "1"}
 

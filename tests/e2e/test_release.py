@@ -30,7 +30,7 @@ SOURCES = (
 SHIPPED = (
     "memfit/py.typed",
     "memfit/memory/cards.toml",
-    "memfit/memory/timeline.html",
+    "memfit/report/timeline.html",
     "memfit/doctor/well_known.toml",
     "memfit/report/page.html",
     "memfit/report/page.css",
@@ -134,7 +134,7 @@ def test_the_installed_package_is_the_wheels(installed: Path) -> None:
 
 
 def test_the_command_starts_and_knows_its_version(installed: Path) -> None:
-    from memfit import __version__
+    from memfit._version import __version__
 
     help_text = call(installed / "memfit", "--help")
     for command in ("train", "estimate", "predict", "evaluate", "report", "doctor"):

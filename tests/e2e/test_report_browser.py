@@ -16,10 +16,10 @@ from browser import Browser
 from transformers import TrainerCallback
 
 import memfit
-from memfit.report import live
-from memfit.report.live import LivePage, make_server
+from memfit.records.run_log import RunLog
+from memfit.report import live_page
+from memfit.report.live_page import LivePage, make_server
 from memfit.report.page import write_report
-from memfit.runlog import RunLog
 
 pytestmark = pytest.mark.skipif(
     browsers.find() is None, reason="no Chromium on this machine to look at pages with"
@@ -241,7 +241,7 @@ def test_it_prints_on_a_few_pages(chromium: Browser, url: str, tmp_path: Path) -
 def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
     chromium: Browser, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_REST", 0)  # this test has waited enough
+    monkeypatch.setattr(live_page, "_REST", 0)  # this test has waited enough
     lines = (trained / "progress.jsonl").read_text(encoding="utf-8").splitlines()
     shutil.copy(trained / "run.toml", tmp_path)
     log = tmp_path / "progress.jsonl"

@@ -15,9 +15,9 @@ import transformers
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import OutputError
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.checkpoint import recorded_micro_batching
+from memfit.training.checkpoints import recorded_micro_batching
 from small_training import ROWS, STEPS_AN_EPOCH, collate, model_of, texts
 
 

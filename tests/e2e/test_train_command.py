@@ -19,8 +19,8 @@ import memfit
 from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.errors import OutputError
-from memfit.planner.plan import Plan
-from memfit.runtime.manifest import write_manifest
+from memfit.planner.plans import Plan
+from memfit.training.checkpoints import write_manifest
 from waits import without_waits
 
 PRAISE = (

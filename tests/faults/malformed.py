@@ -134,7 +134,7 @@ def signed_state(**changed: Any) -> Case:
     """A checkpoint that is whole, but whose state says what cannot be."""
 
     def write(place: Place) -> list[str]:
-        from memfit.runtime.manifest import write_manifest
+        from memfit.training.checkpoints import write_manifest
 
         run = place.spoilt_run()
         (run / "summary.json").unlink()

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.manifest import problem_with
+from memfit.engine.micro_batches import MicroBatching
+from memfit.training.checkpoints import problem_with
 from small_training import STEPS_AN_EPOCH, collate, model_of, texts
 
 EPOCHS = 3
 STEPS = EPOCHS * STEPS_AN_EPOCH
 _PRELOADED = [
-    "memfit.cli", "memfit.workflow", "memfit.runtime.trainer", "memfit.data", "memfit.planner",
+    "memfit.cli", "memfit.run.workflow", "memfit.training.trainer", "memfit.data", "memfit.planner",
     "memfit.report.page", "datasets", "sklearn.metrics", "matplotlib.pyplot", "peft",
     "transformers.models.bert.modeling_bert",
 ]  # fmt: skip

@@ -13,8 +13,7 @@ import torch
 from small_run import counts_of, names_in, trainer_in
 
 from memfit.errors import OutputError
-from memfit.runtime.checkpoint import newest_good
-from memfit.runtime.manifest import problem_with
+from memfit.training.checkpoints import newest_good, problem_with
 
 STEPS = 5
 FILES = (

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from memfit.cli import run
 from memfit.errors import SaveError
-from memfit.runtime.manifest import problem_with
+from memfit.training.checkpoints import problem_with
 
 GOOD_STEPS = 2
 _PAGE = 4096

@@ -14,11 +14,11 @@ import torch
 from small_run import same_weights
 from transformers import AutoModelForSequenceClassification
 
-from memfit import outcome
 from memfit.cli import run
-from memfit.runtime import saving
-from memfit.runtime.manifest import problem_with
-from memfit.runtime.trainer import BudgetTrainer
+from memfit.run import workflow
+from memfit.training import saving
+from memfit.training.checkpoints import problem_with
+from memfit.training.trainer import BudgetTrainer
 
 STEPS = 7  # an epoch
 
@@ -90,7 +90,7 @@ def test_an_evaluation_that_fails_leaves_the_model(
     def broken(*_: Any) -> None:
         raise ValueError("no such metric")
 
-    monkeypatch.setattr(outcome, "evaluate_predictions", broken)
+    monkeypatch.setattr(workflow, "evaluate_predictions", broken)
     output = tmp_path / "out"
     capsys.readouterr()
     assert run(words_for(by_plan, output)) == 1
@@ -122,7 +122,7 @@ def test_the_last_checkpoint_gets_its_name_beside_the_saving_of_the_model(
 ) -> None:
     last = tmp_path / "out" / "checkpoints" / f"checkpoint-{STEPS}"
     begun, may_go_on = threading.Event(), threading.Event()
-    write, save = saving.write_manifest, outcome.save_model
+    write, save = saving.write_manifest, workflow.save_model
 
     def slow_manifest(folder: Path) -> Path:
         if folder.name == last.name:
@@ -137,7 +137,7 @@ def test_the_last_checkpoint_gets_its_name_beside_the_saving_of_the_model(
         save(trainer, target)
 
     monkeypatch.setattr(saving, "write_manifest", slow_manifest)
-    monkeypatch.setattr(outcome, "save_model", seen)
+    monkeypatch.setattr(workflow, "save_model", seen)
     assert run(words_for(by_plan, tmp_path / "out")) == 0
     assert not problem_with(last)
     assert same_weights(tmp_path / "out" / "model.safetensors", whole / "model.safetensors")

@@ -17,10 +17,10 @@ from transformers import BertForSequenceClassification, TrainerCallback
 
 from memfit.cli import run
 from memfit.errors import ConfigError, DeviceLostError, LossError
-from memfit.runtime.health import SKIPS_IN_A_ROW, LossWatch, gate_sink, rows_of_step
-from memfit.runtime.manifest import problem_with
-from memfit.runtime.saving import is_device_lost
 from memfit.strategies import GradientRelease, LowBitAdamW
+from memfit.training.checkpoints import problem_with
+from memfit.training.health import SKIPS_IN_A_ROW, LossWatch, gate_sink, rows_of_step
+from memfit.training.saving import is_device_lost
 
 POISON_ROW = 20
 POISON = sum(texts()[POISON_ROW]["input_ids"])

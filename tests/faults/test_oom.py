@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 import small_training
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import GradientRelease, LowBitAdamW, Packing
 from small_training import collate, texts
 

@@ -17,9 +17,8 @@ from small_run import trainer_in
 import memfit
 from memfit.cli import run
 from memfit.errors import ModelError, OutputError
-from memfit.runtime.checkpoint import newest_good
-from memfit.runtime.manifest import MANIFEST, problem_with, write_manifest
-from memfit.safe_text import clean, escaped_json, printable, without_tokens
+from memfit.text import clean, escaped_json, printable, without_tokens
+from memfit.training.checkpoints import MANIFEST, newest_good, problem_with, write_manifest
 
 SOURCE = Path(memfit.__file__).parent
 TOKEN = "hf_" + "Zq7X" * 9

@@ -14,9 +14,9 @@ from small_run import STEPS_AN_EPOCH, in_child, names_in, same_weights, trainer_
 from transformers import TrainerCallback
 
 from memfit.cli import run
-from memfit.interrupt import StopAfterStep
-from memfit.runtime.manifest import problem_with
-from memfit.signals import Stopped, handled, stop_at_once
+from memfit.run.callbacks import StopAfterStep
+from memfit.run.signals import Stopped, handled, stop_at_once
+from memfit.training.checkpoints import problem_with
 from waits import without_waits
 
 

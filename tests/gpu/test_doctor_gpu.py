@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.doctor.advice import findings
-from memfit.doctor.diagnosis import diagnose
+from memfit.doctor.diagnosis import diagnose, findings
 from memfit.doctor.environment import look_around
-from memfit.doctor.readiness import readiness
+from memfit.doctor.reach import readiness
 from memfit.memory import nvml
-from memfit.memory_logging import MemoryLogging
+from memfit.training.progress import MemoryLogging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -19,12 +19,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from memfit.fused import Drop, Seeds, dense_dropout_add_norm, joined_view, kernels_torch
-from memfit.fused.masks import keep_mask
-from memfit.packing import packed
-from memfit.strategies.base import Setup
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.fused_layers import FusedLayers, fuse
+from memfit.strategies import Checkpointing, FusedLayers, Setup
+from memfit.strategies.fused import fused_kernels_torch
+from memfit.strategies.fused.fused_kernels import Drop, Seeds, keep_mask
+from memfit.strategies.fused.fused_layers import fuse
+from memfit.strategies.fused.layer_functions import dense_dropout_add_norm, joined_view
+from memfit.strategies.packing.packed_model import packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 
@@ -73,20 +73,22 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_norm_kernels_equal_the_plain_ones(
     dtype: torch.dtype, shape: tuple[int, int], p: float
 ) -> None:
-    from memfit.fused import kernels_triton
+    from memfit.strategies.fused import fused_kernels_triton
 
     torch.manual_seed(0)
     x, residual, d_output = randn(3, *shape, dtype=dtype)
     weight, bias = randn(2, shape[1], dtype=dtype)
     drop = drop_of(p) if p else None
     given = (x, residual, weight, bias, 1e-12, drop)
-    expected = kernels_torch.add_norm(*given)
-    found = kernels_triton.add_norm(*given)
+    expected = fused_kernels_torch.add_norm(*given)
+    found = fused_kernels_triton.add_norm(*given)
     errors = [error(*pair) for pair in zip(found, expected, strict=True)]
     assert max(errors) <= TOLERANCE[dtype], errors
     back = (d_output, expected, weight, drop)
     pairs = zip(
-        kernels_triton.add_norm_backward(*back), kernels_torch.add_norm_backward(*back), strict=True
+        fused_kernels_triton.add_norm_backward(*back),
+        fused_kernels_torch.add_norm_backward(*back),
+        strict=True,
     )
     errors = [error(*pair) for pair in pairs]
     assert max(errors) <= TOLERANCE[dtype], errors
@@ -97,16 +99,18 @@ def test_norm_kernels_equal_the_plain_ones(
 def test_gelu_and_join_kernels_equal_the_plain_ones(
     dtype: torch.dtype, shape: tuple[int, int], kind: Any
 ) -> None:
-    from memfit.fused import kernels_triton
+    from memfit.strategies.fused import fused_kernels_triton
 
     torch.manual_seed(0)
     x, y, z = randn(3, *shape, dtype=dtype)
-    found, expected = (k.gelu(x, kind) for k in (kernels_triton, kernels_torch))
+    found, expected = (k.gelu(x, kind) for k in (fused_kernels_triton, fused_kernels_torch))
     assert error(found, expected) <= TOLERANCE[dtype]
-    ours, theirs = (k.gelu_backward(x, y.clone(), kind) for k in (kernels_triton, kernels_torch))
+    ours, theirs = (
+        k.gelu_backward(x, y.clone(), kind) for k in (fused_kernels_triton, fused_kernels_torch)
+    )
     errors = [error(*pair) for pair in zip(ours, theirs, strict=True)]
     parts = (torch.cat([x, y], 1)[:, : shape[1]], y, z)
-    joined, plain = (k.join(parts) for k in (kernels_triton, kernels_torch))
+    joined, plain = (k.join(parts) for k in (fused_kernels_triton, fused_kernels_torch))
     assert torch.equal(joined[0], plain[0])
     errors.append(error(joined[1], plain[1]))
     assert max(errors) <= TOLERANCE[dtype], errors
@@ -115,12 +119,12 @@ def test_gelu_and_join_kernels_equal_the_plain_ones(
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_kernels_draw_exactly_the_mask_that_is_written_down(p: float) -> None:
     """With weights of 1 and x = 1, residual = 0, the sum itself is the scaled mask."""
-    from memfit.fused import kernels_triton
+    from memfit.strategies.fused import fused_kernels_triton
 
     ones, zeros = torch.ones(999, 1024, device="cuda"), torch.zeros(999, 1024, device="cuda")
     for site, number in ((0, 1), (47, 123456)):
         drop = drop_of(p, site, number)
-        total = kernels_triton.add_norm(ones, zeros, ones[0], zeros[0], 1e-12, drop).total
+        total = fused_kernels_triton.add_norm(ones, zeros, ones[0], zeros[0], 1e-12, drop).total
         assert torch.equal(total != 0, keep_mask(total.shape, drop))
         assert (
             abs(float((total == 0).double().mean()) - p) <= 4.5 * (p * (1 - p) / 999 / 1024) ** 0.5

@@ -16,7 +16,7 @@ from test_against_stock import collate
 from test_strategies import model_of, texts
 
 from memfit import BudgetTrainer
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import (
     Checkpointing,
     CudaGraphs,
@@ -25,7 +25,7 @@ from memfit.strategies import (
     LowBitAdamW,
     Packing,
 )
-from memfit.strategies.checkpointing import _recomputed
+from memfit.strategies.activation_checkpointing import _recomputed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SINKS = {

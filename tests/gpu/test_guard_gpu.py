@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit import BudgetTrainer
-from memfit.memory.context import own_context_bytes
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.boundaries import LayerBoundaries
-from memfit.runtime.cap import CudaCap
-from memfit.runtime.watch import CudaReader, Reading, Watch
+from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.available import CudaReader, MemoryReading, Watch
+from memfit.memory.cuda_context import own_context_bytes
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -28,6 +27,7 @@ from memfit.strategies import (
     Packing,
     Strategy,
 )
+from memfit.training.limits import CudaCap
 from memfit.units import MIB, Budget
 from small_training import collate
 
@@ -222,9 +222,9 @@ def test_a_run_in_too_small_a_budget_ends_where_a_free_one_does(tmp_path, name):
 
 
 def test_graphs_captured_anew_recompute_more_when_a_neighbour_takes_memory(tmp_path, monkeypatch):
-    from memfit.runtime import watch
+    from memfit.memory import available
 
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(available, "LOOK_SECONDS", 0.0)
     strategies, clip = STEPS["release, graphs"]
     room, _ = between(tmp_path, "release, graphs", 0.5)
     trainer = trainer_of(tmp_path, strategies, max_grad_norm=clip, budget="40GB", max_steps=30)
@@ -244,9 +244,9 @@ def test_graphs_captured_anew_recompute_more_when_a_neighbour_takes_memory(tmp_p
     class Shared(CudaReader):
         """A card of 40 GB of which a neighbour holds some."""
 
-        def __call__(self) -> Reading:
+        def __call__(self) -> MemoryReading:
             own = torch.cuda.memory_reserved() + context
-            return Reading(40 * 10**9, 40 * 10**9 - own - taken["bytes"], own)
+            return MemoryReading(40 * 10**9, 40 * 10**9 - own - taken["bytes"], own)
 
     trainer._cap.read = Shared(CUDA, context)
     graphs: set[int] = set()

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from small_run import STEPS, STEPS_AN_EPOCH, counts_of, model_of, texts, trainer_in
 
 from memfit.errors import DeviceLostError, LossError
-from memfit.runtime.health import LossWatch
-from memfit.runtime.manifest import problem_with
 from memfit.strategies import LowBitAdamW
+from memfit.training.checkpoints import problem_with
+from memfit.training.health import LossWatch
 
 POISON_ROW = 20
 POISON = sum(texts()[POISON_ROW]["input_ids"])

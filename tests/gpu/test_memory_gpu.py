@@ -19,12 +19,15 @@ from transformers import BertConfig, BertForSequenceClassification
 from memfit.memory import nvml
 from memfit.memory.allocator import simulate
 from memfit.memory.cards import match_card, this_card
-from memfit.memory.components import Component
-from memfit.memory.context import measured_context_bytes, predicted_context_bytes
-from memfit.memory.events import Event
+from memfit.memory.components import Component, Event
+from memfit.memory.cuda_context import (
+    handle_workspace_bytes,
+    lt_workspace_bytes,
+    measured_context_bytes,
+    predicted_context_bytes,
+)
 from memfit.memory.measured import measure
-from memfit.memory.reductions import Multiprocessors, reduction_buffer_bytes
-from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
+from memfit.memory.tracing.operators import Multiprocessors, reduction_buffer_bytes
 from memfit.units import KIB, MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
@@ -128,7 +131,7 @@ def test_a_sum_over_rows_takes_the_predicted_buffer(rows: int, columns: int) -> 
 
 _ORDERS = """
 import sys, torch
-from memfit.memory.context import measured_context_bytes
+from memfit.memory.cuda_context import measured_context_bytes
 if sys.argv[1] == "started":
     torch.zeros(1, device="cuda")
 print(measured_context_bytes())

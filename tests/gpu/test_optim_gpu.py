@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.optim import (
-    SINKS,
-    LowBitAdamW,
-    formats,
-    kernels_torch,
-    to_lowbit,
+from memfit.memory.tracing.traced_device import has_triton
+from memfit.strategies.lowbit import lowbit_kernels_torch, number_formats
+from memfit.strategies.lowbit.gradient_release import SINKS
+from memfit.strategies.lowbit.lowbit_kernels import (
+    Addition,
+    LowBitState,
+    StepScalars,
+    blocks_of,
+    new_coded,
+    pick_kernels,
 )
-from memfit.optim.backends import has_triton, pick_kernels
-from memfit.optim.layout import Addition, LowBitState, StepScalars, blocks_of, new_coded
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -41,7 +45,7 @@ CAPTURABLE = [name for name, sink in SINKS.items() if sink.capturable]
 def make_state(numel: int, dtype: torch.dtype, correct: bool) -> LowBitState:
     torch.manual_seed(numel)
     master = torch.randn(numel, device="cuda") * 0.05
-    weight, correction = formats.split_master(master, dtype, correct=correct)
+    weight, correction = number_formats.split_master(master, dtype, correct=correct)
     blocks = blocks_of(numel, 256)
     return LowBitState(
         weight=weight.clone(),
@@ -83,7 +87,7 @@ def assert_same_codes(one: LowBitState, other: LowBitState, share: float = 1e-3)
         assert float((apart > 0).float().mean()) < share
     for name in ("scale1", "scale2"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2e-6, atol=0)
-    a, b = (formats.join_master(s.weight, s.correction) for s in (one, other))
+    a, b = (number_formats.join_master(s.weight, s.correction) for s in (one, other))
     bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 20}[one.weight.dtype]
     bits += 8 if one.correction is not None else 0
     exponent = torch.frexp(torch.maximum(a.abs(), b.abs())).exponent.clamp_min(-13) - 1
@@ -95,17 +99,17 @@ def assert_same_codes(one: LowBitState, other: LowBitState, share: float = 1e-3)
 @pytest.mark.parametrize(("dtype", "correct"), KINDS)
 @pytest.mark.parametrize("numel", [5003, 1024 * 1024 + 16])
 def test_triton_equals_torch_to_a_code(dtype: torch.dtype, correct: bool, numel: int) -> None:
-    from memfit.optim import kernels_triton
+    from memfit.strategies.lowbit import lowbit_kernels_triton
 
     reference, scalars = make_state(numel, dtype, correct), make_scalars()
     size = torch.exp(torch.randn(numel, device="cuda"))
     grad = (torch.randn(numel, device="cuda") * size * 1e-3).to(dtype)
     one, many, parts = (copy_of(reference) for _ in range(3))
-    kernels_torch.update(reference, grad, scalars)
-    kernels_triton.update(one, grad, scalars)
-    kernels_triton.update_many([(many, grad)], scalars)
-    kernels_triton.update(parts, grad[:2048], scalars)
-    kernels_triton.update(parts, grad[2048:].clone(), scalars, start=2048)
+    lowbit_kernels_torch.update(reference, grad, scalars)
+    lowbit_kernels_triton.update(one, grad, scalars)
+    lowbit_kernels_triton.update_many([(many, grad)], scalars)
+    lowbit_kernels_triton.update(parts, grad[:2048], scalars)
+    lowbit_kernels_triton.update(parts, grad[2048:].clone(), scalars, start=2048)
     assert_same_codes(reference, one)
     for other in (many, parts):
         for name in TENSORS:
@@ -127,13 +131,15 @@ def test_a_gate_shut_on_the_card_leaves_everything(way: str) -> None:
 
 @needs_triton
 def test_triton_adds_up_8_bit_gradients_as_torch_does() -> None:
-    from memfit.optim import kernels_triton
+    from memfit.strategies.lowbit import lowbit_kernels_triton
 
     grad, scalars = torch.randn(100_003, device="cuda").bfloat16(), make_scalars()
     kept = [new_coded(grad.numel(), 256, grad.device) for _ in range(2)]
     norms = [torch.zeros((), device="cuda") for _ in range(2)]
     for keep in (0.0, 1.0, 1.0):
-        for way, buffer, norm in zip((kernels_torch, kernels_triton), kept, norms, strict=True):
+        for way, buffer, norm in zip(
+            (lowbit_kernels_torch, lowbit_kernels_triton), kept, norms, strict=True
+        ):
             flag = torch.tensor(keep, device="cuda")
             how = Addition(flag, scalars.key, stream=5, block=256, norm=norm)
             way.accumulate(buffer, grad, how)
@@ -142,8 +148,8 @@ def test_triton_adds_up_8_bit_gradients_as_torch_does() -> None:
     assert float((apart > 0).float().mean()) < 1e-3
     torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
     states = [make_state(grad.numel(), torch.bfloat16, True) for _ in range(2)]
-    kernels_torch.update(states[0], kept[1], scalars)
-    kernels_triton.update_many([(states[1], kept[1])], scalars)
+    lowbit_kernels_torch.update(states[0], kept[1], scalars)
+    lowbit_kernels_triton.update_many([(states[1], kept[1])], scalars)
     assert_same_codes(*states)
 
 
@@ -153,7 +159,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_reached_to_its_end() -> N
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of free memory")
     p = nn.Parameter(torch.full((numel,), 0.5, dtype=torch.bfloat16, device="cuda"))
-    optimizer = LowBitAdamW([p], lr=1e-2, weight_decay=0.0)
+    optimizer = LowBitOptimizer([p], lr=1e-2, weight_decay=0.0)
     p.grad = torch.full_like(p, 1e-3)
     p.grad[-1] = -1e-3
     optimizer.step()

@@ -13,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.optim import SINKS, GradientSink, LossScale, LowBitAdamW, make_sink, to_lowbit
-from memfit.optim.backends import has_triton
+from memfit.memory.tracing.traced_device import has_triton
+from memfit.strategies.lowbit.gradient_release import SINKS, make_sink
+from memfit.strategies.lowbit.gradient_sinks import LowBitSink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
+from memfit.strategies.lowbit.step_scalars import LossScale
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -37,14 +41,14 @@ def batches(count: int, width: int = 256) -> list[tuple[Tensor, Tensor]]:
 
 def setup(
     sink: str, *, dtype: torch.dtype = torch.bfloat16, backend: str = "auto", **settings: Any
-) -> tuple[nn.Sequential, LowBitAdamW, GradientSink]:
+) -> tuple[nn.Sequential, LowBitOptimizer, LowBitSink]:
     model = make_model()
     kept = to_lowbit(model, dtype)
-    optimizer = LowBitAdamW(model.parameters(), lr=1e-3, remainders=kept, backend=backend)
+    optimizer = LowBitOptimizer(model.parameters(), lr=1e-3, remainders=kept, backend=backend)
     return model, optimizer, make_sink(sink, optimizer, **settings)
 
 
-def run_step(model: nn.Module, sink: GradientSink, x: Tensor, y: Tensor, parts: int = 1) -> Tensor:
+def run_step(model: nn.Module, sink: LowBitSink, x: Tensor, y: Tensor, parts: int = 1) -> Tensor:
     dtype = next(model.parameters()).dtype
     sink.begin(parts)
     for phase in sink.phases:
@@ -109,7 +113,7 @@ def test_a_captured_step_replays_like_the_eager_one(sink: str, dtype: torch.dtyp
         scale = LossScale("cuda", initial=2.0**10) if dtype == torch.float16 else None
         return {"max_grad_norm": 0.5, "loss_scale": scale}
 
-    def rate(optimizer: LowBitAdamW, step: int) -> None:
+    def rate(optimizer: LowBitOptimizer, step: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / 10)
 
     eager, optimizer, attached = setup(sink, dtype=dtype, **scaled())
@@ -229,7 +233,7 @@ def test_gradients_take_the_bytes_their_sink_says(sink: str, low: float, high: f
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(1024, 4096, device="cuda").bfloat16()) for _ in range(96)]
     numel = sum(p.numel() for p in params)
-    optimizer = LowBitAdamW(params)
+    optimizer = LowBitOptimizer(params)
     attached = make_sink(sink, optimizer, max_grad_norm=1.0)
     direction = torch.randn(4096, device="cuda").bfloat16()
 
@@ -250,7 +254,7 @@ def test_gradients_take_the_bytes_their_sink_says(sink: str, low: float, high: f
 
 def test_the_torch_path_needs_16_mib_beside_the_state() -> None:
     p = nn.Parameter(torch.randn(4096, 4096, device="cuda").bfloat16())
-    optimizer = LowBitAdamW([p], backend="torch")
+    optimizer = LowBitOptimizer([p], backend="torch")
     p.grad = torch.randn_like(p)
     optimizer.step()
     p.grad = torch.randn_like(p)
@@ -272,7 +276,7 @@ def test_a_step_of_bert_large_takes_milliseconds(
     shapes += 24 * ([(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)])
     params = [nn.Parameter(torch.randn(s, device="cuda").bfloat16() * 0.02) for s in shapes]
     params += [nn.Parameter(torch.zeros(1024, device="cuda").bfloat16()) for _ in range(244)]
-    optimizer = LowBitAdamW(params, master_bits=bits)
+    optimizer = LowBitOptimizer(params, master_bits=bits)
     attached = make_sink(sink, optimizer, max_grad_norm=1.0)
     grads = [torch.randn_like(p) * 1e-3 for p in params]
     times: list[float] = []

@@ -15,9 +15,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from memfit.packing import can_pack, packed, weighted_loss
-from memfit.packing.attention import choose_kernel
-from memfit.packing.kernels import Packed, efficient, flash, repadded
+from memfit.engine.packed_batch import weighted_loss
+from memfit.strategies.packing.packed_attention import (
+    Packed,
+    choose_kernel,
+    efficient,
+    flash,
+    repadded,
+)
+from memfit.strategies.packing.packed_model import can_pack, packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 

@@ -10,13 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from memfit.strategies import (
-    GradientRelease,
-    LowBitAdamW,
-    OptimizerOffload,
-    Packing,
-    StateOffload,
-)
+from memfit.strategies import GradientRelease, LowBitAdamW, OptimizerOffload, Packing, StateOffload
 from saved_training import SAVED_AT, STEPS, exported, logits_of, losses, trained
 from strategy_combinations import Combination, covering_pairs, every_combination, name_of
 

@@ -82,8 +82,8 @@ def test_it_trains_as_with_all_state_on_the_card(tmp_path, name, gradients):
 
 
 def test_the_update_itself_is_the_same_to_the_bit():
-    from memfit.optim import LowBitAdamW as Optimizer
-    from memfit.optim import to_lowbit
+    from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer as Optimizer
+    from memfit.strategies.lowbit.number_formats import to_lowbit
 
     ends = []
     for on_host in (False, True):

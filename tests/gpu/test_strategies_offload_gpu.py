@@ -16,13 +16,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from memfit.packing import packed
-from memfit.strategies._activations import ActivationHost
-from memfit.strategies._hosted import CudaLink
-from memfit.strategies.activation_offload import ActivationOffload
-from memfit.strategies.base import Setup
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.optimizer_offload import OptimizerOffload
+from memfit.strategies import ActivationOffload, Checkpointing, OptimizerOffload, Setup
+from memfit.strategies.offload.activation_offload import ActivationHost
+from memfit.strategies.offload.host_memory import CudaLink
+from memfit.strategies.packing.packed_model import packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.optim import GradientSink, LowBitAdamW, make_sink, to_lowbit
+from memfit.strategies.lowbit.gradient_release import make_sink
+from memfit.strategies.lowbit.gradient_sinks import LowBitSink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
 
 SMALL = 64  # in tiny models, so that their matrices count as large
 
@@ -28,12 +31,14 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, share: float = 1.0) -> Tenso
     return nn.functional.cross_entropy(model(x.to(dtype)).float(), y) * share
 
 
-def lowbit(model: nn.Module, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> LowBitAdamW:
+def lowbit(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, **settings: Any
+) -> LowBitOptimizer:
     """The model converted, and its optimizer."""
     bits = settings.get("master_bits", 24)
     kept = to_lowbit(model, dtype, master_bits=bits, small_numel=SMALL)
     defaults = {"lr": 1e-3, "small_numel": SMALL, "remainders": kept}
-    return LowBitAdamW(model.parameters(), **{**defaults, **settings})
+    return LowBitOptimizer(model.parameters(), **{**defaults, **settings})
 
 
 def train(
@@ -52,7 +57,7 @@ def train(
 
 def with_sink(
     sink: str, dtype: torch.dtype = torch.bfloat16, **settings: Any
-) -> tuple[nn.Sequential, LowBitAdamW, GradientSink]:
+) -> tuple[nn.Sequential, LowBitOptimizer, LowBitSink]:
     """Model, optimizer and the sink of this name."""
     model = make_model()
     optimizer = lowbit(model, dtype)
@@ -60,7 +65,7 @@ def with_sink(
 
 
 def run_step(
-    model: nn.Module, sink: GradientSink, x: Tensor, y: Tensor, micro_batches: int = 1
+    model: nn.Module, sink: LowBitSink, x: Tensor, y: Tensor, micro_batches: int = 1
 ) -> Tensor:
     """The loop of sinks.py."""
     sink.begin(micro_batches)
@@ -75,7 +80,7 @@ def run_step(
     return sink.finish()
 
 
-def flat_masters(optimizer: LowBitAdamW, model: nn.Module) -> Tensor:
+def flat_masters(optimizer: LowBitOptimizer, model: nn.Module) -> Tensor:
     return torch.cat([t.reshape(-1) for t in optimizer.fp32_state_dict(model).values()])
 
 

@@ -11,9 +11,9 @@ from transformers import BertConfig, TrainingArguments
 
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
-from memfit.memory.counts import StepCounts
-from memfit.planner.batches import batches_of
-from memfit.planner.values import Candidate, Price, Workload
+from memfit.memory.tracing.counting import StepCounts
+from memfit.planner.candidates import Candidate, Price, Workload
+from memfit.planner.workload import batches_of
 from memfit.strategies import Strategy
 
 DEPTH, WIDTH, VOCABULARY = 24, 1024, 21128

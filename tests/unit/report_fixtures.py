@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from memfit.data.values import DataCounts, LabelSpace, LengthBin, LengthSummary
-from memfit.evaluation import evaluate_predictions, worst_mistakes
-from memfit.files import plain
+from memfit.config.files import plain
+from memfit.data import DataCounts, LabelSpace, LengthBin, LengthSummary
 from memfit.memory.components import Component, MemoryPeak
-from memfit.results import MemorySummary, RunSummary, versions, write_evaluation, write_summary
-from memfit.runlog import RunLog
+from memfit.records.evaluation import evaluate_predictions, worst_mistakes
+from memfit.records.results import (
+    MemorySummary,
+    RunSummary,
+    versions,
+    write_evaluation,
+    write_summary,
+)
+from memfit.records.run_log import RunLog
 from memfit.units import MIB
 
 EVIL = "<script>alert(1)</script>\"'&\x00\x1b[2J\u202eabc\u2066"

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.strategies.base import Setup, Strategy
+from memfit.strategies import Setup, Strategy
 from small_training import collate
 
 VOCABULARY = 60

@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor, nn
 
 from memfit.memory.components import Component
-from memfit.memory.trace import Tracker
-from memfit.strategies._host_adamw import HostAdamW
-from memfit.strategies._hosted import PlainLink
-from memfit.strategies.base import Setup
+from memfit.memory.tracing.tracker import Tracker
+from memfit.strategies import Setup
+from memfit.strategies.offload.host_adamw import HostAdamW
+from memfit.strategies.offload.host_memory import PlainLink
 
 DEPTH = 4
 CLIP = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.cache import cache_folder, remember, remembered
+from memfit.config.files import cache_folder, remember, remembered
 
 
 def test_the_folder_is_the_users_choice_or_the_systems(

@@ -11,7 +11,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.memory.cards import this_card
-from memfit.planner.calibration import _best, _products, calibrate
+from memfit.planner.step_time import _best, _products, calibrate
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without GPU")
 

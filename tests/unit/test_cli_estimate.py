@@ -15,8 +15,8 @@ import memfit
 from memfit.cli import run
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError
-from memfit.estimating import device_for, step_spec, verdict
 from memfit.memory.cards import find_card
+from memfit.run.stock_flags import device_for, step_spec, verdict
 from memfit.units import MIB
 
 BERT = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memfit._compat import OLD_FIELDS
-from memfit.cli.flags import OwnOption, split_flags
+from memfit.cli.options import OwnOption, split_flags
 from memfit.errors import ConfigError
 
 OWN = {

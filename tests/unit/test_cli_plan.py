@@ -13,15 +13,14 @@ import pytest
 from planner_fixtures import FormulaPricer, h200, task
 from rich.console import Console
 
-from memfit import planning
 from memfit.cli import run
-from memfit.messages import speaking
-from memfit.planner import compose
-from memfit.planner.alternatives import alternatives
-from memfit.planner.missing import NothingFitsError
+from memfit.planner.advice import NothingFitsError, alternatives
+from memfit.planner.pricing import pricer as compose
 from memfit.planner.search import Planning, make_plan
-from memfit.report import planned
-from memfit.report.ways import difference_in_words, settings_in_words, strategy_in_words
+from memfit.records import results
+from memfit.report import plan_terminal
+from memfit.report.plan_terminal import difference_in_words, settings_in_words, strategy_in_words
+from memfit.run import prepare
 from memfit.strategies import (
     BY_NAME,
     ActivationOffload,
@@ -32,6 +31,7 @@ from memfit.strategies import (
     Strategy,
     Truncation,
 )
+from memfit.text import speaking
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def shown(view: Any, **console: Any) -> str:
 
 
 def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Planning) -> None:
-    seconds = planning.RunSeconds(training=60.0, evaluation=5.0, evaluations=3)
-    text = shown(planned.plan_view(made, alternatives(made), seconds, "large"))
+    seconds = results.RunSeconds(training=60.0, evaluation=5.0, evaluations=3)
+    text = shown(plan_terminal.plan_view(made, alternatives(made), seconds, "large"))
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     for part in ("large on", "4.00 GB (3.73 GiB)", "1 min 05 s in all", "weights", "Decisions",
@@ -63,16 +63,16 @@ def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Plannin
 
 
 def test_the_view_speaks_chinese(made: Planning) -> None:
-    seconds = planning.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
+    seconds = results.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
     with speaking("zh"):
-        text = shown(planned.plan_view(made, alternatives(made), seconds, "large"))
+        text = shown(plan_terminal.plan_view(made, alternatives(made), seconds, "large"))
     for part in ("预算", "各项决定", "其他放得下的方案", "更多许可能达到什么", "同系列的更小模型"):
         assert part in text
 
 
 def test_other_plans_are_told_by_what_differs(made: Planning) -> None:
-    seconds = planning.RunSeconds(training=1.0, evaluation=0.0, evaluations=0)
-    text = shown(planned.plan_view(made, None, seconds, "large"))
+    seconds = results.RunSeconds(training=1.0, evaluation=0.0, evaluations=0)
+    text = shown(plan_terminal.plan_view(made, None, seconds, "large"))
     rows = " ".join(text.partition("Other plans that fit")[2].split())
     assert made.candidates
     chosen = settings_in_words(made.chosen)
@@ -116,12 +116,12 @@ def test_a_run_takes_its_steps_and_its_evaluations(made: Planning) -> None:
     assert price is not None
     price = dataclasses.replace(price, step_seconds=0.5)
     workload = dataclasses.replace(task(num_train_epochs=2, eval_strategy="epoch"), eval_rows=320)
-    found = planning.run_seconds(workload, price)
+    found = prepare.run_seconds(workload, price)
     assert found.training == pytest.approx(2 * 219 * 0.5)  # 6,988 rows in steps of 32
     assert found.evaluations == 2
     assert found.evaluation == pytest.approx(2 * 10 * 0.5 / 3)  # ten forward passes each
     short = dataclasses.replace(task(max_steps=10), eval_rows=320)
-    assert planning.run_seconds(short, price).total == pytest.approx(5.0)
+    assert prepare.run_seconds(short, price).total == pytest.approx(5.0)
 
 
 def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
@@ -129,7 +129,7 @@ def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
     pricer = FormulaPricer(workload, h200())
     with pytest.raises(NothingFitsError) as caught:
         make_plan(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)
-    text = shown(planned.smallest_view(caught.value.smallest))
+    text = shown(plan_terminal.smallest_view(caught.value.smallest))
     assert "The smallest plan found" in text
     assert "too much" in text
 

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit import toml
-from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.config import DataConfig, ModelConfig, RunConfig, files
+from memfit.config.training_fields import is_switch, takes_several, training_fields
 from memfit.errors import BudgetError, ConfigError
 from memfit.memory.components import Component
-from memfit.training_fields import is_switch, takes_several, training_fields
 
 
 def build(**options: object) -> RunConfig:
@@ -187,7 +186,7 @@ def test_written_toml_is_laid_out_for_people() -> None:
         "none": {},
     }
     assert (
-        toml.dumps(tables)
+        files.dump_toml(tables)
         == """\
 budget = "4GB"
 
@@ -243,7 +242,7 @@ _keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 def test_what_is_written_as_toml_reads_back_the_same(values: dict[str, object]) -> None:
     import tomllib
 
-    assert tomllib.loads(toml.dumps(values)) == values
+    assert tomllib.loads(files.dump_toml(values)) == values
 
 
 def test_the_training_fields_are_transformers_own() -> None:
@@ -254,7 +253,7 @@ def test_the_training_fields_are_transformers_own() -> None:
 
 
 def test_the_way_out_by_import_finds_the_same_kinds() -> None:
-    from memfit import training_fields as module
+    from memfit.config import training_fields as module
 
     imported = module._imported_fields()
     assert list(imported) == list(training_fields())

@@ -12,13 +12,11 @@ from torch.utils.flop_counter import flop_registry
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit.memory.cards import find_card
-from memfit.memory.counting import Counting, _kind, current
-from memfit.memory.counts import StepCounts
-from memfit.memory.fake import fake_trace
-from memfit.memory.models import build_on_meta, empty_like, materialize, model_config
-from memfit.memory.operators import CudaKernels
-from memfit.memory.spec import StepSpec
-from memfit.memory.step import Stepper
+from memfit.memory.stock_step import Stepper, StepSpec
+from memfit.memory.tracing.counting import Counting, StepCounts, _kind, current
+from memfit.memory.tracing.fake_tensors import fake_trace
+from memfit.memory.tracing.meta_models import build_on_meta, empty_like, materialize, model_config
+from memfit.memory.tracing.operators import CudaKernels
 
 ROWS, LENGTH = 4, 32
 SHAPE = {

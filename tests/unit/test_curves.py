@@ -11,11 +11,11 @@ import torch
 from report_fixtures import Page
 from transformers import TrainerControl, TrainerState
 
-from memfit.curves import RecordRun
 from memfit.errors import LossError
-from memfit.following import followed
-from memfit.results import OutputClaim, RunSummary
-from memfit.runlog import FILE, read_log
+from memfit.records.results import OutputClaim, RunSummary
+from memfit.records.run_log import FILE, read_log
+from memfit.run.announcements import followed
+from memfit.run.callbacks import RecordRun
 
 ARGS: Any = SimpleNamespace(device=torch.device("cpu"))
 

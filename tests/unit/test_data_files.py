@@ -13,10 +13,9 @@ import pytest
 from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
 from memfit.data import read_table
-from memfit.data.arrow import open_hub
 from memfit.data.columns import Columns
-from memfit.data.rows import clean_rows
-from memfit.data.source import open_file, open_source
+from memfit.data.reading import clean_rows
+from memfit.data.table_files import open_file, open_hub, open_source
 from memfit.errors import DataError
 
 ROWS = reviews()
@@ -147,7 +146,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
 def test_a_json_array_streams_across_its_chunks(
     tmp_path: Path, indent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.data.jsonfiles._CHUNK_CHARS", 37)
+    monkeypatch.setattr("memfit.data.table_files._CHUNK_CHARS", 37)
     path = tmp_path / "a.json"
     path.write_text("\n" + json.dumps(OBJECTS, ensure_ascii=False, indent=indent), "utf-8")
     assert rows_of(path) == ROWS
@@ -320,7 +319,7 @@ def test_an_unknown_encoding_is_refused(tmp_path: Path, named: str, hint: str) -
 def test_a_quote_never_closed_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.data.delimited._LONGEST_FIELD", 1000)
+    monkeypatch.setattr("memfit.data.table_files._LONGEST_FIELD", 1000)
     path = tmp_path / "a.csv"
     path.write_text('label,text\n1,"' + "line\n" * 600, encoding="utf-8")
     before = csv.field_size_limit(1000)

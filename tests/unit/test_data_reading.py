@@ -16,7 +16,7 @@ import pytest
 from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
 from memfit.data import DataCounts, LabelSpace, read_table, read_texts
-from memfit.data.split import split_rows
+from memfit.data.reading import split_rows
 from memfit.errors import DataError
 
 CHN = ("data", "ChnSentiCorp_htl_all.csv")

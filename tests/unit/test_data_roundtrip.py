@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.data import read_table, read_texts
-from memfit.data.source import open_file
+from memfit.data.table_files import open_file
 
 # Any character a file can hold (no half emoji), with those that mean something to CSV often.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")

@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 from data_fixtures import config, write_csv, write_jsonl
 
-from memfit import cache
-from memfit.data import (
-    LengthBin,
-    TextData,
-    kept_tokens,
-    read_table,
-    tokenize,
-    tokenize_dataset,
-    tokens,
-)
+from memfit.config import files
+from memfit.data import LengthBin, TextData, read_table, tokenize, tokenize_dataset, tokens
+from memfit.data import tokens as kept_tokens
 from memfit.data.tokens import summarize_lengths
 from memfit.errors import DataError
 
@@ -196,7 +189,7 @@ def test_real_reviews_have_the_lengths_the_tokenizer_gives(shared: Path) -> None
 def test_a_bar_shows_only_on_a_terminal_and_after_two_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from memfit.data.workspace import progress_bar
+    from memfit.data.working_files import progress_bar
 
     with progress_bar("reading", 10) as bar:
         assert bar.disable  # pytest's stderr is no terminal
@@ -225,9 +218,9 @@ def test_the_data_package_loads_nothing_heavy() -> None:
 def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where tokens are kept; in other tests nothing of earlier runs is read."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    before = cache._used.set(True)
+    before = files._used.set(True)
     yield tmp_path / "cache" / "tokens"
-    cache._used.reset(before)
+    files._used.reset(before)
 
 
 def test_the_same_rows_are_not_tokenized_twice(
@@ -274,7 +267,7 @@ def test_damaged_tokens_are_made_again_and_no_cache_reads_none(
     calls = []
     encode = tokens._encode
     monkeypatch.setattr(tokens, "_encode", lambda *of: calls.append(of) or encode(*of))
-    with cache.unused():
+    with files.cache_unused():
         tokenize(data, tokenizer, 16)
     assert len(calls) == 2  # of both
 

@@ -21,27 +21,17 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, TrainingArgu
 
 from memfit.cli import run
 from memfit.cli.doctor import _trains
-from memfit.doctor import environment
-from memfit.doctor import readiness as readiness_module
-from memfit.doctor.advice import Finding, findings, lacks_kernels, torch_command
-from memfit.doctor.diagnosis import Diagnosis
-from memfit.doctor.environment import (
-    OPTIONAL,
-    Card,
-    Environment,
-    Package,
-    TorchBuild,
-    look_around,
-)
-from memfit.doctor.reach import model_config, reaches, well_known
-from memfit.doctor.readiness import Readiness, readiness
+from memfit.doctor import environment, reach
+from memfit.doctor.diagnosis import Diagnosis, Finding, findings, lacks_kernels, torch_command
+from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
+from memfit.doctor.reach import Readiness, model_config, reaches, readiness, well_known
 from memfit.errors import ConfigError, TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
-from memfit.messages import Message, shown, speaking, t
-from memfit.packing.families import REFUSED
-from memfit.planner.values import Workload
+from memfit.planner.candidates import Workload
 from memfit.strategies import ORDER, Packing, Setup
+from memfit.strategies.packing.packed_model import REFUSED
+from memfit.text import Message, shown, speaking, t
 
 GIB = 2**30
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -296,7 +286,7 @@ def test_without_peft_lora_names_its_command(
 
 
 def test_packages_a_strategy_needs_are_known_packages() -> None:
-    needed = {**readiness_module._NEEDS, **readiness_module._FASTER_WITH}
+    needed = {**reach._NEEDS, **reach._FASTER_WITH}
     assert needed.keys() <= {kind.name for kind in ORDER}
     assert set(needed.values()) <= set(OPTIONAL)
 
@@ -309,8 +299,8 @@ def formula(workload: Workload, card: Any) -> FormulaPricer:
 
 
 def test_well_known_models_have_their_published_sizes() -> None:
-    from memfit.memory.models import build_on_meta
-    from memfit.memory.spec import StepSpec
+    from memfit.memory.stock_step import StepSpec
+    from memfit.memory.tracing.meta_models import build_on_meta
 
     published = {
         "BERT-tiny": 4.4, "BERT-base": 109.5, "BERT-large": 335.1,

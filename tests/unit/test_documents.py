@@ -413,7 +413,7 @@ def test_python_on_every_page_is_python(page: Path) -> None:
 
 
 def test_the_strategy_shown_is_the_strategy_there_is() -> None:
-    page, file = DOCS / "adding-a-strategy.md", "src/memfit/strategies/packing.py"
+    page, file = DOCS / "adding-a-strategy.md", "src/memfit/strategies/packing/packing_strategy.py"
     shown = next(text for text in blocks(page, "python") if "class Packing" in text)
     real = (ROOT / file).read_text(encoding="utf-8")
     bodies = [ast.unparse(ast.parse(text).body[1:]) for text in (shown, real)]  # not the docstring
@@ -433,7 +433,7 @@ def test_the_contract_of_a_strategy_is_described_whole() -> None:
 
 
 def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
-    from memfit import __version__
+    from memfit._version import __version__
 
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.findall(r"^## (?:\[?)([\w.]+)", changes, re.MULTILINE)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from memfit import evaluation
 from memfit.errors import ConfigError, DataError, MemfitError
+from memfit.records import evaluation
 
 EvalPrediction = namedtuple("EvalPrediction", "predictions label_ids")
 

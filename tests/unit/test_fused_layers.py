@@ -14,22 +14,22 @@ from strategy_models import LateLink, batch_for, build, setup_for, step
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
-from memfit.fused import Seeds, joined_view
-from memfit.memory.fake import fake_trace
-from memfit.memory.operators import CudaKernels
-from memfit.optim import GradientRelease, LowBitAdamW, to_lowbit
-from memfit.packing import packed
-from memfit.strategies._host_weights import HostWeights
-from memfit.strategies.activation_offload import ActivationOffload
-from memfit.strategies.base import Fidelity
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.fused_layers import (
-    FusedLayers,
+from memfit.memory.tracing.fake_tensors import fake_trace
+from memfit.memory.tracing.operators import CudaKernels
+from memfit.strategies import ActivationOffload, Checkpointing, Fidelity, FusedLayers
+from memfit.strategies.fused.fused_kernels import Seeds
+from memfit.strategies.fused.fused_layers import (
     fuse,
     fusing_problem,
     move_projections,
     projecting_layers,
 )
+from memfit.strategies.fused.layer_functions import joined_view
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
+from memfit.strategies.lowbit.releasing_sinks import ReleasedGradients
+from memfit.strategies.offload.optimizer_offload import HostWeights
+from memfit.strategies.packing.packed_model import packed
 
 FUSED = ("bert", "roberta", "electra", "ernie")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -265,10 +265,10 @@ def test_the_low_bit_step_inside_backward_trains_fused_layers() -> None:
     batch = batch_for(model)
     fused(model)
     remainders = to_lowbit(model, small_numel=256)
-    optimizer = LowBitAdamW(
+    optimizer = LowBitOptimizer(
         model.parameters(), lr=5e-3, small_numel=256, remainders=remainders, backend="torch"
     )
-    GradientRelease(optimizer)
+    ReleasedGradients(optimizer)
     torch.manual_seed(0)
     losses = []
     for _ in range(20):

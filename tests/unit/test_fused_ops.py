@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memfit.fused import (
-    Drop,
-    Seeds,
+from memfit.strategies.fused.fused_kernels import Drop, Seeds, keep_mask
+from memfit.strategies.fused.layer_functions import (
     dense_dropout_add_norm,
     join_parameters,
     joined_view,
@@ -21,7 +20,6 @@ from memfit.fused import (
     project,
     separate_parameters,
 )
-from memfit.fused.masks import keep_mask
 
 WIDTH, INNER = 24, 40
 SHAPES = [(3, WIDTH), (2, 5, WIDTH), (1, 7, WIDTH)]

@@ -21,8 +21,8 @@ EXACT, ONE_BF16_STEP = 3e-6, 2**-6
 
 def found() -> Iterator[tuple[str, list[float]]]:
     """For each case, each result's largest difference, of the largest value."""
-    from memfit.fused import kernels_torch, kernels_triton
-    from memfit.fused.masks import Drop
+    from memfit.strategies.fused import fused_kernels_torch, fused_kernels_triton
+    from memfit.strategies.fused.fused_kernels import Drop
 
     def compare(name: str, ours: object, theirs: object) -> tuple[str, list[float]]:
         pairs = zip(ours, theirs, strict=True)  # type: ignore[call-overload]
@@ -35,15 +35,17 @@ def found() -> Iterator[tuple[str, list[float]]]:
         for drop in (None, Drop(0.3, torch.tensor([2**61 + 12345]), 5)):
             name = f"{dtype} {shape} {drop is not None}"
             given = (x, r, weight, bias, 1e-12, drop)
-            normed = kernels_torch.add_norm(*given)
-            yield compare(f"norm {name}", kernels_triton.add_norm(*given), normed)
+            normed = fused_kernels_torch.add_norm(*given)
+            yield compare(f"norm {name}", fused_kernels_triton.add_norm(*given), normed)
             back = (dy, normed, weight, drop)
-            ours, theirs = (k.add_norm_backward(*back) for k in (kernels_triton, kernels_torch))
+            ours, theirs = (
+                k.add_norm_backward(*back) for k in (fused_kernels_triton, fused_kernels_torch)
+            )
             yield compare(f"norm backward {name}", ours, theirs)
     cases = [(torch.float32, s) for s in MATRIX_SHAPES] + [(torch.bfloat16, (5, 96))]
     for dtype, shape in cases:
         x, y, z = (torch.randn(3, *shape, generator=generator) * 3).to(dtype)
-        both = kernels_triton, kernels_torch
+        both = fused_kernels_triton, fused_kernels_torch
         for kind in ("erf", "tanh"):
             yield compare(f"gelu {dtype} {shape} {kind}", *([k.gelu(x, kind)] for k in both))
             ours, theirs = (k.gelu_backward(x, y.clone(), kind) for k in both)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from memfit import half_on_cpu
-from memfit.half_on_cpu import VARIABLE, HalfOnCpu
-from memfit.messages import shown, speaking
+from memfit.engine import half_on_cpu
+from memfit.engine.half_on_cpu import VARIABLE, HalfOnCpu
 from memfit.strategies import HalfPrecision, LowBitAdamW, Setup
+from memfit.text import shown, speaking
 
 TRAP = "import os, signal\nprint('ready', flush=True)\n"
 DIES = TRAP + "os.kill(os.getpid(), signal.SIGILL)\n"

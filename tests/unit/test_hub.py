@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit import hub
 from memfit.config import ModelConfig, RunConfig
 from memfit.errors import ConfigError, ModelError
-from memfit.hub import huggingface, modelscope, words
-from memfit.hub.folder import Upload, files_to_push
-from memfit.hub.licences import LICENCES, checked_licence
-from memfit.models import load_config
-from memfit.results import RunSummary, write_summary
+from memfit.models import hubs, huggingface, modelscope
+from memfit.models.hubs import Upload
+from memfit.models.loading import load_config
+from memfit.records.results import RunSummary, write_summary
+from memfit.run import publish
+from memfit.run.model_card import LICENCES, checked_licence
+from memfit.run.publish import files_to_push
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
 ODD_TOKEN = "my-own-hubs-token-1"
@@ -25,9 +26,9 @@ ODD_TOKEN = "my-own-hubs-token-1"
 
 @pytest.fixture(autouse=True)
 def _nothing_found_yet() -> Iterator[None]:
-    hub._found.cache_clear()
+    hubs._found.cache_clear()
     yield
-    hub._found.cache_clear()
+    hubs._found.cache_clear()
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("repo", ["reviews", "a/b/c", "/b", "a/", "a b/c", "a/評論", "a/b?c"])
 def test_a_repository_is_user_and_name(repo: str) -> None:
     with pytest.raises(ConfigError, match="the repository"):
-        hub.check_repo(repo)
+        publish.check_repo(repo)
 
 
 def test_another_hub_suggests_the_nearest() -> None:
@@ -112,7 +113,7 @@ def test_a_folder_that_is_no_model_says_what_is_missing(folder: Path, tmp_path: 
 @pytest.mark.parametrize("token", [TOKEN, ODD_TOKEN])
 def test_no_token_is_in_what_is_said_of_an_error(token: str) -> None:
     error = ValueError(f"Illegal header value b'Bearer {token}'.\nsecond line")
-    said = words.reason(error, token)
+    said = hubs.reason(error, token)
     assert token not in said
     assert said in ("Illegal header value b'Bearer …'", "Illegal header value b'Bearer hf_…'")
 
@@ -193,7 +194,7 @@ def test_without_a_network_a_bare_name_does_not_wait(monkeypatch: pytest.MonkeyP
 def test_offline_the_cache_is_read(empty_cache: Path, tiny_model_dir: Path) -> None:
     cached(empty_cache, "anna/reviews", tiny_model_dir, "config.json")
     assert load_config(ModelConfig(model="anna/reviews")).id2label == {0: "負評", 1: "正評"}
-    source = hub.source_of("anna/reviews")
+    source = hubs.source_of("anna/reviews")
     assert Path(source, "config.json").is_file()
 
 
@@ -206,7 +207,7 @@ def test_offline_a_model_that_is_partly_cached_says_so(
 
 
 def test_a_folder_asks_no_hub(tiny_model_dir: Path) -> None:
-    assert hub.source_of(str(tiny_model_dir)) == str(tiny_model_dir)
+    assert hubs.source_of(str(tiny_model_dir)) == str(tiny_model_dir)
 
 
 # ---- ModelScope without its client ----
@@ -220,7 +221,7 @@ def test_a_modelscope_name_without_the_client_names_the_command(
         load_config(ModelConfig(model="modelscope:anna/reviews"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with pytest.raises(ConfigError, match=r'pip install "memfit\[modelscope\]"'):
-        hub.login("modelscope")
+        hubs.login("modelscope")
 
 
 def test_a_modelscope_name_has_an_owner() -> None:

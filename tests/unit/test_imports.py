@@ -1,42 +1,37 @@
-"""Imports point one way: each part of memfit knows only what lies below it."""
+"""The package is built as docs/architecture.md says: its tree, and which way imports point."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "memfit"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "memfit"
+PAGE = ROOT / "docs" / "architecture.md"
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "sklearn", "numpy", "pandas")
 # What a misspelt option, or --help, must not have to wait for.
 LIGHT = (
-    "memfit", "memfit.errors", "memfit.units", "memfit.toml", "memfit.files", "memfit.config",
-    "memfit.training_fields", "memfit.api", "memfit.cli",
+    "memfit", "memfit.errors", "memfit.units", "memfit.text", "memfit.config",
+    "memfit.config.files", "memfit.config.training_fields", "memfit.run.signals", "memfit.api",
+    "memfit.cli",
 )  # fmt: skip
-# part -> what it never imports, not even inside a function
-NEVER = {
-    "data": ("runtime", "strategies", "planner"),
-    "evaluation": ("runtime", "strategies", "planner"),
-    "report": ("runtime", "strategies", "planner"),
-    "packing": ("runtime", "strategies", "planner"),
-    "optim": ("runtime", "strategies", "planner"),
-    "fused": ("runtime", "strategies", "planner"),
-    "memory": ("runtime", "strategies", "planner"),
-    "strategies": ("planner",),
-}
-# part -> what it may ask for when it runs, and not when it is imported
+FOR_EVERYBODY = ("_compat", "_version", "locale", "__init__", "__main__")
+MOST_ENTRIES = 19
+# package -> what it may ask for when it runs, and not when it is imported
 NOT_AT_IMPORT = {
-    # A strategy that runs steps in another way hands the Trainer an executor of runtime/.
-    "strategies": ("memfit.runtime", "datasets"),
+    "strategies": ("datasets",),
     "memory": ("datasets",),
-    "runtime": ("datasets",),
+    "engine": ("datasets",),
+    "training": ("datasets",),
 }
 
 
@@ -61,8 +56,14 @@ class Import:
         return f"{self.by}:{self.line} imports {self.module}"
 
 
+def is_module(name: str) -> bool:
+    path = SOURCE.parent / Path(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
 def imports_in(source: str, by: str) -> Iterator[Import]:
-    """Every import statement of a file, with the moment it is made."""
+    """Every import of a file, with the moment it is made; modules named in strings too."""
+    package = ["memfit", *by.removesuffix(".py").split("/")[:-1]]
 
     def visit(node: ast.AST, when: When) -> Iterator[Import]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -71,9 +72,14 @@ def imports_in(source: str, by: str) -> Iterator[Import]:
             for alias in node.names:
                 yield Import(by, alias.name, when, node.lineno)
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{by}: imports are written in full"
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield Import(by, f"{node.module}.{alias.name}", when, node.lineno)
+                yield Import(by, f"{base}.{alias.name}", when, node.lineno)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value  # importlib.import_module, python -m
+            if re.fullmatch(r"memfit(\.\w+)+", name) and is_module(name):
+                yield Import(by, name, When.RUN, node.lineno)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in node.body:
                 yield from visit(child, When.TYPES)
@@ -99,6 +105,32 @@ def all_imports() -> list[Import]:
 IMPORTS = all_imports()
 
 
+def blocks() -> tuple[str, str]:
+    """The page's tree, and its order."""
+    text = PAGE.read_text(encoding="utf-8")
+    tree, order = re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[:2]
+    return tree, order
+
+
+def entries() -> set[str]:
+    """What lies at the package's root and is counted."""
+    found = {p.name for p in SOURCE.iterdir() if p.suffix == ".py"}
+    found |= {p.name + "/" for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    return found - {"__init__.py", "__main__.py", "_version.py", "_compat.py"}
+
+
+def ranks() -> dict[str, tuple[int, int]]:
+    """A package's line, the top one highest, and its place in it."""
+    lines = blocks()[1].splitlines()
+    known = {name.removesuffix(".py").removesuffix("/") for name in entries()}
+    found = {}
+    for height, line in enumerate(reversed(lines)):
+        words = re.split(r" {2,}", line)
+        for place, name in enumerate(word for word in words if word in known):
+            found[name] = (height, place)
+    return found
+
+
 def part_of(by: str) -> str:
     """The folder of a file, or the name of one that lies at the top."""
     return by.split("/")[0].removesuffix(".py")
@@ -111,27 +143,33 @@ def reaches(module: str, target: str) -> bool:
 def test_the_reader_tells_when_an_import_is_made() -> None:
     source = (
         "import a\nif TYPE_CHECKING:\n    from b import c\nelse:\n    import d\n"
-        "def f():\n    import e.f\nclass G:\n    from h import i\n"
-        "try:\n    import j\nexcept ImportError:\n    pass\n"
+        "def f():\n    import e.f\n    import_module('memfit.engine.loss')\n"
+        "class G:\n    from h import i\n"
+        "try:\n    import j\nexcept ImportError:\n    pass\nfrom . import k\nfrom ..l import m\n"
     )
-    found = [(item.module, item.when.value) for item in imports_in(source, "x.py")]
+    found = [(item.module, item.when.value) for item in imports_in(source, "x/y/z.py")]
     assert found == [
-        ("a", "import"), ("b.c", "types"), ("d", "import"), ("e.f", "run"), ("h.i", "import"),
-        ("j", "import"),
+        ("a", "import"), ("b.c", "types"), ("d", "import"), ("e.f", "run"),
+        ("memfit.engine.loss", "run"), ("h.i", "import"), ("j", "import"),
+        ("memfit.x.y.k", "import"), ("memfit.x.l.m", "import"),
     ]  # fmt: skip
     assert len(IMPORTS) > 300
 
 
-@pytest.mark.parametrize("part", NEVER)
-def test_a_part_knows_nothing_of_what_lies_above_it(part: str) -> None:
-    assert any(part_of(item.by) == part for item in IMPORTS)
-    wrong = [
-        str(item)
-        for item in IMPORTS
-        if part_of(item.by) == part
-        and item.when is not When.TYPES
-        and any(reaches(item.module, f"memfit.{above}") for above in NEVER[part])
-    ]
+def test_imports_point_one_way() -> None:
+    rank = ranks()
+    expected = {name.removesuffix(".py").removesuffix("/") for name in entries()} - {"locale"}
+    assert set(rank) == expected
+    wrong = []
+    for item in IMPORTS:
+        here, parts = part_of(item.by), item.module.split(".")
+        target = parts[1] if parts[0] == "memfit" and len(parts) > 1 else ""
+        if here in FOR_EVERYBODY or target not in rank or target == here:
+            continue
+        if rank[target][0] > rank[here][0] or (
+            rank[target][0] == rank[here][0] and rank[target][1] > rank[here][1]
+        ):
+            wrong.append(str(item))
     assert wrong == []
 
 
@@ -147,20 +185,35 @@ def test_what_is_only_asked_for_when_it_runs(part: str) -> None:
     assert wrong == []
 
 
-def test_folders_do_not_import_each_other_in_circles() -> None:
-    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    graph: dict[str, set[str]] = {folder: set() for folder in folders}
-    for item in IMPORTS:
-        target = item.module.split(".")[1] if item.module.startswith("memfit.") else ""
-        here = part_of(item.by)
-        if item.when is When.IMPORT and {here, target} <= folders and here != target:
-            graph[here].add(target)
-    assert graph["planner"]
-    assert graph["runtime"]
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"these import each other: {' -> '.join(error.args[1])}")
+def test_the_root_has_few_entries_and_the_page_names_each() -> None:
+    tree = {line.split()[0] for line in blocks()[0].splitlines()[1:]}
+    assert tree == entries()
+    assert len(tree) <= MOST_ENTRIES
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.stem for path in SOURCE.rglob("*.py") if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = Counter(
+        node.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_every_package_says_its_job_and_what_others_import() -> None:
+    short = [
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("__init__.py")
+        if path.parent.name != "locale"
+        and len((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split()) < 8
+    ]
+    assert short == []
 
 
 def test_what_the_command_line_starts_with_imports_nothing_heavy() -> None:

@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 
-from memfit.climbing import climb, process
-from memfit.climbing.run import WARM_STEPS, rows_in_order
-from memfit.climbing.rungs import CLASSIC, FIDELITIES, Rung, classic_rungs, plan_rungs
-from memfit.climbing.values import DOES_NOT_FIT, FAILED, OK
 from memfit.config import RunConfig
+from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import BudgetError, ConfigError, InputError, ModelError, OutputError
-from memfit.settings import HEAD_LEARNING_RATE
+from memfit.ladders import climb
+from memfit.ladders import climb as process
+from memfit.ladders.run_rung import WARM_STEPS, rows_in_order
+from memfit.ladders.rungs import (
+    CLASSIC,
+    DOES_NOT_FIT,
+    FAILED,
+    FIDELITIES,
+    OK,
+    Rung,
+    classic_rungs,
+    plan_rungs,
+)
 from memfit.strategies import Fidelity
 
 
@@ -135,7 +144,7 @@ def test_a_table_smaller_than_a_batch_is_gone_through_again() -> None:
 # ---- what is asked for ----
 
 
-def asked(**options: Any) -> climb.Asked:
+def asked(**options: Any) -> climb.LadderRequest:
     values: dict[str, Any] = {
         "steps": 20, "quality": False, "seeds": 3, "rungs": (), "plan_budgets": (), "fresh": False,
     }  # fmt: skip
@@ -220,12 +229,12 @@ def test_what_ran_and_what_does_not_fit_is_kept_and_what_failed_is_tried_again(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "rung.json"
-    assert process.kept(path) is None
+    assert process.kept_result(path) is None
     for status, stays in ((OK, True), (DOES_NOT_FIT, True), (FAILED, False)):
         path.write_text(json.dumps({"status": status}))
-        assert (process.kept(path) is not None) is stays
+        assert (process.kept_result(path) is not None) is stays
     path.write_text('{"status": "o')
-    assert process.kept(path) is None
+    assert process.kept_result(path) is None
 
 
 def interpreter(folder: Path, script: str) -> str:
@@ -246,7 +255,7 @@ def test_a_process_that_leaves_no_result_is_told_by_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
-    found = process.run({"rung": "any"}, tmp_path / "rung.json")
+    found = process.run_process({"rung": "any"}, tmp_path / "rung.json")
     assert found["status"] == status
     assert said in found["why"]
     assert json.loads((tmp_path / "rung.json").read_text()) == found
@@ -259,7 +268,7 @@ def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     script = 'echo "$MEMFIT_LANG $CUDA_VISIBLE_DEVICES"; echo \'{"status": "ok"}\' > "$5"'
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
-    assert process.run({}, tmp_path / "rung.json") == {"status": "ok"}
+    assert process.run_process({}, tmp_path / "rung.json") == {"status": "ok"}
     assert (tmp_path / "rung.log").read_text() == "en 0\n"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
@@ -331,6 +340,6 @@ def test_a_file_in_the_current_folder_takes_no_modules_place_in_a_rungs_process(
     (tmp_path / "memfit").mkdir()
     (tmp_path / "memfit" / "__init__.py").write_text("raise SystemExit('taken over')")
     monkeypatch.chdir(tmp_path)
-    process.run({}, tmp_path / "rung.json")  # an empty request fails, but inside of memfit
+    process.run_process({}, tmp_path / "rung.json")  # an empty request fails, but inside of memfit
     said = (tmp_path / "rung.log").read_text()
     assert "taken over" not in said

@@ -14,12 +14,22 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from memfit.climbing import picture, show
-from memfit.climbing.rungs import Rung, classic_rungs, plan_rungs
-from memfit.climbing.values import DOES_NOT_FIT, FAILED, NOT_RUN, OK, Ladder, Outcome
 from memfit.config import RunConfig
+from memfit.ladders import show
+from memfit.ladders import show as picture
+from memfit.ladders.rungs import (
+    DOES_NOT_FIT,
+    FAILED,
+    NOT_RUN,
+    OK,
+    Ladder,
+    Rung,
+    RungOutcome,
+    classic_rungs,
+    plan_rungs,
+)
 from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import speaking
+from memfit.text import speaking
 from memfit.units import GIB, MIB
 
 CONFIG = RunConfig.build(data="reviews.csv", model="hfl/chinese-macbert-large")
@@ -36,13 +46,13 @@ def peak(size: int) -> MemoryPeak:
     return MemoryPeak(parts, size * 3 // 4, size, size)
 
 
-def outcome(rung: Rung, **changes: Any) -> Outcome:
+def outcome(rung: Rung, **changes: Any) -> RungOutcome:
     values: dict[str, Any] = {
         "rung": rung, "status": OK, "fidelity": rung.fidelity or "rounding",
         "predicted": peak(4 * GIB), "measured": peak(4 * GIB + 20 * MIB),
         "step_seconds": (1.0, 2.0, 60.0), "steps_per_epoch": 219,
     }  # fmt: skip
-    return Outcome(**{**values, **changes})
+    return RungOutcome(**{**values, **changes})
 
 
 def ladder(scores: Mapping[str, Mapping[int, float]] | None = None, **changes: Any) -> Ladder:
@@ -71,7 +81,7 @@ def printed(what: RenderableType, width: int = 80) -> list[str]:
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def named(found: Ladder, name: str) -> Outcome:
+def named(found: Ladder, name: str) -> RungOutcome:
     return next(one for one in found.outcomes if one.rung.name == name)
 
 
@@ -111,7 +121,7 @@ def test_an_error_is_better_when_it_is_smaller() -> None:
 def test_outcomes_survive_the_trip_through_json() -> None:
     found = ladder(SCORES)
     values = json.loads(json.dumps(found.as_json()))
-    assert tuple(map(Outcome.from_json, values["outcomes"])) == found.outcomes
+    assert tuple(map(RungOutcome.from_json, values["outcomes"])) == found.outcomes
     by_name = {one["rung"]["name"]: one for one in values["outcomes"]}
     assert by_name["baseline"]["times_baseline"] == 1.0
     assert by_name["frozen"]["points_from_baseline"] == pytest.approx(-11.8)
@@ -193,7 +203,7 @@ def test_the_picture_is_drawn_light_and_small_in_both_languages(
     tmp_path: Path, language: str
 ) -> None:
     with speaking(language):
-        written = picture.draw(ladder(SCORES, budget_bytes=3 * GIB), tmp_path)
+        written = picture.draw_ladder(ladder(SCORES, budget_bytes=3 * GIB), tmp_path)
     assert [path.name for path in written] == ["ladder.png", "ladder.svg"]
     assert all(2_000 < path.stat().st_size < 300_000 for path in written)
     svg = written[1].read_text(encoding="utf-8")
@@ -220,12 +230,12 @@ def test_without_a_chinese_font_the_png_speaks_english(
 
     monkeypatch.setattr(picture, "_write", note)
     with speaking("zh"):
-        picture.draw(ladder(), tmp_path)
+        picture.draw_ladder(ladder(), tmp_path)
     assert said == [(".png", "+ frozen encoder"), (".svg", "+ 冻结编码器")]
 
 
 def test_every_status_fidelity_and_rung_has_its_words() -> None:
-    from memfit.climbing.rungs import CLASSIC, FIDELITIES
+    from memfit.ladders.rungs import CLASSIC, FIDELITIES
 
     assert show._RUNGS.keys() >= {line.name for line in CLASSIC}
     assert show.FIDELITY_NAMES.keys() >= set(FIDELITIES)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import TraceError
 from memfit.memory.allocator import Allocator, round_request, segment_bytes, simulate
-from memfit.memory.components import Component
-from memfit.memory.events import Event
+from memfit.memory.components import Component, Event
 from memfit.units import KIB, MIB
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -11,14 +11,12 @@ import torch
 from memfit.errors import ConfigError
 from memfit.memory import nvml
 from memfit.memory.cards import find_card, known_cards, match_card, this_card
-from memfit.memory.context import (
+from memfit.memory.cuda_context import (
+    handle_workspace_bytes,
+    lt_workspace_bytes,
     measured_context_bytes,
     predicted_context_bytes,
     run_context_bytes,
-)
-from memfit.memory.workspace import (
-    handle_workspace_bytes,
-    lt_workspace_bytes,
     workspace_bytes,
 )
 from memfit.units import GIB, KIB, MIB

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.memory.fake import fake_trace
-from memfit.memory.operators import CudaKernels
-from memfit.packing.kernels import Packed, efficient
+from memfit.memory.tracing.fake_tensors import fake_trace
+from memfit.memory.tracing.operators import CudaKernels
+from memfit.strategies.packing.packed_attention import Packed, efficient
 
 TOKENS, HEADS, WIDTH, LONGEST = 300, 4, 64, 100
 

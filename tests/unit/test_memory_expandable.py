@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from memfit.memory.expandable import segments_expand
+from memfit.memory.allocator import segments_expand
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has them")

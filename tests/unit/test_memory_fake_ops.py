@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memfit.memory import fake_ops
-from memfit.memory.fake_ops import run_directly
+from memfit.memory.tracing import fake_tensors
+from memfit.memory.tracing.fake_tensors import run_directly
 
 aten = torch.ops.aten
 Call = Callable[[Callable[..., torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -107,11 +107,13 @@ META = torch.device("meta")
 
 
 def test_every_operator_it_takes_is_compared() -> None:
-    every: set[Any] = {fake_ops._TO_COPY, fake_ops._STACK, fake_ops._NORMS}
-    every |= {*fake_ops._ALLOCATES, *fake_ops._SHAPES}
-    every |= fake_ops._FOLLOWS | fake_ops._WRITES | fake_ops._SEVERAL | fake_ops._CHANGES
-    assert set(CALLS) == every | fake_ops._ELEMENTWISE
-    assert set(ALIKE) == fake_ops._ELEMENTWISE & fake_ops._FOLLOWS
+    every: set[Any] = {fake_tensors._TO_COPY, fake_tensors._STACK, fake_tensors._NORMS}
+    every |= {*fake_tensors._ALLOCATES, *fake_tensors._SHAPES}
+    every |= (
+        fake_tensors._FOLLOWS | fake_tensors._WRITES | fake_tensors._SEVERAL | fake_tensors._CHANGES
+    )
+    assert set(CALLS) == every | fake_tensors._ELEMENTWISE
+    assert set(ALIKE) == fake_tensors._ELEMENTWISE & fake_tensors._FOLLOWS
 
 
 @pytest.mark.parametrize(

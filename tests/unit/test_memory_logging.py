@@ -10,9 +10,9 @@ import pytest
 from transformers import TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.memory_logging import MemoryLogging, register
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import Packing
+from memfit.training.progress import MemoryLogging, register_memory_logging
 
 STEPS = 4
 
@@ -83,7 +83,7 @@ def test_other_reporters_get_it_and_the_history_stays_as_it_is(
 
 def test_it_is_registered_once_and_before_all_others(tmp_path: Path, tiny_model_dir: Path) -> None:
     trainer = trained(tmp_path, tiny_model_dir)
-    register(trainer)
+    register_memory_logging(trainer)
     callbacks = trainer.callback_handler.callbacks
     assert sum(isinstance(one, MemoryLogging) for one in callbacks) == 1
     reporting = [type(one).__name__ for one in callbacks]

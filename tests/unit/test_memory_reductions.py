@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memfit.memory.reductions import Multiprocessors, reduction_buffer_bytes
+from memfit.memory.tracing.operators import Multiprocessors, reduction_buffer_bytes
 
 HISTORY = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_h200.history.json"
 

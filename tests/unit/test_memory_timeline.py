@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.memory.components import Component
-from memfit.memory.events import Event
-from memfit.memory.timeline import Moment, holders, moments, write_timeline
+from memfit.memory.components import Component, Event
+from memfit.report.timeline import Moment, holders, moments, write_timeline
 from memfit.units import GIB, KIB, MIB
 
 WEIGHTS, ACTIVATIONS = Component.WEIGHTS, Component.ACTIVATIONS
@@ -127,8 +126,8 @@ import sys
 sys.modules["matplotlib"] = None
 from memfit.errors import MemfitError
 from memfit.memory.components import Component
-from memfit.memory.events import Event
-from memfit.memory.timeline import write_timeline
+from memfit.memory.components import Event
+from memfit.report.timeline import write_timeline
 try:
     write_timeline([Event(0, 1, True, Component.WEIGHTS)], {str(tmp_path / "t.html")!r})
 except MemfitError as error:
@@ -140,7 +139,7 @@ except MemfitError as error:
 
 
 def test_importing_the_timeline_imports_neither_matplotlib_nor_torch() -> None:
-    code = "import sys, memfit.memory.timeline; print({'matplotlib', 'torch'} & set(sys.modules))"
+    code = "import sys, memfit.report.timeline; print({'matplotlib', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

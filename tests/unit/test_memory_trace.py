@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memfit.memory.components import Component
-from memfit.memory.trace import Tracker
+from memfit.memory.tracing.tracker import Tracker
 
 
 def test_a_storage_is_born_once_and_dies_with_its_last_view() -> None:

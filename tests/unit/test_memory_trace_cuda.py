@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memfit.memory.attention import choose_kernel
-from memfit.memory.autocast import cuda_fp32_operators
-from memfit.memory.fake import FakeTracker, fake_trace
-from memfit.memory.operators import CudaKernels
+from memfit.memory.tracing.attention_kernels import choose_kernel
+from memfit.memory.tracing.fake_tensors import FakeTracker, fake_trace
+from memfit.memory.tracing.operators import CudaKernels, cuda_fp32_operators
 
 T4, A100, RTX3090, H100 = (7, 5), (8, 0), (8, 6), (9, 0)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -15,8 +15,8 @@ import torch
 from memfit.errors import ConfigError
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.memory.estimate import MemoryEstimate, estimate_memory
-from memfit.memory.spec import StepSpec
+from memfit.memory.stock_estimate import MemoryEstimate, estimate_memory
+from memfit.memory.stock_step import StepSpec
 from memfit.units import GIB, MIB
 
 H200 = find_card("H200")

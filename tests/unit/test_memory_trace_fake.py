@@ -20,10 +20,10 @@ import memfit.memory
 from memfit.errors import ModelError, TraceError
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.memory.estimate import estimate_memory
-from memfit.memory.fake import fake_trace
-from memfit.memory.operators import CudaKernels
-from memfit.memory.spec import StepSpec
+from memfit.memory.stock_estimate import estimate_memory
+from memfit.memory.stock_step import StepSpec
+from memfit.memory.tracing.fake_tensors import fake_trace
+from memfit.memory.tracing.operators import CudaKernels
 
 CARD = find_card("T4")
 BERT = {

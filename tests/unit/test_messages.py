@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 from babel.messages.catalog import Catalog
 
-from memfit import errors, messages
+from memfit import errors
+from memfit import text as messages
 from memfit.cli import run
 from memfit.cli.options import take_language
 from memfit.errors import ConfigError
-from memfit.messages import (
+from memfit.text import (
     N_,
     NP_,
     Message,
@@ -180,7 +181,7 @@ def test_the_catalogue_is_compiled_at_its_first_use_and_again_when_it_changed(
 ) -> None:
     shutil.copytree(SOURCE, tmp_path / "memfit", ignore=shutil.ignore_patterns("*.mo"))
     folder = tmp_path / "memfit" / "locale" / "zh_CN" / "LC_MESSAGES"
-    code = "from memfit.messages import t; print(t('budget {bytes}', bytes='4 GB'))"
+    code = "from memfit.text import t; print(t('budget {bytes}', bytes='4 GB'))"
 
     def said(spoken: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MEMFIT_LANG": spoken}

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from memfit.config import ModelConfig
-from memfit.data.values import LabelSpace
+from memfit.data import LabelSpace
 from memfit.errors import ConfigError, ModelError
-from memfit.models import check_model_folder, load_settings, load_weights
-from memfit.parts import add_lora, freeze, layers_of, lora_targets, position_limit
+from memfit.models.layers import add_lora, freeze, layers_of, lora_targets, position_limit
+from memfit.models.loading import check_model_folder, load_settings, load_weights
 
 REVIEWS = LabelSpace("single_label", ("壞", "普通", "好"))
 SMALL = {

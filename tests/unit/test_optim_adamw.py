@@ -7,7 +7,9 @@ import torch
 from optim_fixtures import SMALL, batches, flat_masters, flat_weights, lowbit, make_model, train
 from torch import nn
 
-from memfit.optim import LowBitAdamW, make_sink, to_lowbit
+from memfit.strategies.lowbit.gradient_release import make_sink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
 
 # ----------------------------------------------------------------- against torch's AdamW
 
@@ -35,7 +37,7 @@ def test_fifty_steps_move_the_weights_as_fp32_adamw_does(
     if dtype != torch.float32:
         low.data = start.clone()
         kept = to_lowbit(model, dtype, master_bits=bits, small_numel=SMALL)
-    ours = LowBitAdamW(
+    ours = LowBitOptimizer(
         [low], lr=1e-3, master_bits=bits, small_numel=SMALL, remainders=kept, weight_decay=0.01
     )
     generator = torch.Generator().manual_seed(2)
@@ -67,7 +69,7 @@ def test_updates_far_below_a_bf16_step_add_up_only_with_a_correction() -> None:
 
     for bits, spread in ((24, 4e-4), (16, 2e-2)):
         p = nn.Parameter(weight.bfloat16())
-        optimizer = LowBitAdamW([p], lr=1e-5, weight_decay=0.0, small_numel=0, master_bits=bits)
+        optimizer = LowBitOptimizer([p], lr=1e-5, weight_decay=0.0, small_numel=0, master_bits=bits)
         after(optimizer, p)
         moved = 1 - optimizer.fp32_state_dict(nn.ParameterList([p]))["0"]
         # 16 bits round stochastically: right on average, each weight off by a place.
@@ -82,7 +84,7 @@ def test_small_parameters_are_exactly_fp32_adamw() -> None:
     model = nn.ParameterList([nn.Parameter(row.clone()) for row in start])
     kept = to_lowbit(model)
     stock = torch.optim.AdamW(reference, lr=1e-3, weight_decay=0.1)
-    ours = LowBitAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, remainders=kept)
+    ours = LowBitOptimizer(model.parameters(), lr=1e-3, weight_decay=0.1, remainders=kept)
     generator = torch.Generator().manual_seed(3)
     for _ in range(30):
         for p, q in zip(reference, model, strict=True):
@@ -128,7 +130,7 @@ def test_a_loss_curve_follows_fp32_adamw() -> None:
 def test_schedules_and_decay_groups_reach_the_update() -> None:
     p, q = (nn.Parameter(torch.full((256,), 0.5).bfloat16()) for _ in range(2))
     groups = [{"params": [p], "weight_decay": 0.5}, {"params": [q], "weight_decay": 0.0}]
-    optimizer = LowBitAdamW(groups, lr=0.1, small_numel=0)
+    optimizer = LowBitOptimizer(groups, lr=0.1, small_numel=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
     for _ in range(4):
         p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
@@ -148,7 +150,9 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     small_unused = nn.Parameter(torch.ones(5).bfloat16())
     kept = to_lowbit(model, small_numel=SMALL)
     params = [*model.parameters(), unused, small_unused]
-    optimizer = LowBitAdamW(params, lr=0.1, weight_decay=0.5, small_numel=SMALL, remainders=kept)
+    optimizer = LowBitOptimizer(
+        params, lr=0.1, weight_decay=0.5, small_numel=SMALL, remainders=kept
+    )
     frozen = model[0].weight.detach().clone()
     bias = model[0].bias.detach().clone()
     train(model, optimizer, batches(3))
@@ -164,7 +168,7 @@ def test_a_parameter_unfrozen_later_starts_as_young_as_in_torch() -> None:
     reference, model = make_model(), make_model()
     kept = to_lowbit(model, small_numel=SMALL)
     stock = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    ours = LowBitAdamW(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
+    ours = LowBitOptimizer(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
     for m in (reference, model):
         m[0].requires_grad_(False)
     data = batches(10)
@@ -188,7 +192,7 @@ def test_tied_weights_are_updated_once() -> None:
     head.weight = embedding.weight
     model = nn.Sequential(embedding, head)
     kept = to_lowbit(model, small_numel=SMALL)
-    optimizer = LowBitAdamW(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
+    optimizer = LowBitOptimizer(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
     make_sink("release", optimizer)
     before = embedding.weight.detach().float().clone()
     loss = nn.functional.cross_entropy(model(torch.arange(40)).float(), torch.arange(40))

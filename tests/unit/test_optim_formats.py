@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memfit.optim import formats
+from memfit.strategies.lowbit import number_formats
 
 WEIGHTS = torch.cat(
     [
@@ -27,8 +27,8 @@ def random16(shape: torch.Size, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 19)])
 def test_a_split_master_holds_8_bits_more_than_its_weight(dtype: torch.dtype, bits: int) -> None:
-    weight, correction = formats.split_master(WEIGHTS, dtype, correct=True)
-    master = formats.join_master(weight, correction)
+    weight, correction = number_formats.split_master(WEIGHTS, dtype, correct=True)
+    master = number_formats.join_master(weight, correction)
     assert correction is not None
     assert correction.dtype == torch.int8
     assert ((master - WEIGHTS).abs() <= WEIGHTS.abs() * 2.0**-bits + 2**-33).all()
@@ -44,11 +44,11 @@ def test_a_split_master_survives_the_round_trip_bit_for_bit(
     dtype: torch.dtype, stochastic: bool
 ) -> None:
     """Also under stochastic rounding: what is representable already does not move."""
-    weight, correction = formats.split_master(WEIGHTS, dtype, correct=True)
-    master = formats.join_master(weight, correction)
+    weight, correction = number_formats.split_master(WEIGHTS, dtype, correct=True)
+    master = number_formats.join_master(weight, correction)
     noise = random16(master.shape) if stochastic else None
-    again, rest = formats.split_master(master, dtype, correct=True, random16=noise)
-    assert torch.equal(formats.join_master(again, rest), master)
+    again, rest = number_formats.split_master(master, dtype, correct=True, random16=noise)
+    assert torch.equal(number_formats.join_master(again, rest), master)
     assert rest is not None
     assert correction is not None
     assert torch.equal(again.view(torch.int16), weight.view(torch.int16))
@@ -58,7 +58,7 @@ def test_a_split_master_survives_the_round_trip_bit_for_bit(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_weight_and_correction_is_reached(dtype: torch.dtype) -> None:
     """All 256 corrections occur, so the master really has 24 bits."""
-    _, correction = formats.split_master(WEIGHTS, dtype, correct=True)
+    _, correction = number_formats.split_master(WEIGHTS, dtype, correct=True)
     assert correction is not None
     assert correction.unique().numel() == 256
 
@@ -68,15 +68,17 @@ def test_every_weight_and_correction_is_reached(dtype: torch.dtype) -> None:
 def test_stochastic_rounding_of_weights_is_unbiased(dtype: torch.dtype, correct: bool) -> None:
     values = torch.tensor([0.0123, -1.001, 3.3e-4, 0.99999, -2.7, 0.0625001])
     repeated = values.repeat(100_000, 1)
-    drawn = formats.join_master(
-        *formats.split_master(repeated, dtype, correct=correct, random16=random16(repeated.shape))
+    drawn = number_formats.join_master(
+        *number_formats.split_master(
+            repeated, dtype, correct=correct, random16=random16(repeated.shape)
+        )
     )
     error = (drawn.double().mean(0) - values).abs()
     assert (error <= 4.5 * drawn.double().std(0) / 100_000**0.5).all()
 
 
 def test_fp32_weights_need_no_correction() -> None:
-    weight, correction = formats.split_master(WEIGHTS, torch.float32, correct=True)
+    weight, correction = number_formats.split_master(WEIGHTS, torch.float32, correct=True)
     assert correction is None
     assert torch.equal(weight, WEIGHTS)
 
@@ -94,8 +96,8 @@ def blocks(seed: int = 0, count: int = 64) -> Tensor:
 
 def test_signed_codes_are_right_to_a_code_and_keep_the_largest() -> None:
     x = blocks()
-    codes, scale = formats.encode_signed(x)
-    back = formats.decode_signed(codes, scale)
+    codes, scale = number_formats.encode_signed(x)
+    back = number_formats.decode_signed(codes, scale)
     assert codes.dtype == torch.int8
     # Half a code is 1 / 254 in the fourth root of the share of the block's largest.
     levels, exact = (t.abs().div(scale).pow(0.25) for t in (back, x))
@@ -106,10 +108,10 @@ def test_signed_codes_are_right_to_a_code_and_keep_the_largest() -> None:
 
 def test_an_all_zero_block_stays_zero() -> None:
     zero = torch.zeros(2, 256)
-    codes, scale = formats.encode_signed(zero)
-    roots, root_scale = formats.encode_root(zero, random16(zero.shape))
-    assert formats.decode_signed(codes, scale).abs().max() == 0
-    assert formats.decode_root(roots, root_scale).abs().max() == 0
+    codes, scale = number_formats.encode_signed(zero)
+    roots, root_scale = number_formats.encode_root(zero, random16(zero.shape))
+    assert number_formats.decode_signed(codes, scale).abs().max() == 0
+    assert number_formats.decode_root(roots, root_scale).abs().max() == 0
 
 
 def assert_mean(draws: Tensor, expected: Tensor) -> None:
@@ -123,7 +125,7 @@ def test_kept_gradients_round_unbiased() -> None:
     x = blocks(count=1)
     draws = torch.stack(
         [
-            formats.decode_signed(*formats.encode_signed(x, random16(x.shape, seed)))
+            number_formats.decode_signed(*number_formats.encode_signed(x, random16(x.shape, seed)))
             for seed in range(3000)
         ]
     ).double()
@@ -134,7 +136,9 @@ def test_second_moments_round_unbiased_in_v_not_in_its_root() -> None:
     root = blocks(seed=3, count=1).abs() + 0.01
     draws = torch.stack(
         [
-            formats.decode_root(*formats.encode_root(root, random16(root.shape, seed))).square()
+            number_formats.decode_root(
+                *number_formats.encode_root(root, random16(root.shape, seed))
+            ).square()
             for seed in range(3000)
         ]
     ).double()
@@ -161,8 +165,13 @@ def update_error(code: str, spread: float, steps: int = 120) -> tuple[float, flo
         root = v8.sqrt()
         scale = root.amax(1, keepdim=True)
         if code == "fourth":
-            m8 = formats.decode_signed(*formats.encode_signed(m8))
-            v8 = formats.decode_root(*formats.encode_root(root, random16(root.shape, step))) ** 2
+            m8 = number_formats.decode_signed(*number_formats.encode_signed(m8))
+            v8 = (
+                number_formats.decode_root(
+                    *number_formats.encode_root(root, random16(root.shape, step))
+                )
+                ** 2
+            )
         elif code == "square":
             v8 = ((root / scale).sqrt() * 255).round().div(255).pow(4) * scale**2
         elif code == "linear":
@@ -196,7 +205,7 @@ def test_fourth_powers_hold_where_squares_give_way() -> None:
 
 
 def test_noise_is_uniform_and_its_two_halves_are_independent() -> None:
-    low, high = formats.noise(torch.tensor(77, dtype=torch.int32), 0, 2**20)
+    low, high = number_formats.noise(torch.tensor(77, dtype=torch.int32), 0, 2**20)
     for half in (low, high):
         assert int(half.min()) >= 0
         assert int(half.max()) < 2**16
@@ -210,7 +219,7 @@ def test_noise_is_uniform_and_its_two_halves_are_independent() -> None:
 def test_noise_differs_between_steps_and_parameters() -> None:
     key = torch.tensor(5, dtype=torch.int32)
     draws = [
-        formats.noise(formats.stream_key(key + step, stream), 0, 2**16)[0].double()
+        number_formats.noise(number_formats.stream_key(key + step, stream), 0, 2**16)[0].double()
         for step in range(3)
         for stream in range(3)
     ]
@@ -222,8 +231,8 @@ def test_noise_of_a_slice_is_the_slice_of_the_noise_beyond_2_to_the_31() -> None
     """An embedding of 250k x 16k has more elements than an int32 counts."""
     key = torch.tensor(9, dtype=torch.int32)
     start = 2**31 - 512
-    whole, _ = formats.noise(key, start, 1024)
-    part, _ = formats.noise(key, start + 512, 512)
+    whole, _ = number_formats.noise(key, start, 1024)
+    part, _ = number_formats.noise(key, start + 512, 512)
     assert torch.equal(whole[512:], part)
     assert whole.unique().numel() > 1000
 
@@ -239,8 +248,10 @@ def test_a_master_that_is_not_finite_is_never_rounded_to_a_number(
     bits = torch.tensor(patterns, dtype=torch.int32)
     master = bits.view(torch.float32)
     random16 = None if drawn is None else torch.full_like(bits, drawn)
-    weight, correction = formats.split_master(master, dtype, correct=correct, random16=random16)
-    found = formats.join_master(weight, correction)
+    weight, correction = number_formats.split_master(
+        master, dtype, correct=correct, random16=random16
+    )
+    found = number_formats.join_master(weight, correction)
     assert torch.equal(torch.isnan(found), torch.isnan(master))
     assert torch.equal(torch.isinf(weight), torch.isinf(master))
     assert torch.equal(found[5:], master[5:])

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from memfit.optim import backends, formats, kernels_torch
-from memfit.optim.layout import (
+from memfit.memory.tracing import traced_device
+from memfit.strategies.lowbit import lowbit_kernels, lowbit_kernels_torch, number_formats
+from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
     CodedGradient,
     LowBitState,
@@ -50,7 +51,7 @@ def make_state(
         low, high, (numel,), dtype=kind, generator=generator
     )
     master = torch.randn(numel, generator=generator) * 0.05
-    weight, correction = formats.split_master(master, dtype, correct=correct)
+    weight, correction = number_formats.split_master(master, dtype, correct=correct)
     return LowBitState(
         weight=weight.clone(),
         correction=correction,
@@ -93,7 +94,7 @@ def codes_apart(one: LowBitState, other: LowBitState) -> dict[str, float]:
     for name in ("scale1", "scale2"):
         a, b = getattr(one, name), getattr(other, name)
         apart[name] = float(((a - b).abs() / a.clamp_min(1e-30)).max())
-    a, b = (formats.join_master(s.weight, s.correction) for s in (one, other))
+    a, b = (number_formats.join_master(s.weight, s.correction) for s in (one, other))
     bits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 20}[one.weight.dtype]
     bits += 8 if one.correction is not None else 0
     exponent = torch.frexp(torch.maximum(a.abs(), b.abs())).exponent.clamp_min(-13) - 1
@@ -108,19 +109,19 @@ def codes_apart(one: LowBitState, other: LowBitState) -> dict[str, float]:
 def test_the_update_is_adamw_on_decoded_moments(dtype: torch.dtype, correct: bool) -> None:
     state, scalars = make_state(2000, dtype, correct), make_scalars()
     before, grad = copy_of(state), make_grad(2000, dtype)
-    kernels_torch.update(state, grad, scalars)
+    lowbit_kernels_torch.update(state, grad, scalars)
 
     def decoded(s: LowBitState) -> tuple[Tensor, Tensor]:
         codes = torch.nn.functional.pad(s.moment1, (0, 48)).view(-1, 256)
         roots = torch.nn.functional.pad(s.moment2, (0, 48)).view(-1, 256)
-        m = formats.decode_signed(codes, s.scale1.unsqueeze(1)).view(-1)[:2000]
-        root = formats.decode_root(roots, s.scale2.unsqueeze(1)).view(-1)[:2000]
+        m = number_formats.decode_signed(codes, s.scale1.unsqueeze(1)).view(-1)[:2000]
+        root = number_formats.decode_root(roots, s.scale2.unsqueeze(1)).view(-1)[:2000]
         return m.double(), root.double().square()
 
     m, v = decoded(before)
     g = grad.double() * 0.7
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-    w = formats.join_master(before.weight, before.correction).double()
+    w = number_formats.join_master(before.weight, before.correction).double()
     w = w * (1 - 2e-7) - 1e-4 * m / (v.sqrt() * 16 + 1e-8)
     new_m, new_v = decoded(state)
     largest = state.scale1.max().double()
@@ -129,7 +130,7 @@ def test_the_update_is_adamw_on_decoded_moments(dtype: torch.dtype, correct: boo
     assert ((new_v.clamp_min(1e-30) / v.clamp_min(1e-30)).log().abs().median()) < 0.05
     place = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}[dtype]
     allowed = w.abs() * place / (256 if correct else 1) * 1.01 + 1e-9
-    assert ((formats.join_master(state.weight, state.correction) - w).abs() <= allowed).all()
+    assert ((number_formats.join_master(state.weight, state.correction) - w).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize(("dtype", "correct"), KINDS)
@@ -138,11 +139,11 @@ def test_chunks_and_slices_do_not_change_a_bit(
 ) -> None:
     whole, scalars = make_state(5000, dtype, correct), make_scalars()
     chunked, sliced, grad = copy_of(whole), copy_of(whole), make_grad(5000, dtype)
-    kernels_torch.update(whole, grad, scalars)
-    kernels_torch.update(sliced, grad[:1024], scalars)
-    kernels_torch.update(sliced, grad[1024:], scalars, start=1024)
-    monkeypatch.setattr(kernels_torch, "CPU_CHUNK", 512)
-    kernels_torch.update(chunked, grad, scalars)
+    lowbit_kernels_torch.update(whole, grad, scalars)
+    lowbit_kernels_torch.update(sliced, grad[:1024], scalars)
+    lowbit_kernels_torch.update(sliced, grad[1024:], scalars, start=1024)
+    monkeypatch.setattr(lowbit_kernels_torch, "CPU_CHUNK", 512)
+    lowbit_kernels_torch.update(chunked, grad, scalars)
     for name in TENSORS:
         if getattr(whole, name) is not None:
             assert torch.equal(getattr(whole, name), getattr(chunked, name)), name
@@ -156,7 +157,7 @@ def test_a_shut_gate_leaves_everything_even_with_gradients_that_overflowed(
     state = make_state(3000, dtype, correct)
     before, grad = copy_of(state), make_grad(3000, dtype)
     grad[7], grad[9] = torch.inf, torch.nan
-    kernels_torch.update(state, grad, make_scalars(gate=False))
+    lowbit_kernels_torch.update(state, grad, make_scalars(gate=False))
     for name in TENSORS:
         if getattr(state, name) is not None:
             assert torch.equal(getattr(state, name), getattr(before, name)), name
@@ -166,12 +167,12 @@ def test_a_kept_8_bit_gradient_steps_like_its_decoded_self() -> None:
     scalars, grad = make_scalars(), make_grad(3000, torch.bfloat16)
     kept = new_coded(3000, 256, grad.device)
     how = Addition(torch.tensor(0.0), scalars.key, stream=9, block=256, norm=torch.zeros(()))
-    kernels_torch.accumulate(kept, grad, how)
+    lowbit_kernels_torch.accumulate(kept, grad, how)
     codes = torch.nn.functional.pad(kept.codes, (0, 72)).view(-1, 256)
-    decoded = formats.decode_signed(codes, kept.scales.unsqueeze(1)).view(-1)[:3000]
+    decoded = number_formats.decode_signed(codes, kept.scales.unsqueeze(1)).view(-1)[:3000]
     coded, plain = (make_state(3000, torch.bfloat16, True) for _ in range(2))
-    kernels_torch.update(coded, kept, scalars)
-    kernels_torch.update(plain, decoded, scalars)
+    lowbit_kernels_torch.update(coded, kept, scalars)
+    lowbit_kernels_torch.update(plain, decoded, scalars)
     for name in TENSORS:
         assert torch.equal(getattr(coded, name), getattr(plain, name)), name
 
@@ -183,7 +184,7 @@ def test_kept_gradients_add_up_and_forget_an_overflow() -> None:
     def add(g: Tensor, keep: float, draw: int) -> None:
         key = torch.tensor(draw, dtype=torch.int32)
         how = Addition(torch.tensor(keep), key, stream=4, block=256, norm=norm)
-        kernels_torch.accumulate(kept, g, how)
+        lowbit_kernels_torch.accumulate(kept, g, how)
 
     overflow = grad.clone()
     overflow[3] = torch.inf
@@ -193,7 +194,7 @@ def test_kept_gradients_add_up_and_forget_an_overflow() -> None:
         add(grad, float(index > 0), index)
     true = 4 * grad.float()
     codes = torch.nn.functional.pad(kept.codes, (0, 120)).view(-1, 256)
-    total = formats.decode_signed(codes, kept.scales.unsqueeze(1)).view(-1)[:5000]
+    total = number_formats.decode_signed(codes, kept.scales.unsqueeze(1)).view(-1)[:5000]
     assert (total - true).norm() / true.norm() < 0.04
     assert abs(float(norm) / float(true.norm()) - 1) < 2e-3
     assert scalars.key.item() == 12345
@@ -230,12 +231,12 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("chunk", [kernels_torch.CPU_CHUNK, kernels_torch.CUDA_CHUNK])
+@pytest.mark.parametrize("chunk", [lowbit_kernels_torch.CPU_CHUNK, lowbit_kernels_torch.CUDA_CHUNK])
 def test_temporaries_of_the_torch_path_stay_below_16_mib(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the parameter: here a million elements, 4 MiB of fp32 each."""
-    monkeypatch.setattr(kernels_torch, "CPU_CHUNK", chunk)
+    monkeypatch.setattr(lowbit_kernels_torch, "CPU_CHUNK", chunk)
     state, scalars = make_state(2**20, torch.bfloat16, True), make_scalars()
     grad = make_grad(2**20, torch.bfloat16)
     with LiveBytes() as live:
@@ -243,17 +244,17 @@ def test_temporaries_of_the_torch_path_stay_below_16_mib(
             t.untyped_storage()._cdata
             for t in (grad, *(getattr(state, name) for name in TENSORS), scalars.hyper)
         )
-        kernels_torch.update(state, grad, scalars)
+        lowbit_kernels_torch.update(state, grad, scalars)
     assert live.most <= 16 * 2**20
     assert live.most >= 4 * 4 * chunk  # the tracker sees the temporaries
 
 
 def test_kernels_are_picked_by_name_and_by_device() -> None:
     cpu = torch.zeros(1)
-    assert backends.pick_kernels("auto", cpu) is kernels_torch
-    assert backends.pick_kernels("torch", cpu) is kernels_torch
+    assert lowbit_kernels.pick_kernels("auto", cpu) is lowbit_kernels_torch
+    assert lowbit_kernels.pick_kernels("torch", cpu) is lowbit_kernels_torch
     with pytest.raises(ValueError, match="unknown optimizer backend 'cuda'"):
-        backends.pick_kernels("cuda", cpu)
+        lowbit_kernels.pick_kernels("cuda", cpu)
 
 
 # --------------------------------------------------------------------- the Triton kernels
@@ -261,7 +262,7 @@ def test_kernels_are_picked_by_name_and_by_device() -> None:
 
 def interpreted() -> None:
     """Both kernels on the same states; prints the differences as lines of name and number."""
-    from memfit.optim import kernels_triton
+    from memfit.strategies.lowbit import lowbit_kernels_triton
 
     scalars = make_scalars()
     for dtype, correct in KINDS:
@@ -270,20 +271,20 @@ def interpreted() -> None:
             reference, grad = make_state(numel, dtype, correct), make_grad(numel, dtype)
             one, many, parts = (copy_of(reference) for _ in range(3))
             shut = copy_of(reference)
-            kernels_torch.update(reference, grad, scalars)
-            kernels_triton.update(one, grad, scalars)
-            kernels_triton.update_many([(many, grad)], scalars)
-            kernels_triton.update(parts, grad[:2048], scalars)
-            kernels_triton.update(parts, grad[2048:], scalars, start=2048)
+            lowbit_kernels_torch.update(reference, grad, scalars)
+            lowbit_kernels_triton.update(one, grad, scalars)
+            lowbit_kernels_triton.update_many([(many, grad)], scalars)
+            lowbit_kernels_triton.update(parts, grad[:2048], scalars)
+            lowbit_kernels_triton.update(parts, grad[2048:], scalars, start=2048)
             for state in (one, many, parts):
                 for name, value in codes_apart(reference, state).items():
                     print(name, value)
             before = copy_of(shut)
-            kernels_triton.update(shut, grad, make_scalars(gate=False))
-            kernels_triton.update_many([(shut, grad)], make_scalars(gate=False))
+            lowbit_kernels_triton.update(shut, grad, make_scalars(gate=False))
+            lowbit_kernels_triton.update_many([(shut, grad)], make_scalars(gate=False))
             print("gate", sum(codes_apart(before, shut).values()))
-    interpreted_accumulation(kernels_triton, scalars)
-    interpreted_broken_weights(kernels_triton, scalars)
+    interpreted_accumulation(lowbit_kernels_triton, scalars)
+    interpreted_broken_weights(lowbit_kernels_triton, scalars)
 
 
 def interpreted_broken_weights(kernels_triton: Any, scalars: StepScalars) -> None:
@@ -299,7 +300,7 @@ def interpreted_broken_weights(kernels_triton: Any, scalars: StepScalars) -> Non
         if reference.correction is not None:
             reference.correction[broken], reference.correction[infinite] = 127, 0
         states = [copy_of(reference) for _ in range(2)]
-        kernels_torch.update(states[0], grad, scalars)
+        lowbit_kernels_torch.update(states[0], grad, scalars)
         kernels_triton.update(states[1], grad, scalars)
         for state in states:
             print("broken", float((~torch.isnan(state.weight[broken])).sum()))
@@ -313,7 +314,7 @@ def interpreted_accumulation(kernels_triton: Any, scalars: StepScalars) -> None:
     grad = make_grad(3000, torch.bfloat16)
     ways: list[tuple[Any, CodedGradient, Tensor]] = [
         (way, new_coded(3000, 256, grad.device), torch.zeros(()))
-        for way in (kernels_torch, kernels_triton)
+        for way in (lowbit_kernels_torch, kernels_triton)
     ]
     for keep in (0.0, 1.0, 1.0):
         for way, kept, norm in ways:
@@ -323,7 +324,7 @@ def interpreted_accumulation(kernels_triton: Any, scalars: StepScalars) -> None:
     print("kept", float((one.codes.int() - other.codes.int()).abs().max()))
     print("kept_norm", float((norm - other_norm).abs() / norm))
     states = [make_state(3000, torch.bfloat16, True) for _ in range(2)]
-    kernels_torch.update(states[0], one, scalars)
+    lowbit_kernels_torch.update(states[0], one, scalars)
     kernels_triton.update_many([(states[1], other)], scalars)
     for name, value in codes_apart(*states).items():
         print(name, value)
@@ -342,7 +343,7 @@ def run_as_script(mode: str, environment: dict[str, str]) -> list[str]:
     return done.stdout.split("\n")
 
 
-needs_triton = pytest.mark.skipif(not backends.has_triton(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not traced_device.has_triton(), reason="Triton is not installed")
 
 
 @needs_triton
@@ -370,9 +371,9 @@ def compiled() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memfit.optim import triton_device
+    from memfit.strategies.lowbit import lowbit_kernels_triton
 
-    kernel = triton_device.update_one_kernel
+    kernel = lowbit_kernels_triton.update_one_kernel
     pointers = {n: "*fp32" for n in kernel.arg_names if n.endswith("_ptr")}
     pointers |= {"c_ptr": "*i8", "m_ptr": "*i8", "v_ptr": "*u8", "gate_ptr": "*u8"}
     pointers |= {"key_ptr": "*i32"}

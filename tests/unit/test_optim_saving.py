@@ -10,14 +10,15 @@ import torch
 from optim_fixtures import SMALL, batches, flat_masters, flat_weights, lowbit, make_model, train
 from torch import nn
 
-from memfit.optim import SMALL_NUMEL, LowBitAdamW, make_sink, to_lowbit
-from memfit.optim.formats import join_master
-from memfit.optim.layout import BLOCK, blocks_of
+from memfit.strategies.lowbit.gradient_release import make_sink
+from memfit.strategies.lowbit.lowbit_kernels import BLOCK, SMALL_NUMEL, blocks_of
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import join_master, to_lowbit
 
 # -------------------------------------------------------------------- saving and loading
 
 
-def saved(optimizer: LowBitAdamW) -> dict[str, Any]:
+def saved(optimizer: LowBitOptimizer) -> dict[str, Any]:
     """Through a file, as a checkpoint goes."""
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
@@ -30,14 +31,14 @@ def saved(optimizer: LowBitAdamW) -> dict[str, Any]:
 def test_a_resumed_run_is_bit_equal_noise_included(bits: int, sink: str) -> None:
     data = batches(12)
 
-    def start(seed: int) -> tuple[nn.Sequential, LowBitAdamW, Any]:
+    def start(seed: int) -> tuple[nn.Sequential, LowBitOptimizer, Any]:
         model = make_model(seed)
         optimizer = lowbit(model, master_bits=bits, seed=seed)
         make_sink(sink, optimizer, max_grad_norm=0.5)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 20)
         return model, optimizer, schedule
 
-    def run(model: nn.Module, optimizer: LowBitAdamW, schedule: Any, part: Any) -> None:
+    def run(model: nn.Module, optimizer: LowBitOptimizer, schedule: Any, part: Any) -> None:
         for batch in part:
             train(model, optimizer, [batch])
             schedule.step()
@@ -153,7 +154,7 @@ def test_the_state_that_exists_is_the_state_that_was_predicted(bits: int) -> Non
     expected = sum(state_bytes_for(p.numel(), bits, SMALL) for p in model.parameters())
     assert optimizer.state_bytes() == expected
     big = nn.Parameter(torch.zeros(1000, 1024, dtype=torch.bfloat16))
-    only = LowBitAdamW([big], master_bits=bits)
+    only = LowBitOptimizer([big], master_bits=bits)
     only.init_state()
     per_parameter = (only.state_bytes() + big.numel() * 2) / big.numel()
     assert per_parameter == {24: 5, 16: 4}[bits] + 8 / 256
@@ -171,18 +172,18 @@ def test_wrong_settings_are_named() -> None:
         ({"betas": (0.9, 1.0)}, "betas"),
     ):
         with pytest.raises(ValueError, match=words):
-            LowBitAdamW(p, **settings)  # type: ignore[arg-type]
+            LowBitOptimizer(p, **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dtype torch\.float64"):
-        LowBitAdamW([nn.Parameter(torch.zeros(8).double())])
+        LowBitOptimizer([nn.Parameter(torch.zeros(8).double())])
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         to_lowbit(make_model(), torch.float32)
     with pytest.raises(ValueError, match="different small_numel"):
-        LowBitAdamW(p, remainders=to_lowbit(make_model(), small_numel=1))
+        LowBitOptimizer(p, remainders=to_lowbit(make_model(), small_numel=1))
 
 
 def test_parameters_that_are_not_contiguous_are_named() -> None:
     p = nn.Parameter(torch.zeros(300, 200).bfloat16().t())
-    optimizer = LowBitAdamW([p], small_numel=0)
+    optimizer = LowBitOptimizer([p], small_numel=0)
     p.grad = torch.zeros_like(p)
     with pytest.raises(ValueError, match="not contiguous"):
         optimizer.step()

@@ -17,7 +17,10 @@ from optim_fixtures import (
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.optim import SINKS, LossScale, LowBitAdamW, make_sink, to_lowbit
+from memfit.strategies.lowbit.gradient_release import SINKS, make_sink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
+from memfit.strategies.lowbit.step_scalars import LossScale
 
 # ------------------------------------------------------------------------ fp16 loss scale
 
@@ -120,7 +123,7 @@ def test_a_parameter_unfrozen_later_is_taken_from_its_first_gradient_on(sink: st
     model = make_model()
     kept = to_lowbit(model, small_numel=SMALL)
     model[0].requires_grad_(False)
-    optimizer = LowBitAdamW(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
+    optimizer = LowBitOptimizer(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
     attached = make_sink(sink, optimizer)
     data = batches(4)
     run_step(model, attached, *data[0])
@@ -144,7 +147,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     embedding = nn.Embedding(50, 16, sparse=True, dtype=torch.bfloat16)
-    optimizer = LowBitAdamW(embedding.parameters(), small_numel=0)
+    optimizer = LowBitOptimizer(embedding.parameters(), small_numel=0)
     make_sink("release", optimizer)
     with pytest.raises(ValueError, match="sparse gradients are not supported"):
         embedding(torch.arange(4)).float().sum().backward()
@@ -156,7 +159,7 @@ def test_a_step_can_be_traced_on_fake_tensors(sink: str) -> None:
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 2))
         kept = to_lowbit(model)
-        optimizer = LowBitAdamW(model.parameters(), remainders=kept)
+        optimizer = LowBitOptimizer(model.parameters(), remainders=kept)
         attached = make_sink(sink, optimizer, max_grad_norm=1.0)
         for _ in range(2):
             run_step(model, attached, torch.randn(4, 512), torch.ones(4, dtype=torch.long))

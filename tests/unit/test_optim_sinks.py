@@ -18,10 +18,10 @@ from optim_fixtures import (
 )
 from torch import nn
 
-from memfit.optim import SINKS, LowBitAdamW, make_sink, to_lowbit
-from memfit.optim.formats import decode_root, decode_signed
-from memfit.optim.norm import NormPrediction
-from memfit.optim.scaling import LossScale
+from memfit.strategies.lowbit.gradient_release import SINKS, make_sink
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import decode_root, decode_signed, to_lowbit
+from memfit.strategies.lowbit.step_scalars import LossScale, NormPrediction
 
 KEEPING = ("kept", "kept8", "host")
 
@@ -70,7 +70,7 @@ def test_two_pass_clips_like_clip_grad_norm() -> None:
     reference = make_model()
     stock = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
     model = make_model()
-    optimizer = LowBitAdamW(model.parameters(), lr=1e-3, weight_decay=0.01)  # all small: fp32
+    optimizer = LowBitOptimizer(model.parameters(), lr=1e-3, weight_decay=0.01)  # all small: fp32
     sink = make_sink("two_pass", optimizer, max_grad_norm=0.1)
     for x, y in batches(4):
         stock.zero_grad()
@@ -125,7 +125,7 @@ def test_micro_batches_add_up_to_the_whole_batch(sink: str, explicit: bool) -> N
 def test_host_gradients_add_up_in_fp32_if_asked() -> None:
     """32 micro-batches whose bf16 sum would lose the small ones."""
     p = nn.Parameter(torch.zeros(512).bfloat16())
-    optimizer = LowBitAdamW([p], small_numel=0)
+    optimizer = LowBitOptimizer([p], small_numel=0)
     sink = make_sink("host", optimizer, dtype=torch.float32)
     for index in range(300):
         (p.float() * (1.0 if index == 0 else 2.0**-9)).sum().backward()
@@ -140,7 +140,7 @@ def test_release_adds_micro_batches_to_the_moments() -> None:
     moments = []
     for sink_name in ("kept", "release"):
         p = nn.Parameter(torch.full((512,), 0.5))
-        optimizer = LowBitAdamW([p], lr=1e-2, small_numel=0, weight_decay=0.0)
+        optimizer = LowBitOptimizer([p], lr=1e-2, small_numel=0, weight_decay=0.0)
         sink = make_sink(sink_name, optimizer)
         sink.begin(3)
         for index, grad in enumerate(grads):

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.packing.attention import choose_kernel, count_packed_calls, packed_attention
-from memfit.packing.kernels import Packed, repadded
+from memfit.strategies.packing.packed_attention import (
+    Packed,
+    choose_kernel,
+    count_packed_calls,
+    packed_attention,
+    repadded,
+)
 
 LENGTHS = (4, 0, 9, 1, 6)
 CU_SEQLENS = torch.tensor([0, 4, 4, 13, 14, 20], dtype=torch.int32)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memfit.errors import DataError
-from memfit.packing import (
+from memfit.engine.packed_batch import (
     PackedBatch,
     PackSpec,
     pack,
@@ -19,6 +18,7 @@ from memfit.packing import (
     text_lengths,
     weighted_loss,
 )
+from memfit.errors import DataError
 
 IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 0, 0, 0], [4, 3, 2, 1, 6]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])

@@ -11,9 +11,16 @@ import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memfit.engine.packed_batch import pack
 from memfit.errors import ModelError
-from memfit.packing import can_pack, pack, pack_spec, packed, support
-from memfit.packing.families import FAMILIES, Family
+from memfit.strategies.packing import packed_model
+from memfit.strategies.packing.packed_model import (
+    FAMILIES,
+    PackedFamily,
+    can_pack,
+    pack_spec,
+    packed,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -92,9 +99,11 @@ def test_prompt_learning_is_refused() -> None:
 def test_a_rule_for_a_family_that_cannot_be_packed_does_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rule = Family(attention="MPNetSelfAttention", positions_skip_padding=True, token_types=False)
-    monkeypatch.setattr(support, "FAMILIES", {**FAMILIES, "mpnet": rule})
-    monkeypatch.setattr(support, "REFUSED", {})
+    rule = PackedFamily(
+        attention="MPNetSelfAttention", positions_skip_padding=True, token_types=False
+    )
+    monkeypatch.setattr(packed_model, "FAMILIES", {**FAMILIES, "mpnet": rule})
+    monkeypatch.setattr(packed_model, "REFUSED", {})
     model = transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**SMALL))
     found = can_pack(model)
     assert not found.ok

@@ -8,7 +8,7 @@ import re
 import pytest
 from planner_fixtures import FormulaPricer, h200, task
 
-from memfit.planner.alternatives import Alternatives, alternatives, more_budget
+from memfit.planner.advice import Alternatives, alternatives, more_budget
 from memfit.planner.search import Planning, make_plan
 from memfit.strategies import Fidelity
 

@@ -10,9 +10,9 @@ import pytest
 from planner_fixtures import h200, task
 
 from memfit.memory.cards import DeviceProfile, find_card
-from memfit.planner import trace
-from memfit.planner.compose import TracedPricer
-from memfit.planner.plan import Plan, check
+from memfit.planner.plans import Plan, check
+from memfit.planner.pricing import step_trace
+from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.search import Planning, make_plan
 from memfit.strategies import Fidelity
 
@@ -49,7 +49,7 @@ def test_planning_takes_few_traces(
 ) -> None:
     # A shallow trace takes a quarter of a second and all else a second: under 10 s together.
     traced = []
-    trace_once = trace._trace
+    trace_once = step_trace._trace
 
     def counted(*args: Any, **named: Any) -> Any:
         started = time.process_time()
@@ -57,7 +57,7 @@ def test_planning_takes_few_traces(
         traced.append(time.process_time() - started)
         return made
 
-    monkeypatch.setattr(trace, "_trace", counted)
+    monkeypatch.setattr(step_trace, "_trace", counted)
     started = time.process_time()
     found = make_plan(task(), 4 * 10**9, h200(), host_bytes_free=HOST)
     seconds = time.process_time() - started

@@ -7,11 +7,11 @@ import itertools
 import pytest
 from planner_fixtures import bert, h200, task
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import DeviceProfile
-from memfit.planner import shallow
-from memfit.planner.compose import TracedPricer
-from memfit.planner.values import Candidate
-from memfit.runtime.batching import MicroBatching
+from memfit.planner.candidates import Candidate
+from memfit.planner.pricing import shallow_traces
+from memfit.planner.pricing.pricer import TracedPricer
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -101,7 +101,7 @@ def test_composed_price_on_a_cpu_is_the_traced_one(one: Candidate) -> None:
 
 def test_counts_are_those_of_the_traced_step() -> None:
     # One micro-batch of the largest batch: what was composed for it against what was counted.
-    from memfit.planner.trace import trace_step
+    from memfit.planner.pricing.step_trace import trace_step
 
     alike = task(bert(DEPTH, 512, 3000), lengths=(96,) * 64)
     pricer = TracedPricer(alike, h200())
@@ -170,7 +170,7 @@ def test_a_model_of_another_depth_is_priced_from_the_traces_there_are(
     own = TracedPricer(shorter, h200()).quick(one)
     pricer = TracedPricer(task(bert(DEPTH, 512, 3000)), h200())
     longer = pricer.quick(one)
-    monkeypatch.setattr(shallow, "trace_step", None)  # nobody may trace from here on
+    monkeypatch.setattr(shallow_traces, "trace_step", None)  # nobody may trace from here on
     shared = pricer.of(shorter).quick(one)
     assert shared.peak == own.peak
     assert shared.step_seconds == pytest.approx(own.step_seconds, rel=1e-9)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from planner_fixtures import FormulaPricer, bert, h200, task
 
-from memfit import cache
-from memfit.planner import calibration, here
-from memfit.planner.kept import Task, keep_plan, kept_plan
-from memfit.planner.plan import Plan
+from memfit.config import files
+from memfit.planner import step_time, this_machine
+from memfit.planner.plans import Plan
 from memfit.planner.search import make_plan
+from memfit.planner.this_machine import CachedTask, keep_plan, kept_plan
 from memfit.units import Budget
 
 BUDGET = 4 * 10**9
@@ -26,17 +26,17 @@ BUDGET = 4 * 10**9
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of its own, that is used."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    used = cache._used.set(True)
+    used = files._used.set(True)
     yield tmp_path / "cache"
-    cache._used.reset(used)
+    files._used.reset(used)
 
 
-def asked(budget: Budget | None = None, now_bytes: int = BUDGET, **changes: Any) -> Task:
+def asked(budget: Budget | None = None, now_bytes: int = BUDGET, **changes: Any) -> CachedTask:
     given = {"workload": task(), "card": h200(), **changes}
-    return Task(budget=budget or Budget(bytes=BUDGET), budget_bytes=now_bytes, **given)
+    return CachedTask(budget=budget or Budget(bytes=BUDGET), budget_bytes=now_bytes, **given)
 
 
-def made(of: Task) -> Plan:
+def made(of: CachedTask) -> Plan:
     pricer = FormulaPricer(of.workload, of.card)
     return make_plan(
         of.workload, of.budget_bytes, of.card, pricer=pricer, host_bytes_free=10**12
@@ -135,14 +135,14 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(
 def test_nothing_is_taken_where_that_was_asked_for() -> None:
     one = asked()
     keep_plan(one, made(one))
-    with cache.unused():
+    with files.cache_unused():
         assert kept_plan(one) is None
-    with cache.unused(False):
+    with files.cache_unused(False):
         assert kept_plan(one) is not None
 
 
 def test_the_oldest_of_too_many_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_FILES", 2)
+    monkeypatch.setattr(files, "_MOST_FILES", 2)
     plan = made(asked())
     for epochs in range(1, 5):
         keep_plan(asked(workload=task(num_train_epochs=epochs)), plan)
@@ -150,18 +150,18 @@ def test_the_oldest_of_too_many_are_removed(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_second_run_neither_plans_nor_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibration._of_cpu.cache_clear()  # a test before may have measured
+    step_time._of_cpu.cache_clear()  # a test before may have measured
     work = task(bert(layers=2, width=64, vocabulary=100), lengths=(9, 12, 16, 20))
-    found = here.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
+    found = this_machine.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
     assert not found.kept
-    calibration._of_cpu.cache_clear()
+    step_time._of_cpu.cache_clear()
 
     def never(*_: object, **__: object) -> Any:
         raise AssertionError("nothing is left to find out")
 
-    monkeypatch.setattr(here, "make_plan", never)
-    again = here.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
+    monkeypatch.setattr(this_machine, "make_plan", never)
+    again = this_machine.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
     assert again.kept
     assert again.plan.to_toml() == found.plan.to_toml()
-    monkeypatch.setattr(calibration, "_measure_cpu", never)
-    assert calibration.calibrate("cpu").reached is not None
+    monkeypatch.setattr(step_time, "_measure_cpu", never)
+    assert step_time.calibrate("cpu").reached is not None

@@ -7,9 +7,9 @@ import re
 import pytest
 from planner_fixtures import FormulaPricer, h200, task
 
-from memfit.messages import shown
 from memfit.planner.search import Planning, make_plan
 from memfit.strategies import BY_NAME, called
+from memfit.text import shown
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from planner_fixtures import FormulaPricer, h200, task
 
-from memfit import toml
+from memfit.config import files
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
-from memfit.planner.plan import Plan, check, digest_of, settings_of
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.plans import Plan, check, digest_of, settings_of
 from memfit.planner.search import make_plan
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -79,7 +79,7 @@ def test_file_has_figures_and_reasons(tmp_path: Path) -> None:
     assert plan.price is not None
     path = tmp_path / "plan.toml"
     plan.write(path)
-    tables = toml.read(path)
+    tables = files.read_toml(path)
     predicted = tables["predicted"]
     assert predicted["device_peak_bytes"] == plan.price.device_bytes
     assert sum(predicted["components"].values()) == plan.price.device_bytes
@@ -92,7 +92,7 @@ def test_tables_in_one_line_are_read_too(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     plan = plan_with(Packing(), Checkpointing(9), Lora(16, fresh=("pooler", "head")), tokens=700)
     plan.write(path)
-    tables = toml.read(path)
+    tables = files.read_toml(path)
     lora = 'lora = {rank = 16, dropout = 0.0, fresh = ["pooler", "head"]}'
     path.write_text(
         'version = 1\nfidelity = "capacity"\n\n[workload]\n'
@@ -100,7 +100,7 @@ def test_tables_in_one_line_are_read_too(tmp_path: Path) -> None:
         + "\n[micro_batching]\nmax_tokens = 700\n\n[strategies]\npacking = {}\n"
         + f'checkpointing = {{layers = 9, part = "layer"}}\n{lora}\n'
     )
-    assert toml.read(path)["strategies"] == tables["strategies"]
+    assert files.read_toml(path)["strategies"] == tables["strategies"]
     assert Plan.read(path).candidate == plan.candidate
 
 

@@ -13,10 +13,10 @@ from planner_fixtures import FormulaPricer, h200, task
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.memory.cards import DeviceProfile
-from memfit.planner.missing import NothingFitsError
+from memfit.planner.advice import NothingFitsError
+from memfit.planner.candidates import Workload
 from memfit.planner.search import Planning, make_plan
-from memfit.planner.space import Asked, candidates
-from memfit.planner.values import Workload
+from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import Fidelity
 
 PLENTY_OF_HOST = 10**12
@@ -226,7 +226,7 @@ def test_short_masters_only_where_they_are_worth_it(workload: Workload) -> None:
 
 def test_plan_is_within_a_tenth_of_the_fastest_that_rounds(workload: Workload) -> None:
     pricer = pricer_of(workload, h200())
-    asked = Asked(workload, h200(), pricer.problem)
+    asked = PlanRequest(workload, h200(), pricer.problem)
     every = [pricer.quick(one) for one in candidates(asked)]
     for budget in (2.2e9, 3e9):
         best = min(one.step_seconds for one in every if one.device_bytes <= budget)

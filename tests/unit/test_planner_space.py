@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from planner_fixtures import bert, h200, task
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
-from memfit.planner.batches import Batches
-from memfit.planner.space import Asked, candidates
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.workload import Batches
 from memfit.strategies import Fidelity, FusedLayers, ordered
 
 SMALL = bert(4, 64, 500)
@@ -21,7 +21,7 @@ SMALL = bert(4, 64, 500)
 def every(workload: Workload, **options: Any) -> list[Candidate]:
     card = options.pop("card", h200())
     judge = options.pop("judge", lambda _: "")
-    return list(candidates(Asked(workload, card, judge, **options)))
+    return list(candidates(PlanRequest(workload, card, judge, **options)))
 
 
 def names(found: list[Candidate]) -> set[str]:
@@ -102,7 +102,7 @@ def test_nothing_is_updated_on_the_host_where_bad_steps_are_skipped() -> None:
 def test_what_the_judge_refuses_is_left_out_with_its_reason() -> None:
     workload = task(SMALL)
     refused = lambda ones: "no Triton" if FusedLayers() in ones else ""  # noqa: E731
-    asked = Asked(workload, h200(), refused)
+    asked = PlanRequest(workload, h200(), refused)
     found = list(candidates(asked))
     assert asked.left_out == {"fused_layers": "no Triton"}
     assert "fused_layers" not in names(found)

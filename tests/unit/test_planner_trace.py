@@ -17,20 +17,18 @@ from transformers import (
     TrainingArguments,
 )
 
-from memfit import traced
+from memfit.engine.micro_batches import MicroBatching, largest_batch
 from memfit.errors import ConfigError
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.memory.depth import with_layers
 from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
-from memfit.memory.segments import Segments
-from memfit.memory.trace import Tracker
-from memfit.planner.trace import price_memory, trace_step, unavailable_reason
-from memfit.planner.trace_batch import LengthRows, graph_count, make_batch, rows_for
-from memfit.planner.trace_price import Priced, context_bytes
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.lengths import largest_batch
+from memfit.memory.tracing import traced_device
+from memfit.memory.tracing.depth import Segments, with_layers
+from memfit.memory.tracing.tracker import Tracker
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.memory_price import Priced, context_bytes
+from memfit.planner.pricing.step_trace import price_memory, trace_step, unavailable_reason
+from memfit.planner.pricing.traced_setup import LengthRows, graph_count, make_batch, rows_for
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -313,7 +311,7 @@ def test_without_triton_low_bit_updates_take_temporaries(monkeypatch: pytest.Mon
         return trace.segments.born_bytes("update_first", Component.OPTIMIZER)
 
     with_triton = priced()
-    monkeypatch.setattr("memfit.planner.trace_setup.triton_expected", lambda: False)
+    monkeypatch.setattr("memfit.planner.pricing.traced_setup.triton_expected", lambda: False)
     assert priced() > with_triton + 2**20
     monkeypatch.setattr("memfit.strategies.base.triton_expected", lambda: False)
     assert "Triton" in unavailable_reason(FusedLayers(), workload(), H200)
@@ -327,10 +325,10 @@ def test_a_step_that_would_lose_its_sum_is_refused() -> None:
 
 def test_outside_of_a_trace_nobody_is_told() -> None:
     tensor = torch.zeros(3)
-    assert traced.device() is None
-    assert traced.hosted(tensor) is tensor
-    with traced.on_host():
-        traced.resized(tensor)
+    assert traced_device.device() is None
+    assert traced_device.hosted(tensor) is tensor
+    with traced_device.on_host():
+        traced_device.resized(tensor)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memfit import preloading
+from memfit.run import preloading
 
 
 def test_everything_a_run_needs_is_there_afterwards() -> None:
@@ -21,7 +21,7 @@ preloading.start()
 import datasets
 preloading.finish()
 assert not [one for one in threading.enumerate() if one.name.startswith("memfit_load")]
-for name in ("torch", "sympy", "sklearn.metrics", "transformers", "memfit.runtime.trainer"):
+for name in ("torch", "sympy", "sklearn.metrics", "transformers", "memfit.training.trainer"):
     assert name in sys.modules, name
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
@@ -30,6 +30,6 @@ for name in ("torch", "sympy", "sklearn.metrics", "transformers", "memfit.runtim
 def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloading, "_THREADS", [])
     monkeypatch.setattr(preloading, "_LEAVES", ("a_library_that_is_missing",))
-    preloading.start()
+    preloading.start_preloading()
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
-        preloading.finish()
+        preloading.finish_preloading()

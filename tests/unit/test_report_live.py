@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from report_fixtures import Page, add_samples, make_run
 
-from memfit.report.live import LivePage, make_server, watching
+from memfit.report.live_page import LivePage, make_server, watching
 
 
 class Clock:
@@ -177,7 +177,7 @@ def _poll(url: str, seen: list[str]) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent as on POSIX")
 def test_ctrl_c_is_for_the_training_and_a_dead_parent_ends_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "memfit.report.live", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "memfit.report.live_page", str(tmp_path)]
     command += ["--linger-seconds", "0.5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -202,7 +202,7 @@ def test_a_server_that_cannot_start_costs_the_run_nothing(
 
 def test_the_server_starts_without_torch() -> None:
     code = (
-        "import sys, memfit.report.live, memfit.report.page;"
+        "import sys, memfit.report.live_page, memfit.report.page;"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,18 +9,17 @@ from types import SimpleNamespace
 import pytest
 from report_fixtures import ACTING, EVIL, PEAK, Page, add_samples, make_run
 
-from memfit.evaluation import Evaluation
-from memfit.memory.counts import StepCounts
-from memfit.messages import Message, speaking
-from memfit.planner.plan import Decision, Digest, Plan
-from memfit.planner.values import Candidate, Price
+from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.tracing.counting import StepCounts
+from memfit.planner.candidates import Candidate, Price
+from memfit.planner.plans import Decision, Digest, Plan
+from memfit.records.evaluation import Evaluation
+from memfit.records.results import RunSummary, read_evaluation, read_summary
 from memfit.report.notebook import notebook_html
 from memfit.report.story import read_plan
-from memfit.results import RunSummary, read_evaluation, read_summary
-from memfit.runtime.batching import MicroBatching
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.packing import Packing
-from memfit.workflow import RunResult
+from memfit.run.workflow import RunResult
+from memfit.strategies import Checkpointing, Packing
+from memfit.text import Message, speaking
 
 
 def result_of(folder: Path) -> RunResult:

@@ -15,15 +15,21 @@ import numpy as np
 import pytest
 from report_fixtures import ACTING, EVIL, PLAN, Page, add_samples, make_run
 
-from memfit import drawing
-from memfit.data.values import LabelSpace
+from memfit.config.files import plain
+from memfit.data import LabelSpace
 from memfit.errors import OutputError
-from memfit.evaluation import Mistake, evaluate_predictions, worst_mistakes
-from memfit.files import plain
 from memfit.memory.components import Component, MemoryPeak
+from memfit.records.evaluation import Mistake, evaluate_predictions, worst_mistakes
+from memfit.records.results import (
+    MemorySummary,
+    RunFolder,
+    RunSummary,
+    write_evaluation,
+    write_summary,
+)
 from memfit.report import page, plots
+from memfit.report import plots as drawing
 from memfit.report.page import write_report
-from memfit.results import MemorySummary, RunFolder, RunSummary, write_evaluation, write_summary
 
 
 def shown(run: Path, **options: Any) -> Page:

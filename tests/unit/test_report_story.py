@@ -10,10 +10,10 @@ import pytest
 from report_fixtures import PLAN, Page, add_samples, make_run
 
 from memfit.errors import OutputError
+from memfit.records.results import RunFolder
+from memfit.records.run_log import FILE, RunLog, read_log
 from memfit.report.page import write_report
 from memfit.report.story import adjustments, metric_names, read_plan, read_story, series
-from memfit.results import RunFolder
-from memfit.runlog import FILE, RunLog, read_log
 from memfit.units import MIB
 
 

@@ -12,11 +12,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from memfit.data.values import DataCounts, LabelSpace, LengthSummary
-from memfit.evaluation import Evaluation, evaluate_predictions
+from memfit.data import DataCounts, LabelSpace, LengthSummary
 from memfit.memory.components import Component, MemoryPeak
-from memfit.report import terminal
-from memfit.results import MemorySummary, RunSummary
+from memfit.records.evaluation import Evaluation, evaluate_predictions
+from memfit.records.results import MemorySummary, RunSummary
+from memfit.report import memory_bar, terminal
 from memfit.units import GIB, MIB
 
 COMPONENTS = {
@@ -36,7 +36,7 @@ def printed(what: RenderableType, width: int = 80, *, colour: bool = False) -> l
 
 
 def test_a_memory_bar_fills_in_proportion() -> None:
-    headline, bar, *legend = printed(terminal.memory_bar(COMPONENTS, 7 * GIB), width=71)
+    headline, bar, *legend = printed(memory_bar.memory_bar(COMPONENTS, 7 * GIB), width=71)
     assert headline == "Memory  3.50 GiB of 7.52 GB (7.00 GiB), 50 %"
     assert {glyph: bar.count(glyph) for glyph in "█░▞·│"} == {
         "█": 20,
@@ -49,14 +49,14 @@ def test_a_memory_bar_fills_in_proportion() -> None:
 
 
 def test_a_bar_beyond_the_budget_marks_where_the_budget_ends() -> None:
-    headline, bar, *_ = printed(terminal.memory_bar(COMPONENTS, 7 * GIB // 4), width=71)
+    headline, bar, *_ = printed(memory_bar.memory_bar(COMPONENTS, 7 * GIB // 4), width=71)
     assert headline.endswith("(1.75 GiB), 1.75 GiB too much")
     assert bar.index("┃") == 35
     assert len(bar) == 71
 
 
 def test_a_bar_without_budget_is_full() -> None:
-    headline, bar, *_ = printed(terminal.memory_bar(COMPONENTS, title="Peak"), width=71)
+    headline, bar, *_ = printed(memory_bar.memory_bar(COMPONENTS, title="Peak"), width=71)
     assert headline == "Peak  3.50 GiB"
     assert "·" not in bar
     assert bar.count("█") == 40
@@ -65,7 +65,7 @@ def test_a_bar_without_budget_is_full() -> None:
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
 def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     shown: list[RenderableType] = [
-        terminal.memory_bar(COMPONENTS, 4 * GIB),
+        memory_bar.memory_bar(COMPONENTS, 4 * GIB),
         terminal.metrics_table(binary()),
         terminal.training_result(summary(), Path("runs") / ("long" * 30)),
     ]
@@ -78,7 +78,7 @@ def test_a_console_without_unicode_gets_letters(monkeypatch: pytest.MonkeyPatch)
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", stream)
     console = terminal.console()
-    console.print(terminal.memory_bar(COMPONENTS, 4 * GIB))
+    console.print(memory_bar.memory_bar(COMPONENTS, 4 * GIB))
     console.print("正評")
     stream.flush()
     lines = raw.getvalue().decode("ascii").splitlines()
@@ -92,16 +92,16 @@ def test_no_color_and_pipes_have_no_escape_codes(
 ) -> None:
     for variable in ("FORCE_COLOR", "NO_COLOR", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
-    terminal.console().print(terminal.memory_bar(COMPONENTS, 4 * GIB))
+    terminal.console().print(memory_bar.memory_bar(COMPONENTS, 4 * GIB))
     piped = capsys.readouterr().out
     assert "\x1b" not in piped
     assert max(cell_len(line) for line in piped.splitlines()) <= 80
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    terminal.console(stderr=True).print(terminal.memory_bar(COMPONENTS, 4 * GIB))
+    terminal.console(stderr=True).print(memory_bar.memory_bar(COMPONENTS, 4 * GIB))
     assert "\x1b[34m" in capsys.readouterr().err
     monkeypatch.setenv("NO_COLOR", "1")
-    terminal.console(stderr=True).print(terminal.memory_bar(COMPONENTS, 4 * GIB))
+    terminal.console(stderr=True).print(memory_bar.memory_bar(COMPONENTS, 4 * GIB))
     assert "\x1b[34m" not in capsys.readouterr().err
 
 

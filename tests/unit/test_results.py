@@ -11,11 +11,11 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from memfit.config.files import atomic_writer, staged_files, write_json
 from memfit.errors import OutputError
-from memfit.evaluation import ClassRow, Evaluation, Mistake
-from memfit.files import atomic_writer, staged_files, write_json
 from memfit.memory.components import Component, MemoryPeak
-from memfit.results import (
+from memfit.records.evaluation import ClassRow, Evaluation, Mistake
+from memfit.records.results import (
     MemorySummary,
     RunFolder,
     RunSummary,

@@ -8,16 +8,25 @@ from collections.abc import Callable
 
 import pytest
 
-from memfit.runtime.adjust import CLEAN_STEPS, FLOOR_TRIES, Adjuster
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.ways import Abilities, MemoryModel, Pieces, Way, fastest, pieces_of
+from memfit.engine.micro_batches import MicroBatching
+from memfit.training.guard.adjusting import (
+    CLEAN_STEPS,
+    FLOOR_TRIES,
+    Abilities,
+    Adjuster,
+    MemoryModel,
+    StepPieces,
+    Way,
+    fastest,
+    pieces_of,
+)
 
 DEPTH = 12
 FULL = Abilities(splits=True, depth=DEPTH, offloads=True)
 MODEL = MemoryModel(fixed_bytes=1000, token_bytes=1, layer_bytes=2, depth=DEPTH, gradient_bytes=100)
 
 
-def peak_bytes(way: Way, pieces: Pieces) -> float:
+def peak_bytes(way: Way, pieces: StepPieces) -> float:
     """What the simulated allocator needs; the adjuster is not told."""
     kept = 0 if way.offloaded else DEPTH - way.recomputed
     return 1000 + 100 * (pieces.count > 1) + pieces.tokens * (1 + 2 * kept)
@@ -57,9 +66,9 @@ class Simulation:
 def test_a_failure_halves_the_piece_then_recomputes_then_offloads_then_gives_up():
     adjuster = Adjuster(Way(), FULL)
     ways: list[Way | None] = []
-    pieces, way = Pieces(1, 400, 4), Way()
+    pieces, way = StepPieces(1, 400, 4), Way()
     for rows, tokens in ((4, 400), (2, 200), (1, 100), (1, 100), (1, 100)):
-        pieces = Pieces(1, tokens, rows)
+        pieces = StepPieces(1, tokens, rows)
         way = adjuster.failed(way, pieces, 0) or way
         ways.append(way)
     assert ways == [
@@ -75,7 +84,7 @@ def test_a_captured_step_recomputes_more_before_it_is_cut():
     adjuster = Adjuster(Way(recomputed=10), Abilities(depth=DEPTH, captured=True))
     way, ways = Way(recomputed=10), []
     for _ in range(3):
-        way = adjuster.failed(way, Pieces(1, 400, 4), 0) or way
+        way = adjuster.failed(way, StepPieces(1, 400, 4), 0) or way
         ways.append(way)
     assert ways == [Way(recomputed=11), Way(recomputed=12), Way(200, recomputed=12)]
 
@@ -96,7 +105,7 @@ def test_a_step_that_must_not_be_split_recomputes_more_each_time():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
     way, ways = Way(), []
     for _ in range(DEPTH // 3):
-        way = adjuster.failed(way, Pieces(1, 400, 4), 0) or way
+        way = adjuster.failed(way, StepPieces(1, 400, 4), 0) or way
         ways.append(way)
     assert ways == [Way(recomputed=layers) for layers in (3, 6, 9, 12)]
 
@@ -104,7 +113,7 @@ def test_a_step_that_must_not_be_split_recomputes_more_each_time():
 def test_layers_are_given_back_down_to_just_above_what_failed():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
     for failed in (0, 3, 6):
-        adjuster.failed(Way(recomputed=failed), Pieces(1, 400, 4), 1000)
+        adjuster.failed(Way(recomputed=failed), StepPieces(1, 400, 4), 1000)
     assert adjuster.widest == Way(recomputed=9)
     for _ in range(CLEAN_STEPS * 10):
         adjuster.succeeded(1000)
@@ -170,7 +179,7 @@ def test_a_plan_of_the_users_own_is_never_exceeded():
     adjuster = Adjuster(Way(max_tokens=300), FULL)
     adjuster.keeps_plan = True
     adjuster.learn(MODEL)
-    assert adjuster.failed(Way(max_tokens=300), Pieces(2, 300, 3), 5000) == Way(max_tokens=150)
+    assert adjuster.failed(Way(max_tokens=300), StepPieces(2, 300, 3), 5000) == Way(max_tokens=150)
     for _ in range(CLEAN_STEPS * 10):
         adjuster.succeeded(10**9)
     assert adjuster.widest == Way(max_tokens=300)
@@ -237,9 +246,9 @@ def test_nothing_that_fits_is_the_least_there_is():
 def test_pieces_are_those_the_step_will_run(packed):
     lengths, limits = [7, 30, 12, 30, 3], MicroBatching(max_tokens=60)
     pieces = pieces_of(lengths, limits, packed=packed)
-    assert pieces == (Pieces(2, 42, 2) if packed else Pieces(2, 60, 2))
+    assert pieces == (StepPieces(2, 42, 2) if packed else StepPieces(2, 60, 2))
     whole = pieces_of(lengths, MicroBatching(), packed=packed)
-    assert whole == (Pieces(1, 82, 5) if packed else Pieces(1, 150, 5))
+    assert whole == (StepPieces(1, 82, 5) if packed else StepPieces(1, 150, 5))
 
 
 def test_a_way_in_words():

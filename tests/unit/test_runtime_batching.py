@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from memfit.engine.micro_batches import MicroBatching, Trim, group_rows, split, trimming_for
 from memfit.errors import ConfigError
-from memfit.packing.heads import _READ_FIRST, _READ_LAST, sees_padding
-from memfit.runtime.batching import MicroBatching, Trim, group_rows, split, trimming_for
+from memfit.models.layer_stack import _READ_FIRST, _READ_LAST, sees_padding
 
 SMALL = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.bert.modeling_bert import BertLayer
 
 from memfit import BudgetTrainer
-from memfit.runtime.boundaries import TRIES, HalfDoneError, LayerBoundaries
+from memfit.engine.layer_boundaries import TRIES, HalfDoneError, LayerBoundaries
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.buffers import Buffers
+from memfit.engine.step_state import Buffers
 from memfit.strategies import GradientRelease, LowBitAdamW
 from small_training import collate, model_of, texts
 

@@ -114,7 +114,7 @@ def test_without_clipping_the_logged_norm_is_the_gradients(tmp_path: Path, sink:
 
 
 def test_micro_batches_added_to_the_moments_have_no_norm_to_log(tmp_path: Path) -> None:
-    from memfit.runtime.batching import MicroBatching
+    from memfit.engine.micro_batches import MicroBatching
 
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=8, max_steps=STEPS, logging_steps=1,

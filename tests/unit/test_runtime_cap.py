@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memfit.memory.context import PAGE_BYTES
-from memfit.runtime import watch
-from memfit.runtime.cap import CudaCap
-from memfit.runtime.watch import CudaReader
+from memfit.memory import available
+from memfit.memory.available import CudaReader
+from memfit.memory.cuda_context import PAGE_BYTES
+from memfit.training.limits import CudaCap
 from memfit.units import MIB
 
 TOTAL = 12 * 2**30
@@ -35,9 +35,9 @@ class Card:
             "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(watch, "measured_context_bytes", lambda _: self.context_bytes)
-        monkeypatch.setattr(watch, "own_context_bytes", lambda _: self.answer())
-        monkeypatch.setattr(watch.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr(available, "measured_context_bytes", lambda _: self.context_bytes)
+        monkeypatch.setattr(available, "own_context_bytes", lambda _: self.answer())
+        monkeypatch.setattr(available.time, "monotonic", lambda: self.seconds)
 
     def answer(self) -> int | None:
         if self.own_bytes == -1:

@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 import memfit
+from memfit.engine.effective_batch import effective_arguments, effective_rows
 from memfit.errors import ConfigError
-from memfit.runtime.effective import effective_arguments, effective_rows
 
 
 def made(tmp_path, **fields):

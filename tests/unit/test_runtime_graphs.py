@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from memfit.packing import pack, packed
-from memfit.runtime.batching import MicroBatching, Trim, row_count
-from memfit.runtime.graphs import Signatures, TokenBuckets
-from memfit.runtime.sinking import GraphedExecutor
+from memfit.engine.executors import GraphedExecutor
+from memfit.engine.graph_cache import Signatures, TokenBuckets
+from memfit.engine.micro_batches import MicroBatching, Trim, row_count
+from memfit.engine.packed_batch import pack
+from memfit.strategies.packing.packed_model import packed
 from small_training import collate, model_of, texts
 
 BUCKETS = TokenBuckets(256)

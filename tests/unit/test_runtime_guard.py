@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from memfit import BudgetTrainer
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import RunStoppedError
-from memfit.runtime import watch
-from memfit.runtime.adjustments import Adjustment
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.cap import CpuCap
-from memfit.runtime.checkpoint import damage
-from memfit.runtime.guard import Guard
-from memfit.runtime.out_of_memory import end_of_training, free_memory
-from memfit.runtime.watch import Reading, Watch
+from memfit.memory import available
+from memfit.memory.available import MemoryReading, Watch
+from memfit.memory.out_of_memory import end_of_training, free_memory
 from memfit.strategies import Packing
+from memfit.training.checkpoints import damage
+from memfit.training.guard.adjusting import Adjustment
+from memfit.training.guard.step_guard import Guard
+from memfit.training.limits import CpuCap
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, Budget
 
 ROWS = rows_of(24)
@@ -266,7 +266,7 @@ class Clock:
 
 def test_the_limit_follows_what_others_leave_and_does_not_flicker():
     clock, free = Clock(), iter([7, 7, 6.97, 3, 3.1, 3.2, 6, 2])
-    follow = Watch(Budget(), lambda: Reading(8 * GIB, int(next(free) * GIB), GIB), clock)
+    follow = Watch(Budget(), lambda: MemoryReading(8 * GIB, int(next(free) * GIB), GIB), clock)
     moves = []
     for _ in range(6):
         clock.now += 1
@@ -279,9 +279,9 @@ def test_the_limit_follows_what_others_leave_and_does_not_flicker():
 def test_with_auto_every_step_looks_and_beside_a_size_some_times_a_second():
     looks: list[float] = []
 
-    def read() -> Reading:
+    def read() -> MemoryReading:
         looks.append(now[0])
-        return Reading(8 * GIB, 4 * GIB, GIB)
+        return MemoryReading(8 * GIB, 4 * GIB, GIB)
 
     now = [0.0]
     for every_step, expected in ((True, 10), (False, 4)):
@@ -300,11 +300,11 @@ def test_auto_is_what_looks_at_every_step(tmp_path):
 
 
 def test_auto_takes_what_is_free_but_for_the_display():
-    reading = Reading(8 * GIB, 5 * GIB, GIB)
+    reading = MemoryReading(8 * GIB, 5 * GIB, GIB)
     assert reading.limit_bytes(Budget()) == 6 * GIB - DISPLAY_HEADROOM_BYTES
     assert reading.limit_bytes(Budget(bytes=4 * GIB)) == 4 * GIB
     assert reading.limit_bytes(Budget(fraction=0.5)) == 4 * GIB
-    crowded = Reading(8 * GIB, GIB, GIB)
+    crowded = MemoryReading(8 * GIB, GIB, GIB)
     assert GIB < crowded.limit_bytes(Budget(bytes=4 * GIB)) < 2 * GIB
 
 
@@ -323,15 +323,15 @@ def test_the_plan_moves_before_the_wall_when_a_neighbour_takes_memory(tmp_path, 
             if state.global_step == 5:
                 free["bytes"] = 2 * needed_bytes
 
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "DISPLAY_HEADROOM_BYTES", 0)
+    monkeypatch.setattr(available, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(available, "DISPLAY_HEADROOM_BYTES", 0)
     trainer = trainer_of(tmp_path, budget="auto", strategies=[Packing()], callbacks=[Neighbour()],
                          fields={"max_steps": 8})  # fmt: skip
     trainer._cap = CpuCap(trainer.guard.standing_tensors)
 
-    def read() -> Reading:
+    def read() -> MemoryReading:
         held_bytes = trainer._cap.held_bytes()
-        return Reading(10**12, max(free["bytes"] - held_bytes, 0), held_bytes)
+        return MemoryReading(10**12, max(free["bytes"] - held_bytes, 0), held_bytes)
 
     trainer._cap.read = read
     trainer.train()

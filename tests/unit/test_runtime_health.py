@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.runtime.health import _numbers
+from memfit.training.health import _numbers
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ import platform
 
 import psutil
 
-from memfit.runtime.heap import return_freed_memory
+from memfit.memory.out_of_memory import return_freed_memory
 
 
 def test_only_glibc_says_it_did():

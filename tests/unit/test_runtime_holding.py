@@ -14,7 +14,7 @@ import transformers
 from transformers.trainer_utils import HPSearchBackend
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.batching import MicroBatching
+from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import (
     Checkpointing,
     Freezing,

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from memfit.runtime.lengths import largest_batch, longest_row, row_lengths
+from memfit.engine.micro_batches import largest_batch, longest_row, row_lengths
 
 ROWS = [{"input_ids": [1] * length} for length in (3, 9, 4, 7)]
 

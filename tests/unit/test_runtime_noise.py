@@ -12,9 +12,8 @@ import transformers
 from transformers import TrainerCallback
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.batching import MicroBatching
-from memfit.strategies import CudaGraphs, LowBitAdamW, Packing
-from memfit.strategies.base import Setup
+from memfit.engine.micro_batches import MicroBatching
+from memfit.strategies import CudaGraphs, LowBitAdamW, Packing, Setup
 from small_training import collate, model_of, texts
 
 STEPS = 4

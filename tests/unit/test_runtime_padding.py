@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertTokenizerFast, DataCollatorWithPadding, default_data_collator
 
-from memfit.runtime.padding import QuickPadding, quick
+from memfit.training.loaders import QuickPadding, quick
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from memfit.runtime.progress import MemfitProgress, MemoryMeter, MemoryUse
+from memfit.training.progress import MemfitProgress, MemoryMeter, MemoryUse
 
 
 class Clock:

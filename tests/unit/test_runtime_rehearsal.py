@@ -13,11 +13,11 @@ from rich.console import Console
 from strategy_fixtures import arguments, build, collate, rows_of
 
 from memfit import BudgetTrainer
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import DoesNotFitError, PlanMissedError
-from memfit.runtime import rehearsal
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.progress import MemfitProgress
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
+from memfit.training.guard import rehearsal
+from memfit.training.progress import MemfitProgress
 
 ROWS = rows_of(48)
 SINKS: dict[str, list[Any]] = {
@@ -76,7 +76,7 @@ def test_the_time_it_took_is_announced(tmp_path):
 @pytest.mark.parametrize("name", ["kept", "kept8", "release"])
 def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
     """A shortage that only the update meets is found before the first step."""
-    from memfit.optim.adamw import LowBitAdamW as Optimizer
+    from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer as Optimizer
 
     trainer = trainer_of(tmp_path, SINKS[name], "10GB", micro_batching=MicroBatching())
     trainer.may_plan_again = True
@@ -129,10 +129,10 @@ def test_what_a_token_takes_is_learnt_from_it(tmp_path, sink):
     assert memory.depth == 4
     assert memory.layer_bytes > 5 * 32 * 2  # far more than the input of a layer of 32
     assert trainer.rehearsal is not None
-    from memfit.runtime.ways import Pieces
+    from memfit.training.guard.adjusting import StepPieces
 
     tokens = sum(trainer.rehearsal.worst_lengths)
-    predicted = memory.peak_bytes(Pieces(1, tokens, 8), 2)
+    predicted = memory.peak_bytes(StepPieces(1, tokens, 8), 2)
     assert predicted == pytest.approx(trainer.rehearsal.peak_bytes, rel=1e-6)
 
 

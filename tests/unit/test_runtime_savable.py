@@ -18,8 +18,8 @@ from transformers.trainer_callback import ExportableState
 
 from memfit import BudgetTrainer
 from memfit.errors import OutputError, SaveError
-from memfit.runtime.savable import _serialised_bytes
 from memfit.strategies import GradientRelease, Lora, LowBitAdamW, Strategy
+from memfit.training.saving import _serialised_bytes
 from small_training import collate, model_of, texts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memfit.runtime.spill import SharedUsage, SpillWatch, reader_for
+from memfit.training.limits import SharedUsage, SpillWatch, reader_for
 from memfit.units import MIB
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memfit.engine.executors import StepExecutor
+from memfit.engine.loss import ClassWeightedLoss, counted_labels
+from memfit.engine.micro_batches import MicroBatching, Trim
 from memfit.errors import ConfigError, DataError
-from memfit.runtime.batching import MicroBatching, Trim
-from memfit.runtime.loss import ClassWeightedLoss, counted_labels
-from memfit.runtime.step import StepExecutor
 
 
 def batch_of(rows: int, seed: int = 0) -> dict[str, Any]:

@@ -21,10 +21,9 @@ from transformers import (
 )
 
 from memfit import BudgetTrainer, TrainingArguments
+from memfit.engine.micro_batches import MicroBatching, longest_row
 from memfit.errors import BudgetError, ConfigError, ModelError
-from memfit.runtime.batching import MicroBatching
-from memfit.runtime.lengths import longest_row
-from memfit.runtime.progress import MemfitProgress
+from memfit.training.progress import MemfitProgress
 from small_training import collate, model_of, texts
 
 THREE_ROWS = MicroBatching(max_rows=3)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor
 
 from memfit import BudgetTrainer, TrainingArguments
-from memfit.runtime.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
-from memfit.runtime.updates import allocate_state, careful
+from memfit.memory.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
+from memfit.training.guard.guarded_training import allocate_state, careful
 from small_training import collate, model_of, texts
 
 CPU = torch.device("cpu")

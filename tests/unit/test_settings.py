@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memfit import settings
-from memfit.data.values import LabelSpace
+from memfit.config import training_fields
+from memfit.config.training_fields import DEFAULTS, METRICS, training_arguments, with_defaults
+from memfit.data import LabelSpace
 from memfit.errors import ConfigError
-from memfit.evaluation import evaluate_predictions
-from memfit.settings import DEFAULTS, METRICS, training_arguments, with_defaults
+from memfit.records.evaluation import evaluate_predictions
 
 
 def test_without_anything_given_it_evaluates_saves_and_keeps_the_best_each_epoch(
@@ -94,7 +94,7 @@ def test_steps_stand_in_for_epochs(tmp_path: Path) -> None:
 
 
 def test_the_table_at_the_top_tells_every_default() -> None:
-    rows = dict(re.findall(r"^\| (\w+) \| (.+?) \|", settings.__doc__ or "", re.M))
+    rows = dict(re.findall(r"^\| (\w+) \| (.+?) \|", training_fields.__doc__ or "", re.M))
     for name, value in DEFAULTS.items():
         shown = {0.02: "2 % of the steps", 2e-5: "2e-5"}.get(value, str(value))
         assert rows[name] == shown

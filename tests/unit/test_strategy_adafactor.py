@@ -7,8 +7,7 @@ from strategy_fixtures import build, learning, losses, rows_of, setup_of, traine
 from transformers.optimization import Adafactor
 
 from memfit.errors import ConfigError
-from memfit.strategies.adafactor import SmallStateOptimizer
-from memfit.strategies.base import Fidelity
+from memfit.strategies import Fidelity, SmallStateOptimizer
 
 
 def test_its_state_is_a_small_part_of_adamws_and_the_loss_falls(tmp_path):

@@ -10,9 +10,7 @@ from strategy_fixtures import build, collate, kept_bytes, rows_of, setup_of
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.strategies import Packing
-from memfit.strategies.attention import FusedAttention
-from memfit.strategies.base import Fidelity
+from memfit.strategies import Fidelity, FusedAttention, Packing
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

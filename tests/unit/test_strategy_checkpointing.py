@@ -14,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memfit.errors import ConfigError
-from memfit.packing import packed
-from memfit.strategies import checkpointing
-from memfit.strategies.base import Fidelity, Setup
-from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies import Checkpointing, Fidelity, Setup, activation_checkpointing
+from memfit.strategies.packing.packed_model import packed
 
 # transformers' DeBERTa still uses torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -41,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(1)
         return checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr(checkpointing, "checkpoint", counted)
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", counted)
     return found
 
 
@@ -204,7 +202,7 @@ def test_gradients_flow_through_layers_above_frozen_ones(calls: list[int]) -> No
 
 
 def test_lora_adapters_get_their_gradients() -> None:
-    from memfit.parts import add_lora
+    from memfit.models.layers import add_lora
 
     model = add_lora(build("bert"), 2)
     with torch.no_grad():

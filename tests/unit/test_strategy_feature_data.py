@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from memfit import BudgetTrainer
 from memfit.errors import DataError
-from memfit.strategies.features import FeatureHead, cached_features
+from memfit.strategies.frozen_features import FeatureHead, cached_features
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:only the classification head learns"),
@@ -73,7 +73,7 @@ def test_the_head_has_the_gradient_of_the_whole_model_in_evaluation_mode(family)
 
 
 def test_rows_keep_their_order_over_many_collated_chunks(monkeypatch):
-    monkeypatch.setattr("memfit.strategies._features._COLLATED_ROWS", 7)
+    monkeypatch.setattr("memfit.strategies.frozen_features._COLLATED_ROWS", 7)
     model, rows = frozen(), rows_of(30)
     features = cached_features(model, rows, collate, max_tokens=64)
     expected = model.eval().bert(**{k: v for k, v in collate(rows).items() if k != "labels"})

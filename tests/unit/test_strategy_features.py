@@ -30,11 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memfit import BudgetTrainer
 from memfit.errors import ConfigError
-from memfit.strategies.base import Fidelity
-from memfit.strategies.features import FrozenFeatures, cached_features
-from memfit.strategies.freezing import Freezing
-from memfit.strategies.half_precision import HalfPrecision
-from memfit.strategies.truncation import Truncation
+from memfit.strategies import Fidelity, Freezing, FrozenFeatures, HalfPrecision, Truncation
+from memfit.strategies.frozen_features import cached_features
 from sentences import SENTENCES
 
 pytestmark = [

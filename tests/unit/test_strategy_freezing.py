@@ -23,8 +23,8 @@ from strategy_fixtures import (
 )
 
 from memfit.errors import ConfigError
-from memfit.strategies.base import Fidelity
-from memfit.strategies.freezing import HEAD_LEARNING_RATE, Freezing
+from memfit.strategies import Fidelity, Freezing
+from memfit.strategies.freezing import HEAD_LEARNING_RATE
 from sentences import SENTENCES
 
 BERT_HEAD = {"classifier.weight", "classifier.bias"}

@@ -7,8 +7,8 @@ import torch
 from strategy_fixtures import build, kept_bytes, losses, rows_of, setup_of, trained
 
 from memfit.errors import ConfigError
-from memfit.strategies.base import Fidelity
-from memfit.strategies.half_precision import HalfPrecision, has_fast_bf16
+from memfit.strategies import Fidelity, HalfPrecision
+from memfit.strategies.half_precision import has_fast_bf16
 
 needs_no_note = pytest.mark.filterwarnings("ignore:this CPU has no bfloat16")
 

@@ -20,8 +20,7 @@ from strategy_fixtures import (
 )
 
 from memfit.errors import ConfigError
-from memfit.strategies.base import Fidelity
-from memfit.strategies.lora import Lora
+from memfit.strategies import Fidelity, Lora
 
 FAMILIES = ["bert", "ernie", "electra", "roberta", "albert", "distilbert", "modernbert-mean"]
 

@@ -15,14 +15,11 @@ from strategy_models import DEPTH, LateLink, batch_for, build, peak_bytes, setup
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
-from memfit.memory.trace import Tracker
-from memfit.optim.pinned import Arena
-from memfit.packing import packed
-from memfit.strategies._activations import ActivationHost
-from memfit.strategies._hosted import Link, PlainLink
-from memfit.strategies.activation_offload import ActivationOffload
-from memfit.strategies.base import Fidelity, Setup
-from memfit.strategies.checkpointing import Checkpointing
+from memfit.memory.tracing.tracker import Tracker
+from memfit.strategies import ActivationOffload, Checkpointing, Fidelity, Setup
+from memfit.strategies.offload.activation_offload import ActivationHost
+from memfit.strategies.offload.host_memory import Arena, Link, PlainLink
+from memfit.strategies.packing.packed_model import packed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 

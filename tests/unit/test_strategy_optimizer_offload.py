@@ -28,10 +28,9 @@ from transformers import TrainerCallback
 import small_training
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.errors import ConfigError
-from memfit.strategies._host_adamw import HostAdamW
-from memfit.strategies._hosted import PlainLink, Staging
-from memfit.strategies.base import Fidelity, Setup
-from memfit.strategies.optimizer_offload import OptimizerOffload
+from memfit.strategies import Fidelity, OptimizerOffload, Setup
+from memfit.strategies.offload.host_adamw import HostAdamW
+from memfit.strategies.offload.host_memory import PlainLink, Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 

@@ -10,17 +10,19 @@ import torch
 import transformers
 from transformers import BertConfig
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.optim import KeptInt8, LowBitAdamW, to_lowbit
-from memfit.optim.pinned import HostMemory
-from memfit.planner.compose import TracedPricer
-from memfit.planner.space import Asked, candidates
-from memfit.planner.trace import price_memory, unavailable_reason
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.pricer import TracedPricer
+from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
+from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import CudaGraphs, GradientRelease, Packing, StateOffload, Strategy
 from memfit.strategies import LowBitAdamW as LowBit
+from memfit.strategies.lowbit.gradient_sinks import KeptInt8
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
+from memfit.strategies.lowbit.number_formats import to_lowbit
+from memfit.strategies.offload.host_memory import HostMemory
 
 H200 = find_card("H200")
 KEPT = GradientRelease("kept8")
@@ -50,12 +52,14 @@ def candidate(*strategies: Strategy, tokens: int | None = None) -> Candidate:
 # -------------------------------------------------------------------------- the same numbers
 
 
-def trained(steps: int, *, on_host: bool, state: Any = None) -> tuple[LowBitAdamW, torch.Tensor]:
+def trained(
+    steps: int, *, on_host: bool, state: Any = None
+) -> tuple[LowBitOptimizer, torch.Tensor]:
     """A linear layer's weights after some steps with kept gradients."""
     torch.manual_seed(0)
     model = torch.nn.Linear(256, 256, bias=False)
     remainders = to_lowbit(model, torch.bfloat16, master_bits=24)
-    optimizer = LowBitAdamW(
+    optimizer = LowBitOptimizer(
         model.parameters(), lr=1e-3, seed=1, remainders=remainders, state_on_host=on_host,
         gradients_on_host=on_host,
     )  # fmt: skip
@@ -154,7 +158,7 @@ def test_its_step_is_longer_by_what_crosses_the_bus(task):
 
 def test_no_plan_with_it_is_faster_than_its_bound_says(task):
     pricer = TracedPricer(task, H200)
-    asked = Asked(task, H200, pricer.problem)
+    asked = PlanRequest(task, H200, pricer.problem)
     prices = [pricer.quick(one) for one in itertools.islice(candidates(asked), 0, None, 7)]
     away = [one for one in prices if one.candidate.get("state_offload")]
     others = [one for one in prices if not one.candidate.get("state_offload")]

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from memfit.data.tokens import summarize_lengths
 from memfit.errors import ConfigError
-from memfit.strategies.base import Fidelity
-from memfit.strategies.truncation import CuttingCollator, Truncation, choose_length, cut
+from memfit.strategies import Fidelity, Truncation
+from memfit.strategies.truncation import CuttingCollator, choose_length, cut
 from sentences import SENTENCES
 
 

@@ -21,12 +21,9 @@ from strategy_models import (
 )
 from torch import Tensor, nn
 
-from memfit.runtime.trainer import BudgetTrainer
-from memfit.strategies._host_weights import HostWeights
-from memfit.strategies.activation_offload import ActivationOffload
-from memfit.strategies.base import Setup
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.optimizer_offload import OptimizerOffload
+from memfit.strategies import ActivationOffload, Checkpointing, OptimizerOffload, Setup
+from memfit.strategies.offload.optimizer_offload import HostWeights
+from memfit.training.trainer import BudgetTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
@@ -207,7 +204,7 @@ def test_states_are_saved_and_loaded_while_weights_are_away() -> None:
 
 
 def test_lora_beside_weights_away() -> None:
-    from memfit.parts import add_lora
+    from memfit.models.layers import add_lora
 
     model = add_lora(build("bert"), 2)
     inputs = batch_for(model)

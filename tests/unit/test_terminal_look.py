@@ -15,21 +15,21 @@ from rich.cells import cell_len
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from memfit import announce
 from memfit.cli import run
 from memfit.config import DataConfig, ModelConfig
-from memfit.data.values import DataCounts, LabelSpace, LengthSummary
+from memfit.data import DataCounts, LabelSpace, LengthSummary
 from memfit.errors import BudgetError, DataError, LossError, MemfitError, ModelError
-from memfit.evaluation import evaluate_predictions
-from memfit.hub import huggingface
 from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import speaking
-from memfit.models import check_model_folder
-from memfit.report import terminal
-from memfit.results import MemorySummary, RunSummary
-from memfit.runtime.adjustments import Adjustment, Adjustments
-from memfit.runtime.progress import MemfitProgress, MemoryUse
-from memfit.runtime.ways import Way
+from memfit.models import huggingface
+from memfit.models.loading import check_model_folder
+from memfit.records.evaluation import evaluate_predictions
+from memfit.records.results import MemorySummary, RunSummary
+from memfit.report import memory_bar, terminal
+from memfit.report import terminal as announce
+from memfit.run import announcements
+from memfit.text import speaking
+from memfit.training.guard.adjusting import Adjustment, Adjustments, Way
+from memfit.training.progress import MemfitProgress, MemoryUse
 from memfit.units import GIB, format_seconds, parse_budget
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*([A-Za-z])")
@@ -79,8 +79,8 @@ def everything(console: Console) -> None:
         max_length=128, cut_rows=1708, histogram=(),
     )  # fmt: skip
     console.print(terminal.data_summary(counts, lengths, "single_label"))
-    console.print(terminal.memory_bar(PEAK.components, 4 * GIB))
-    console.print(terminal.memory_bar(PEAK.components, 2 * GIB))
+    console.print(memory_bar.memory_bar(PEAK.components, 4 * GIB))
+    console.print(memory_bar.memory_bar(PEAK.components, 2 * GIB))
     trained(console, 40)
     logits = torch.eye(2).numpy()[[1, 1, 0, 1, 0]]
     space = LabelSpace("single_label", ("負評", "正評"))
@@ -174,7 +174,7 @@ def test_colours_forced_into_a_log_do_not_bring_a_bar(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    trained(announce.plain_console())
+    trained(announcements.plain_console())
     err = capsys.readouterr().err
     assert set(CONTROL.findall(err)) <= {"m"}
     assert sum(line.startswith("step ") for line in err.splitlines()) == 20 + 1
@@ -192,9 +192,9 @@ def test_without_colours_nothing_is_coloured(spoken: str, monkeypatch: pytest.Mo
 
 
 def test_a_quiet_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    announce.voice(quiet=True)("a line")
+    announcements.voice(quiet=True)("a line")
     assert capsys.readouterr().err == ""
-    announce.voice(quiet=False)("a \x1b[2Jline")
+    announcements.voice(quiet=False)("a \x1b[2Jline")
     assert capsys.readouterr().err == "a  [2Jline\n"
 
 
@@ -236,7 +236,9 @@ def test_what_an_old_console_lacks_is_replaced_one_for_one() -> None:
 def test_names_and_values_stand_in_columns_in_both_languages() -> None:
     for spoken, cells in (("en", 9), ("zh", 6)):
         with speaking(spoken):
-            lines = [announce.line(name, "|") for name in ("model", "budget", "plan", "memory")]
+            lines = [
+                announce.fact_line(name, "|") for name in ("model", "budget", "plan", "memory")
+            ]
         assert {cell_len(line) - 1 for line in lines} == {cells}
     out = io.StringIO()
     with speaking("zh"):

@@ -14,13 +14,13 @@ import pytest
 from transformers import BertConfig, TrainingArguments
 
 from memfit import strategies
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import Speeds, find_card, known_cards
-from memfit.memory.counts import StepCounts
-from memfit.planner.calibration import calibrate
-from memfit.planner.timing import UPDATE_SHARE, explain, speeds_of, step_seconds
-from memfit.planner.trace import trace_step
-from memfit.planner.values import Candidate, Workload
-from memfit.runtime.batching import MicroBatching
+from memfit.memory.tracing.counting import StepCounts
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.step_trace import trace_step
+from memfit.planner.step_time import UPDATE_SHARE, calibrate, explain, speeds_of, step_seconds
+from memfit.strategies.packing import packing_strategy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200, T4, GTX = find_card("H200"), find_card("T4"), find_card("GTX 1080")
@@ -244,7 +244,7 @@ def test_the_table_has_what_the_probe_reached_and_nothing_of_its_host() -> None:
 
 
 def test_more_tokens_are_never_faster() -> None:
-    candidate = Candidate((strategies.Packing(),), MicroBatching())
+    candidate = Candidate((packing_strategy.Packing(),), MicroBatching())
     seconds = [
         step_seconds(trace_step(workload(1.0), candidate, T4, tokens=tokens, layers=2).counts, T4)
         for tokens in (256, 512, 2048, 4096)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from memfit import waiting
-from memfit.announce import voice
+from memfit import text as waiting
+from memfit.run.announcements import voice
 
 LINE, DOT = 0.05, 0.1
 

@@ -11,29 +11,29 @@ import pytest
 import torch
 from transformers import TrainerControl
 
-from memfit import announce, models
 from memfit.api import finetune
 from memfit.config import RunConfig
 from memfit.errors import OutputError, RunStoppedError, TraceError
-from memfit.interrupt import StopAfterStep
 from memfit.memory.components import Component
-from memfit.models import load_weights
-from memfit.planner import here
-from memfit.probe import MeasureOneStep
-from memfit.runtime import rehearsal
-from memfit.stored import resumed_config, with_absolute_paths
+from memfit.models import loading
+from memfit.models.loading import load_weights
+from memfit.planner import this_machine
+from memfit.run import announcements
+from memfit.run.callbacks import MeasureOneStep, StopAfterStep
+from memfit.run.prepare import resumed_config, with_absolute_paths
+from memfit.training.guard import rehearsal
 
 CPU = torch.device("cpu")
 
 
 def test_the_budget_is_said_in_both_units_and_cut_to_the_machine() -> None:
-    total_bytes, free_bytes = announce.device_memory(CPU)
+    total_bytes, free_bytes = announcements.device_memory(CPU)
     assert 0 < free_bytes <= total_bytes
-    assert announce.budget_sentence("1GiB", CPU) == "1.07 GB (1.00 GiB)"
-    assert announce.budget_bytes("50%", CPU) == total_bytes // 2
-    assert announce.budget_sentence("50%", CPU).endswith(", 50%")
-    assert announce.budget_bytes("999TB", CPU) == total_bytes
-    assert "less than the 999TB asked for" in announce.budget_sentence("999TB", CPU)
+    assert announcements.budget_sentence("1GiB", CPU) == "1.07 GB (1.00 GiB)"
+    assert announcements.budget_bytes("50%", CPU) == total_bytes // 2
+    assert announcements.budget_sentence("50%", CPU).endswith(", 50%")
+    assert announcements.budget_bytes("999TB", CPU) == total_bytes
+    assert "less than the 999TB asked for" in announcements.budget_sentence("999TB", CPU)
 
 
 def test_the_first_ctrl_c_saves_and_the_second_stops_at_once() -> None:
@@ -121,7 +121,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError("the shape of aten.nonzero depends on values")
 
-    monkeypatch.setattr(here, "make_plan", refuse)
+    monkeypatch.setattr(this_machine, "make_plan", refuse)
 
 
 @pytest.mark.usefixtures("untraceable")
@@ -165,7 +165,7 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(models, "load_weights", load)
+    monkeypatch.setattr(loading, "load_weights", load)
     monkeypatch.setattr(rehearsal._Stage, "_try", fail_twice)
     result = finetune(
         table, output_dir=tmp_path / "run", budget="1GB", model=tiny_model_dir, max_length=16,

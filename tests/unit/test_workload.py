@@ -12,11 +12,11 @@ from transformers import TrainingArguments as StockArguments
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.config import RunConfig
-from memfit.data.values import LabelSpace
-from memfit.parts import add_lora, freeze
-from memfit.planner.given import fit_strategies
+from memfit.data import LabelSpace
+from memfit.engine.micro_batches import MicroBatching
+from memfit.models.layers import add_lora, freeze
+from memfit.planner.search import fit_strategies
 from memfit.planner.workload import changed_fields, workload_of_model, workload_of_run
-from memfit.runtime.batching import MicroBatching
 from memfit.strategies import Checkpointing, Packing
 
 ROWS = [{"input_ids": [5] * count, "attention_mask": [1] * count, "labels": count % 2}

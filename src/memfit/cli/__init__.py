@@ -24,19 +24,17 @@ from memfit.cli import (
     evaluate,
     ladder,
     login,
+    options,
     plan,
     predict,
     push,
     report,
     train,
-    usage,
 )
-from memfit.cli.flags import CommandStopped
-from memfit.cli.help import SpokenGroup
-from memfit.cli.options import take_language
+from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
-from memfit.messages import speaking, t
-from memfit.signals import INTERRUPTED
+from memfit.run.signals import INTERRUPTED
+from memfit.text import speaking, t
 
 app = typer.Typer(
     name="memfit",
@@ -48,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
 for module in (train, plan, evaluate, predict, estimate, doctor, report, push, login, ladder):
     module.add_to(app)
 
@@ -126,7 +125,7 @@ def _run(words: list[str]) -> int:
             console.say(str(error))
             return 2
         if hasattr(error, "format_message"):  # typer's own usage errors
-            return _failed(usage.sentence(error), 2)
+            return _failed(options.refusal_sentence(error), 2)
         name = type(error).__name__
         what = str(error).strip() or t("no message")
         return _failed(

@@ -11,10 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from memfit.files import plain
-from memfit.messages import t
-from memfit.safe_text import escaped_json, printable, without_tokens
-from memfit.waiting import make_way
+from memfit.config.files import plain
+from memfit.text import escaped_json, make_way, printable, t, without_tokens
 
 
 def set_up_streams() -> None:

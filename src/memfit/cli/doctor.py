@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json
-from memfit.messages import N_, t
+from memfit.cli.options import Json, PlainCommand
+from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
-from memfit.wrapping import wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

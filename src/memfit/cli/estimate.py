@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, config_options
+from memfit.cli.options import FlagCommand, Json, config_options
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
-from memfit.messages import N_, t
+from memfit.text import N_, t
 from memfit.units import MIB, format_both, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from memfit.memory.cards import DeviceProfile
-    from memfit.memory.estimate import MemoryEstimate
+    from memfit.memory.stock_estimate import MemoryEstimate
 
 EPILOG = (
     "It answers for the stock Trainer with these flags and any of TrainingArguments' under its "
@@ -60,10 +59,11 @@ def estimate(
     if "model" not in options:
         raise ConfigError(t("no model given; name one with --model"))
     target = _check_target(timeline) if timeline is not None else None
-    from memfit import api, estimating
+    from memfit import api
+    from memfit.run import stock_flags
 
     with console.only_results_on_stdout():
-        device = estimating.device_for(gpu)
+        device = stock_flags.device_for(gpu)
         found = api.estimate(
             **{**options, "batch_size": options.pop("per_device_train_batch_size", batch_size)},
             max_length=max_length, padding=padding, num_labels=num_labels, task=task,
@@ -71,9 +71,9 @@ def estimate(
         )  # fmt: skip
         if target is not None:
             _draw(found, target, options["model"], device)
-        notes = estimating.notes(options, device)
+        notes = stock_flags.notes(options, device)
     if as_json:
-        values = estimating.as_json(found, device, notes)
+        values = stock_flags.as_json(found, device, notes)
         console.show_json({"model": options["model"], **values})
     else:
         for note in notes:
@@ -103,17 +103,20 @@ _PARTS = {
     "update_first": N_("first update"),
     "clear": N_("gradients freed"),
 }
+
 _PHASES = {
     "training": N_("training"),
     "evaluation": N_("evaluation"),
     "saving": N_("saving"),
     "resuming": N_("resuming"),
 }
+
 _VERDICTS = {
     "fits": N_("fits on {card}, {total}"),
     "barely": N_("fits barely on {card}, {total}"),
     "over": N_("does not fit on {card}, {total}"),
 }
+
 _RULES = {
     "weights": N_("4 B a parameter"),
     "gradients": N_("4 B a parameter"),
@@ -123,7 +126,7 @@ _RULES = {
 
 
 def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile | None) -> None:
-    from memfit.memory.timeline import write_timeline
+    from memfit.report.timeline import write_timeline
 
     write_timeline(
         found.events,
@@ -138,7 +141,7 @@ def _draw(found: MemoryEstimate, target: Path, model: str, device: DeviceProfile
 
 
 def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -> None:
-    from memfit.report import terminal
+    from memfit.report import memory_bar, terminal
 
     learn = found.trainable_parameters
     kind = (
@@ -158,8 +161,8 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
             )
     out = terminal.console()
     out.print()
-    parts = terminal.peak_components(found.peak)
-    out.print(terminal.memory_bar(parts, title=t("Peak of a step")))
+    parts = memory_bar.peak_components(found.peak)
+    out.print(memory_bar.memory_bar(parts, title=t("Peak of a step")))
     if found.peak.module:
         console.show(t("reached in {module}", module=found.peak.module))
     out.print()
@@ -169,9 +172,9 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
 
 
 def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> str:
-    from memfit import estimating
+    from memfit.run import stock_flags
 
-    verdict = estimating.verdict(found, device)
+    verdict = stock_flags.verdict(found, device)
     said = t(_VERDICTS[verdict], card=device.name, total=format_both(device.total_bytes))
     return (
         said
@@ -188,11 +191,11 @@ def _has_gpu() -> bool:
 
 def _rules_table(found: MemoryEstimate) -> RenderableType:
     """The four rules everybody knows, beside what the step really does."""
-    from memfit import estimating
     from memfit.report import terminal
-    from memfit.report.values import named
+    from memfit.report.formatting import named
+    from memfit.run import stock_flags
 
-    rules, most = estimating.classic_rules(found), estimating.component_maxima(found)
+    rules, most = stock_flags.classic_rules(found), stock_flags.component_maxima(found)
     heads = (t("component"), t("classic rule"), t("says"), t("at the peak"), t("at its most"))
     shown = terminal.table(*heads)
     for name, size in found.peak.components.items():

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json, config_options
+from memfit.cli.options import Json, PlainCommand, config_options
 from memfit.config import DataConfig
 
 # What belongs to splitting a table and training on it.

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, Quiet, config_options
+from memfit.cli.options import FlagCommand, Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
-from memfit.messages import t
+from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.climbing.values import Ladder
+    from memfit.ladders.rungs import Ladder
 
 EPILOG = (
     "Rungs: baseline, accumulation, checkpointing, adafactor, frozen, tuned, shorter, plan; each "
@@ -72,7 +71,7 @@ def ladder(
 
 
 def _show(found: Ladder) -> None:
-    from memfit.climbing import show
+    from memfit.ladders import show
     from memfit.report import terminal
 
     console.show(show.title(found))

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json
-from memfit.messages import t
+from memfit.cli.options import Json, PlainCommand
+from memfit.text import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,15 +24,15 @@ def login(
     as_json: Json = False,
 ) -> None:
     """Log in to a hub; in a pipe the token is read from the input, never from an option."""
-    from memfit import hub
+    from memfit.models import hubs
 
-    hub.check_hub(to)
+    hubs.check_hub(to)
     token = _piped_token() if not sys.stdin.isatty() else None
     if token is None and to == "modelscope" and sys.stdin.isatty():
         token = _asked_token(to, force=force)
     with console.only_results_on_stdout():
-        user = hub.login(to, token=token, force=force)
-    where = hub.endpoint(to)
+        user = hubs.login(to, token=token, force=force)
+    where = hubs.endpoint(to)
     if as_json:
         console.show_json({"hub": where, "user": user})
     else:
@@ -47,12 +46,12 @@ def _piped_token() -> str | None:
 
 def _asked_token(to: str, *, force: bool) -> str | None:
     """ModelScope's client has no login of its own to show; a token it has is tried first."""
-    from memfit import hub
     from memfit.errors import ConfigError
+    from memfit.models import hubs
 
     if not force:
         try:
-            hub.login(to)
+            hubs.login(to)
         except ConfigError:
             pass
         else:

@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memfit import cache
 from memfit.cli import console
-from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, NoCache, config_options
-from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.cli.options import FlagCommand, Json, NoCache, config_options
+from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.errors import DoesNotFitError, OutputError
-from memfit.messages import language, t
+from memfit.text import doing, language, t, telling
 from memfit.units import format_both
-from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
-    from memfit.planner.missing import NothingFitsError
+    from memfit.planner.advice import NothingFitsError
     from memfit.planner.search import Planning
-    from memfit.planning import Task
+    from memfit.run.prepare import PreparedTask
 
 EPILOG = (
     "Every option of memfit train is one of memfit plan, and what you set is kept. The plan is a "
@@ -63,7 +60,7 @@ def plan(
     target = _check_target(output) if output is not None else None
     if data is not None:
         options = {**options, "path": data}
-    with cache.unused(no_cache):
+    with files.cache_unused(no_cache):
         if check is not None:
             _check(check, config, gpu, options, as_json)
         else:
@@ -77,14 +74,13 @@ def _plan(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    from memfit import planning
-    from memfit.planner.alternatives import alternatives
-    from memfit.planner.missing import NothingFitsError
-    from memfit.report import planned, terminal
+    from memfit.planner.advice import NothingFitsError, alternatives
+    from memfit.report import plan_terminal, terminal
+    from memfit.run import prepare
 
     run = RunConfig.build(config, **options)
     with console.only_results_on_stdout(), telling(), doing(t("planning …")):
-        task = planning.prepare(run, gpu)
+        task = prepare.prepare(run, gpu)
         try:
             made = task.plan()
         except NothingFitsError as error:
@@ -96,50 +92,50 @@ def _plan(
     if target is not None:
         made.chosen.write(target, language())
     if as_json:
-        console.show_json(planning.as_json(task, made, other))
+        console.show_json(prepare.as_json(task, made, other))
     else:
         assert made.chosen.price is not None
-        seconds = planning.run_seconds(task.workload, made.chosen.price)
+        seconds = prepare.run_seconds(task.workload, made.chosen.price)
         name = Path(run.model.model).name
-        terminal.console().print(planned.plan_view(made, other, seconds, name))
+        terminal.console().print(plan_terminal.plan_view(made, other, seconds, name))
         _show_hints(task, made)
     if target is not None:
         console.say(t("written to {path}", path=target))
 
 
-def _show_hints(task: Task, made: Planning) -> None:
+def _show_hints(task: PreparedTask, made: Planning) -> None:
     del made
     if task.card is None and task.gpu is None:
         console.say(t("there is no GPU here; plan for one with --gpu NAME"))
 
 
-def _nothing_fits(task: Task, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
+def _nothing_fits(task: PreparedTask, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
     """Shows the smallest plan; the sentence itself is the error's."""
-    from memfit import planning
-    from memfit.report import planned, terminal
+    from memfit.report import plan_terminal, terminal
+    from memfit.run import prepare
 
     if as_json:
-        console.show_json(planning.missing_json(task, error))
+        console.show_json(prepare.missing_json(task, error))
     else:
-        terminal.console().print(planned.smallest_view(error.smallest))
+        terminal.console().print(plan_terminal.smallest_view(error.smallest))
     return DoesNotFitError(error.text(language()))
 
 
 def _check(
     path: str, config: str | None, gpu: str | None, options: dict[str, Any], as_json: bool
 ) -> None:
-    from memfit import planning
-    from memfit.planner.plan import Plan
-    from memfit.run_plan import does_not_fit_sentence
+    from memfit.planner.plans import Plan
+    from memfit.run import prepare
+    from memfit.run.prepare import does_not_fit_sentence
 
     plan = Plan.read(Path(path))
-    stored, card = planning.stored_options(plan.run)
+    stored, card = prepare.stored_options(plan.run)
     run = RunConfig.build(config, **{**stored, **options})
     with console.only_results_on_stdout(), telling(), doing(t("planning …")):
-        task = planning.prepare(run, gpu or card)
+        task = prepare.prepare(run, gpu or card)
         checked = task.check(plan)
     if as_json:
-        console.show_json(planning.checked_json(task, checked))
+        console.show_json(prepare.checked_json(task, checked))
     if not checked.fits:
         raise DoesNotFitError(does_not_fit_sentence(checked, path))
     if as_json:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json
+from memfit.cli.options import Json, PlainCommand
 from memfit.errors import ConfigError
-from memfit.messages import N_, t
+from memfit.text import N_, t
 
 if TYPE_CHECKING:
-    from memfit.inference import Classifier, Prediction
+    from memfit.run.inference import Classifier, Prediction
 
 Text = str | tuple[str, str]
 
@@ -108,7 +107,7 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
         console.show_json([_row(*pair) for pair in zip(texts, answers, strict=True)])
         return
     from memfit.report import terminal
-    from memfit.safe_text import clean
+    from memfit.text import clean
 
     shown = terminal.table(t("label"), t("score"), t("text"))
     shown.columns[2].justify = "left"

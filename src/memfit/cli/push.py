@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json
-from memfit.messages import t
+from memfit.cli.options import Json, PlainCommand
+from memfit.text import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,7 +35,8 @@ def push(
 ) -> None:
     """Upload model, tokenizer and a model card; texts of the data stay here."""
     from memfit import api
-    from memfit.hub import check_hub, check_repo
+    from memfit.models.hubs import check_hub
+    from memfit.run.publish import check_repo
 
     check_hub(to)
     check_repo(repo)
@@ -67,9 +67,8 @@ def _can_ask() -> bool:
 def _ask_for_licence(folder: str) -> str | None:
     """Nobody may use a model that says nothing; a card that says something needs no question."""
     from memfit.errors import ConfigError
-    from memfit.hub.card import has_licence
-    from memfit.hub.folder import files_to_push
-    from memfit.hub.licences import COMMON, checked_licence
+    from memfit.run.model_card import COMMON, checked_licence, has_licence
+    from memfit.run.publish import files_to_push
 
     path = Path(folder).expanduser()
     files_to_push(path)

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.flags import PlainCommand
-from memfit.cli.options import Json
+from memfit.cli.options import Json, PlainCommand
 
 
 def add_to(app: typer.Typer) -> None:

@@ -7,14 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from memfit import cache
 from memfit.cli import console
-from memfit.cli.flags import FlagCommand
-from memfit.cli.options import Json, NoCache, Quiet, config_options
-from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.cli.options import FlagCommand, Json, NoCache, Quiet, config_options
+from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.errors import OutputError
-from memfit.messages import t
-from memfit.waiting import doing, make_way, telling
+from memfit.text import doing, make_way, t, telling
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
@@ -54,7 +51,7 @@ def train(
 ) -> None:
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
-    with cache.unused(no_cache), telling(quiet=quiet), doing(t("preparing …")):
+    with files.cache_unused(no_cache), telling(quiet=quiet), doing(t("preparing …")):
         _train(data or [], config, resume, watch, options, as_json=as_json, quiet=quiet)
 
 
@@ -69,7 +66,7 @@ def _train(
     quiet: bool,
 ) -> None:
     from memfit import api
-    from memfit.many import is_many
+    from memfit.run.several_datasets import is_many
 
     if len(given) > 1 or (resume and is_many(options.get("output_dir"))):
         _train_many(given, config, resume, watch, options, as_json=as_json, quiet=quiet)
@@ -122,11 +119,11 @@ def _train_many(
         console.show_json(result.to_dict())
     else:
         from memfit.report import terminal
-        from memfit.report.datasets import datasets_table
+        from memfit.run.several_datasets import datasets_table
 
         terminal.console().print(datasets_table(result))
         console.show(terminal.fact("summary", result.output_dir / "summary.json"))
     if result.failed:
-        from memfit.many import failure
+        from memfit.run.several_datasets import failure
 
         raise failure(result)

@@ -1,10 +1,11 @@
-"""Tables of texts and labels: read, clean, split, tokenize."""
+"""A table of texts and labels becomes clean, split, tokenized rows.
 
-from __future__ import annotations
+`read_table` and `tokenize` are the way in; `table_files` opens every kind of file, `working_files`
+holds the Arrow files while the process lives.
+"""
 
 from memfit.data.reading import read_labelled, read_table, read_texts
-from memfit.data.tokens import tokenize, tokenize_dataset
-from memfit.data.values import (
+from memfit.data.tables import (
     DataCounts,
     LabelSpace,
     LengthBin,
@@ -12,6 +13,7 @@ from memfit.data.values import (
     TextData,
     TokenizedData,
 )
+from memfit.data.tokens import tokenize, tokenize_dataset
 
 __all__ = [
     "DataCounts",

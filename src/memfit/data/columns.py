@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
-from memfit.messages import N_, t
+from memfit.text import N_, t
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig
@@ -23,11 +23,13 @@ _TEXT_NAMES = """
     文本 评论 評論 评价 評價 内容 內容 正文 句子 评论内容 評論內容 留言 文字 问题 問題 摘要
     标题 標題
 """
+
 _LABEL_NAMES = """
     label labels sentiment class classes category categories target targets polarity emotion
     intent topic tag tags y score scores rating ratings stars
     标签 標籤 类别 類別 分类 分類 情感 情绪 情緒 评分 評分 分数 分數 星级 星級
 """
+
 _PAIRS = (
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
     ("text1", "text2"), ("text_a", "text_b"), ("sentence_a", "sentence_b"),

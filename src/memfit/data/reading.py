@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from memfit.data.columns import Columns, choose_columns, choose_texts, require_columns
-from memfit.data.labels import Coding, choose_coding, coding_for
-from memfit.data.rows import (
-    CleanRows,
-    as_text,
-    clean_rows,
-    column_of,
-    encode_labels,
-    unbroken,
-    write_rows,
+from memfit.data.labels import (
+    Coding,
+    LabelScan,
+    choose_coding,
+    coding_for,
+    flag_items,
+    label_items,
+    shorten,
 )
-from memfit.data.scan import shorten
-from memfit.data.source import open_file, open_source
-from memfit.data.split import check_share, class_counts, count_shared, split_rows
-from memfit.data.tables import Row, Table
-from memfit.data.values import REGRESSION, SINGLE_LABEL, DataCounts, LabelSpace, TextData
-from memfit.data.workspace import quiet_datasets
+from memfit.data.table_files import open_file, open_source
+from memfit.data.tables import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    DataCounts,
+    LabelSpace,
+    Row,
+    Table,
+    TextData,
+)
+from memfit.data.working_files import new_file, progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.messages import t
+from memfit.text import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +41,310 @@ if TYPE_CHECKING:
 
     from memfit.config import DataConfig
 
+if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+_BATCH_ROWS = 2000
+
+_BATCH_CHARS = 1 << 22
+
+
+@dataclass(frozen=True)
+class CleanRows:
+    """The rows that stay, their labels still as written, and what was counted on the way."""
+
+    dataset: Dataset
+    scan: LabelScan
+    text_hashes: np.ndarray[Any, Any]
+    """One number a row, so that duplicates are found without keeping the texts."""
+    rows_read: int
+    dropped_no_text: int
+    dropped_no_label: int
+
+
+class _Cleaner:
+    """Rows in, rows out, with everything counted on the way."""
+
+    def __init__(self, table: Table, columns: Columns) -> None:
+        self.where = table.where
+        self.columns = columns
+        self.scan = LabelScan()
+        self.hashes = array("q")
+        self.rows_read = self.no_text = self.no_label = 0
+
+    def clean(self, rows: Iterator[Row]) -> Iterator[Row]:
+        names, count = self.columns.labels, len(self.columns.texts)
+        bar = progress_bar(f"reading {self.where}")
+        for row in unbroken(rows, self.where):
+            self.rows_read += 1
+            bar.update(1)
+            texts = [as_text(value, self.where) for value in row[:count]]
+            if not all(text.strip() for text in texts):
+                self.no_text += 1
+                continue
+            values = row[count:]
+            several = len(names) > 1
+            items = flag_items(values, names, self.where) if several else label_items(values[0])
+            if items is None:
+                self.no_label += 1
+                continue
+            self.scan.add(items, is_list=isinstance(values[0], list | tuple))
+            self.hashes.append(hash(tuple(text.strip() for text in texts)))
+            yield (*texts, items)
+        bar.close()
+
+
+def clean_rows(table: Table, columns: Columns) -> CleanRows:
+    """Read, drop, count and write; an error where nothing is left."""
+    import numpy as np
+
+    cleaner = _Cleaner(table, columns)
+    names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
+    dataset = write_rows(cleaner.clean(table.read(columns.all)), names)
+    if cleaner.rows_read == 0:
+        raise DataError(t("{where} has a header and no rows; add rows", where=table.where))
+    if not cleaner.hashes:
+        said = {
+            "where": table.where,
+            "rows": f"{cleaner.rows_read:,}",
+            "no_text": f"{cleaner.no_text:,}",
+            "no_label": f"{cleaner.no_label:,}",
+            "text": repr(columns.text),
+            "label": repr(", ".join(columns.labels)),
+        }
+        raise DataError(
+            t(
+                "{where}: none of the {rows} rows can be used ({no_text} without text in "
+                "{text}, {no_label} without label in {label}); name other columns or fill these",
+                **said,
+            )
+        )
+    return CleanRows(
+        dataset,
+        cleaner.scan,
+        np.array(cleaner.hashes, dtype=np.int64),
+        cleaner.rows_read,
+        cleaner.no_text,
+        cleaner.no_label,
+    )
+
+
+def write_rows(rows: Iterator[Row], names: tuple[str, ...]) -> Dataset:
+    """A dataset in an Arrow file of its own, mapped into memory, never held there."""
+    import pyarrow
+    from datasets import Dataset
+
+    types = {"label": pyarrow.list_(pyarrow.string())}
+    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in names])
+    path = str(new_file())
+    with (
+        room_on_disk(),
+        pyarrow.OSFile(path, "wb") as sink,
+        pyarrow.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in _batches(rows):
+            columns = zip(*batch, strict=True)
+            arrays = [
+                pyarrow.array(column, kind)
+                for column, kind in zip(columns, schema.types, strict=True)
+            ]
+            writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
+    return Dataset.from_file(path)
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Lists of rows, short ones where the texts are long: a batch is what memory holds."""
+    batch: list[Row] = []
+    chars = 0
+    for row in rows:
+        batch.append(row)
+        chars += len(row[0])
+        if len(batch) == _BATCH_ROWS or chars > _BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def encode_labels(rows: CleanRows, coding: Coding) -> Dataset:
+    """The same rows with `label` as the model learns it; the texts are not written again."""
+    import datasets
+    from datasets import Features, Value
+
+    kinds = {SINGLE_LABEL: Value("int64"), MULTI_LABEL: datasets.List(Value("float32"))}
+    features = Features({"label": kinds.get(coding.space.task, Value("float32"))})
+    with room_on_disk():
+        labels = rows.dataset.select_columns(["label"]).map(
+            lambda batch: {"label": [coding.encode(items) for items in batch["label"]]},
+            batched=True,
+            features=features,
+            load_from_cache_file=False,
+            new_fingerprint=uuid4().hex,  # nothing to hash: no result is ever looked up again
+        )
+    texts = rows.dataset.remove_columns(["label"])
+    return datasets.concatenate_datasets([texts, labels], axis=1)
+
+
+def column_of(dataset: Dataset, name: str) -> Array:
+    """A column of numbers, or of lists of equally many, as an array.
+
+    Through Arrow: a list of Python numbers would take five times the memory, and the formatters
+    for numpy and torch import a name that torchvision has dropped (0.26).
+    """
+    import numpy as np
+
+    column = dataset.with_format("arrow")[name][:]
+    values = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    if hasattr(values.type, "value_type"):
+        return np.asarray(values.flatten()).reshape(len(values), -1)
+    return np.asarray(values)
+
+
+def as_text(value: Any, where: str) -> str:
+    """A cell as text; '' where there is none."""
+    if isinstance(value, str):
+        return value
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, list | dict | tuple | bytes):
+        raise DataError(
+            t(
+                "{where}: the text column holds {kind} values; name a column of texts with "
+                "--text-column",
+                where=where,
+                kind=type(value).__name__,
+            )
+        )
+    return str(value)
+
+
+def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
+    """The rows, with one sentence where the file fails under them."""
+    try:
+        yield from rows
+    except (UnicodeDecodeError, OSError) as error:
+        # The file was opened and its encoding checked before.
+        raise DataError(
+            t(
+                "{path} cannot be read to its end ({reason}); write it again",
+                path=where,
+                reason=error,
+            )
+        ) from None
+
+
+def check_share(share: float) -> None:
+    """`validation_split` before anything is read."""
+    if not 0 < share < 1:  # also refuses nan
+        raise DataError(
+            t(
+                "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
+                share=share,
+            )
+        )
+
+
+def split_rows(
+    labels: Array, space: LabelSpace, share: float, seed: int, where: str
+) -> tuple[Array, Array]:
+    """(training, validation) row numbers, each in the order of the file.
+
+    In order and not shuffled, so that a file larger than memory is read front to back;
+    the Trainer shuffles every epoch.
+    """
+    import numpy as np
+
+    rows = len(labels)
+    wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
+    if wanted >= rows:
+        raise DataError(
+            t(
+                "{where}: {rows} usable rows cannot be split at --validation-split {share}; "
+                "add rows or give a --validation-file",
+                where=where,
+                rows=rows,
+                share=share,
+            )
+        )
+    random = np.random.default_rng(seed)
+    if space.task == SINGLE_LABEL:
+        shares = _stratified_counts(labels, space, wanted, where)
+        members = (np.flatnonzero(labels == number) for number in range(space.num_labels))
+        chosen = [
+            random.permutation(member)[:count]
+            for member, count in zip(members, shares, strict=True)
+        ]
+        validates = np.concatenate(chosen)
+    else:
+        validates = random.permutation(rows)[:wanted]
+    in_validation = np.zeros(rows, dtype=bool)
+    in_validation[validates] = True
+    if space.task == MULTI_LABEL:
+        _keep_every_label_in_training(labels, in_validation)
+    return np.flatnonzero(~in_validation), np.flatnonzero(in_validation)
+
+
+def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str) -> list[int]:
+    """Validation rows of every class: proportional, and at least one on either side."""
+    import numpy as np
+
+    totals = np.bincount(labels, minlength=space.num_labels)
+    present = totals > 0  # a source may declare a class that has no rows
+    classes = int(present.sum())
+    if min(wanted, len(labels) - wanted) < classes:
+        least = f"{math.ceil(100 * classes / len(labels)) / 100:.2f}"
+        most = f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}"
+        said = {"wanted": wanted, "rows": len(labels), "classes": classes}
+        raise DataError(
+            t(
+                "{where}: {wanted} of {rows} rows for validation leave a label out of one "
+                "split, as there are {classes} labels; give a --validation-split of {least} to "
+                "{most}, or a --validation-file",
+                where=where,
+                least=least,
+                most=most,
+                **said,
+            )
+        )
+    quota = totals * (wanted / len(labels))
+    counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)
+    # Rounding leaves a few rows over or short; they go where the quota is missed most.
+    while counts.sum() < wanted:
+        room = counts < totals - 1
+        counts[np.argmax(np.where(room, quota - counts, -np.inf))] += 1
+    while counts.sum() > wanted:
+        counts[np.argmax(np.where(counts > 1, counts - quota, -np.inf))] -= 1
+    return [int(count) for count in counts]
+
+
+def _keep_every_label_in_training(labels: Array, in_validation: Array) -> None:
+    """A rare label of a multi-label table must at least be learned; its first row is moved."""
+    import numpy as np
+
+    for column in labels.T > 0:
+        holders = np.flatnonzero(column)
+        if len(holders) and in_validation[holders].all():
+            in_validation[holders[0]] = False
+
+
+def count_shared(train_hashes: Array, validation_hashes: Array) -> int:
+    """Validation rows whose text also occurs in training."""
+    import numpy as np
+
+    return int(np.isin(validation_hashes, train_hashes).sum())
+
+
+def class_counts(labels: Array, space: LabelSpace) -> dict[str, int]:
+    """Rows of every class (multi-label: rows that have it); nothing for regression."""
+    import numpy as np
+
+    if space.task == SINGLE_LABEL:
+        totals = np.bincount(labels, minlength=space.num_labels)
+    elif space.task == MULTI_LABEL:
+        totals = (labels > 0).sum(axis=0)
+    else:
+        return {}
+    return {name: int(total) for name, total in zip(space.names, totals, strict=True)}
 
 
 def read_table(config: DataConfig) -> TextData:

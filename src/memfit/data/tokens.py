@@ -1,31 +1,118 @@
-"""Texts to token ids, cut at `max_length` but not padded, and how long they were before."""
+"""Texts to token ids, cut at `max_length` but not padded, and kept for the next run of a task.
+
+A table is known by its texts and labels, its tokenizer, the length and the installed versions. The
+files lie in the cache folder; `--no-cache` reads none of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from memfit.data import kept_tokens
-from memfit.data.rows import column_of
-from memfit.data.values import LengthBin, LengthSummary, TextData, TokenizedData
-from memfit.data.workspace import progress_bar, quiet_datasets, room_on_disk
+from memfit.config import files
+from memfit.data.reading import column_of
+from memfit.data.tables import LengthBin, LengthSummary, TextData, TokenizedData
+from memfit.data.working_files import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.messages import t
+from memfit.text import t
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
 
+_FOLDER = "tokens"
+
+_MOST_FILE_BYTES = 500_000_000
+
+_MOST_BYTES = 2_000_000_000
+"""Of all files together; the oldest go first."""
+
+
+def place_of_tokens(dataset: Dataset, tokenizer: Any, max_length: int) -> Path | None:
+    """Where the tokens of these rows are kept; None for tokenizers that cannot be compared."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    backend.no_truncation()  # each call sets what it needs; here it would be the last call's
+    backend.no_padding()
+    values = {
+        "rows": _digest_of_rows(dataset),
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "settings": [
+            type(tokenizer).__name__, tokenizer.truncation_side, tokenizer.model_input_names,
+            getattr(tokenizer, "split_special_tokens", False), max_length,
+        ],
+        "installed": [files.installed_versions(), importlib.metadata.version("tokenizers")],
+    }  # fmt: skip
+    try:
+        return files.cache_folder() / _FOLDER / f"{files.cache_digest(values)}.arrow"
+    except RuntimeError:  # this user has no home folder
+        return None
+
+
+def read_kept_tokens(place: Path | None) -> Dataset | None:
+    """The rows kept there, mapped from the disk; None where there are none."""
+    if place is None or not files.cache_is_used() or not place.is_file():
+        return None
+    from datasets import Dataset
+
+    try:
+        kept = Dataset.from_file(str(place))
+    except Exception:  # damaged: pyarrow and datasets raise what they like
+        return None
+    with suppress(OSError):
+        os.utime(place)  # the newest stay longest
+    return kept
+
+
+def keep_tokens(place: Path | None, tokenized: Dataset) -> None:
+    """Writes the rows there, if that can be done."""
+    if place is None or tokenized.data.nbytes > _MOST_FILE_BYTES:
+        return
+    import pyarrow as pa
+
+    part = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        schema = tokenized.data.schema
+        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for batch in tokenized.data.to_batches():
+                writer.write_batch(batch)
+        part.replace(place)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+    files.tidy_cache(f"{_FOLDER}/*.arrow", most_bytes=_MOST_BYTES)
+
+
+def _digest_of_rows(dataset: Dataset) -> str:
+    """Of all columns, in order."""
+    digest = hashlib.sha256()
+    for table in dataset.with_format("arrow").iter(10_000):
+        plain = table.combine_chunks().replace_schema_metadata(None)
+        digest.update(plain.schema.to_string().encode())
+        for batch in plain.to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _LENGTH = "length_before_cutting"
+
 _BATCH_ROWS = 1000
+
 _EQUAL_BINS = 9
+
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
@@ -100,8 +187,8 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
     _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
     if "label" in dataset.column_names:
         dataset = dataset.rename_column("label", "labels")  # keeps its type
-    place = kept_tokens.place_of(dataset, tokenizer, max_length)
-    if (kept := kept_tokens.read(place)) is not None:
+    place = place_of_tokens(dataset, tokenizer, max_length)
+    if (kept := read_kept_tokens(place)) is not None:
         return kept.remove_columns([_LENGTH]), column_of(kept, _LENGTH)
     bar = progress_bar("tokenizing", total_rows=len(dataset))
 
@@ -121,7 +208,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
             new_fingerprint=uuid4().hex,
         )
     bar.close()
-    kept_tokens.keep(place, tokenized)
+    keep_tokens(place, tokenized)
     return tokenized.remove_columns([_LENGTH]), column_of(tokenized, _LENGTH)
 
 

@@ -1,1 +1,5 @@
-"""What is installed here, what it lacks, and what a card can train."""
+"""What is installed here, what it lacks, and what a card can train.
+
+`diagnosis` is everything `memfit doctor` tells; `environment` looks around, `reach` asks the
+strategies and the planner.
+"""

@@ -9,9 +9,9 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 
-from memfit.half_on_cpu import HalfOnCpu, half_on_cpu
+from memfit.engine.half_on_cpu import HalfOnCpu, half_on_cpu
 from memfit.memory import nvml
-from memfit.messages import N_, t
+from memfit.text import N_, t
 
 # Optional packages and what each is for. The rest is memfit's own requirements.
 OPTIONAL = {
@@ -24,12 +24,15 @@ OPTIONAL = {
     "bitsandbytes": N_("--optim adamw_bnb_8bit of the stock Trainer"),
     "torchao": N_("--optim adamw_torch_8bit of the stock Trainer"),
 }
+
 # Where memfit is run from its sources, without metadata that says which versions.
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "huggingface_hub",
              "scikit-learn", "jinja2", "nvidia-ml-py", "psutil", "rich", "tomli-w",
              "typer")  # fmt: skip
+
 # A package of another name, by platform.
 _ON_WINDOWS = {"triton": "triton-windows"}
+
 _INSTALLED_BY = {"flash-attn": "pip install flash-attn --no-build-isolation"}
 
 

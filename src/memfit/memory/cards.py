@@ -13,23 +13,25 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.errors import nearest as suggestion
-from memfit.memory.context import (
+from memfit.memory.cuda_context import (
     LOADED_LATER_BYTES,
     PAGE_BYTES,
     measured_context_bytes,
     predicted_context_bytes,
 )
-from memfit.messages import t
+from memfit.text import t
 from memfit.units import GIB, MIB
 
 # What a name may carry without changing the card it means.
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "graphics", "card", "generation", "hbm3"}
-_MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
-_MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
+_MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
+
+_MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
 # A lane's bytes a second by PCIe generation, and the generation by capability.
 _LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
+
 _LANES = 16
 
 

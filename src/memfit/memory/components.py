@@ -1,4 +1,7 @@
-"""Where training memory goes, as one vocabulary for predictions and measurements."""
+"""Where training memory goes: one vocabulary for predictions, measurements and traces.
+
+The tracer writes these, from fake or real tensors; the allocator model reads them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.messages import N_
+from memfit.text import N_
 
 
 class Component(StrEnum):
@@ -53,3 +56,18 @@ class MemoryPeak:
         there must be room for the whole segment that the page belongs to.
         """
         return self.reserved_bytes + self.components.get(Component.CONTEXT, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One storage is born or dies.
+
+    `block` names the storage: its birth and its death carry the same number.
+    `nbytes` is what the tensor asked for; rounding is the allocator's business.
+    """
+
+    block: int
+    nbytes: int
+    birth: bool
+    component: Component
+    module: str = ""

@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memfit.errors import MemfitError
 from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
-from memfit.memory.context import measured_context_bytes
-from memfit.memory.trace import Tracker
-from memfit.memory.workspace import workspace_bytes
-from memfit.messages import t
+from memfit.memory.cuda_context import measured_context_bytes, workspace_bytes
+from memfit.memory.tracing.tracker import Tracker
+from memfit.text import t
 
 Optimizers = Callable[[], Any]
 """Gives the optimizer, or None while there is none: the Trainer makes it late."""

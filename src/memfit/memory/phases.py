@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from memfit.memory.allocator import Allocator, Block, round_request
 from memfit.memory.cards import DeviceProfile
-from memfit.memory.components import Component, MemoryPeak
-from memfit.memory.events import Event
-from memfit.memory.segments import Mark, Segments, play, survivors
-from memfit.memory.spec import StepSpec
-from memfit.memory.workspace import handle_workspace_bytes, lt_workspace_bytes
+from memfit.memory.components import Component, Event, MemoryPeak
+from memfit.memory.cuda_context import handle_workspace_bytes, lt_workspace_bytes
+from memfit.memory.stock_step import StepSpec
+from memfit.memory.tracing.depth import Mark, Segments, play, survivors
 
 TRAINING, EVALUATION, SAVING, RESUMING = "training", "evaluation", "saving", "resuming"
 

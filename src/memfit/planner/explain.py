@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.messages import N_, NP_, Message
-from memfit.planner.batches import batches_of
-from memfit.planner.plan import Decision
-from memfit.planner.space import Asked
-from memfit.planner.values import Candidate, Price, Pricer
+from memfit.planner.candidates import Candidate, Price, Pricer
+from memfit.planner.plans import Decision
+from memfit.planner.space import PlanRequest
+from memfit.planner.workload import batches_of
 from memfit.strategies import (
     Checkpointing,
     Fidelity,
@@ -24,16 +23,19 @@ from memfit.strategies import (
     called,
     ordered,
 )
+from memfit.text import N_, NP_, Message
 from memfit.units import duration
 
 _BYTES_PER_PARAMETER = {24: 5.03, 16: 4.03}
 """Weights and optimizer state of the low-bit optimizer; AdamW in fp32 has 12."""
+
 _PHASES = {
     "training": NP_("while", "training"),
     "evaluation": NP_("while", "evaluating"),
     "saving": NP_("while", "saving"),
     "resuming": NP_("while", "resuming"),
 }
+
 _USED = {
     "fused_attention": N_(
         "attention is fused: weights of the square of the length are never stored"
@@ -55,6 +57,7 @@ _USED = {
     ),
 }
 """Strategies whose sentence needs no figures but their own settings."""
+
 _RELEASED = {
     "kept8": N_(
         "gradients kept in 8 bits, because the global norm is needed to clip at "
@@ -92,7 +95,9 @@ def step_time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def explain(price: Price, asked: Asked, pricer: Pricer, budget_bytes: int) -> tuple[Decision, ...]:
+def explain(
+    price: Price, asked: PlanRequest, pricer: Pricer, budget_bytes: int
+) -> tuple[Decision, ...]:
     """The plan as a whole, what it uses, what of the user's it keeps, what it leaves out."""
     return _Explaining(price, asked, pricer, budget_bytes).decisions()
 
@@ -100,7 +105,7 @@ def explain(price: Price, asked: Asked, pricer: Pricer, budget_bytes: int) -> tu
 @dataclass
 class _Explaining:
     price: Price
-    asked: Asked
+    asked: PlanRequest
     pricer: Pricer
     budget_bytes: int
 

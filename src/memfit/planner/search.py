@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
-from memfit.messages import Message
+from memfit.planner.advice import disk_note, does_not_fit, fits_host, guess_note, host_note
+from memfit.planner.candidates import Candidate, Price, Pricer, Workload
 from memfit.planner.explain import explain
-from memfit.planner.missing import does_not_fit
-from memfit.planner.plan import Decision, Plan, digest_of
-from memfit.planner.preflight import disk_note, fits_host, guess_note, host_note
-from memfit.planner.space import Asked, candidates
-from memfit.planner.values import Candidate, Price, Pricer, Workload
-from memfit.runtime.batching import MicroBatching
-from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW
+from memfit.planner.plans import Decision, Plan, digest_of
+from memfit.planner.space import PlanRequest, candidates, limits_for
+from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW, Strategy, ordered
+from memfit.text import Message
 
 _CLOSE = 0.02
 """What a quick price may be off by."""
+
 TIERS = (
     "",
     "checkpointing",
@@ -41,8 +41,11 @@ TIERS = (
     "recomputed_and_offloaded",
 )
 """Kinds by what they cost at least: layers computed again, a second backward, the bus, the host."""
+
 _WORTH_ROUNDING = 0.9
+
 _NEIGHBOURS = 2
+
 _LISTED = 6
 
 
@@ -61,7 +64,7 @@ class Planning:
     traced: int
     seconds: float
     """What planning took."""
-    asked: Asked = field(repr=False)
+    asked: PlanRequest = field(repr=False)
     prices: tuple[Price, ...] = field(repr=False)
     """Every candidate's quick price, fastest first."""
     pricer: Pricer = field(repr=False)
@@ -137,7 +140,7 @@ def ask(
     *,
     exact: bool,
     allow: frozenset[str],
-) -> tuple[Asked, Pricer]:
+) -> tuple[PlanRequest, Pricer]:
     """What is asked, and who prices it."""
     if exact and allow:
         raise ConfigError(
@@ -147,14 +150,14 @@ def ask(
             )
         )
     if pricer is None:
-        from memfit.planner.compose import TracedPricer
+        from memfit.planner.pricing.pricer import TracedPricer
 
         pricer = TracedPricer(workload, card)
-    return Asked(workload, card, pricer.problem, exact=exact, allow=allow), pricer
+    return PlanRequest(workload, card, pricer.problem, exact=exact, allow=allow), pricer
 
 
 def price_all(
-    asked: Asked, pricer: Pricer, budget_bytes: int | None = None, host_free: int = 0
+    asked: PlanRequest, pricer: Pricer, budget_bytes: int | None = None, host_free: int = 0
 ) -> list[Price]:
     """Every candidate's quick price, the fastest first.
 
@@ -322,3 +325,29 @@ class _Search:
     def _trace(self, price: Price) -> Price:
         self.traces += 1
         return self._pricer.full(price.candidate)
+
+
+def fit_strategies(
+    workload: Workload,
+    strategies: Sequence[Strategy],
+    budget_bytes: int,
+    card: DeviceProfile | None,
+) -> Plan:
+    """These strategies with the fastest micro-batches inside the budget, or DoesNotFitError."""
+    asked, pricer = ask(workload, card, None, exact=False, allow=frozenset())
+    chosen = tuple(ordered(strategies))
+    prices = sorted(
+        (pricer.quick(Candidate(chosen, limits)) for limits in limits_for(asked.workload, chosen)),
+        key=rank,
+    )
+    found = first_that_fits(prices, budget_bytes, pricer)
+    if found is None:
+        free_bytes = int(psutil.virtual_memory().available)
+        raise does_not_fit(asked, pricer, prices, budget_bytes, free_bytes)
+    return Plan(
+        candidate=found.candidate,
+        price=found,
+        digest=digest_of(workload, budget_bytes, card),
+        decisions=explain(found, asked, pricer, budget_bytes),
+        args=workload.args,
+    )

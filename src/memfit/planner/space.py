@@ -2,8 +2,8 @@
 
 A way is one option of every axis in AXES and one limit of the micro-batches. To let the planner
 use another strategy, add it to the axis it is an alternative on (or make a new axis), and, if it
-stores or does something new, to compose.py. What cannot stand together is said by the
-strategies' own `conflicts`; what makes no sense together, and how batches are cut, by rules.py.
+stores or does something new, to pricer.py. What cannot stand together is said by the
+strategies' own `conflicts`; what makes no sense together, and how batches are cut, by space.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
-from memfit.messages import Message
-from memfit.planner.rules import Option, limits_for, senseless, together, wasteful
-from memfit.planner.values import Candidate, Workload
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.workload import batches_of
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -39,9 +39,93 @@ from memfit.strategies import (
     StateOffload,
     Strategy,
     Truncation,
+    ordered,
 )
 from memfit.strategies.base import CANNOT_BE_USED
 from memfit.strategies.truncation import choose_length
+from memfit.text import Message
+
+Option = tuple[Strategy, ...]
+
+_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into how many micro-batches the largest batch may be cut."""
+
+
+def together(strategies: Option, free: Option) -> Option | None:
+    """All of them in their order; None where two conflict. Free ones give way."""
+    names = {one.name for one in strategies}
+    added = [
+        one
+        for one in free
+        if not one.conflicts & names
+        and not any(one.name in other.conflicts for other in strategies)
+    ]
+    try:
+        return tuple(ordered([*strategies, *added]))
+    except ConfigError:
+        return None
+
+
+def senseless(strategies: Option) -> bool:
+    """Whether one of them would have nothing to do beside the others."""
+    kinds = {type(one): one for one in strategies}
+    release = kinds.get(GradientRelease)
+    few_learn = any(kind in kinds for kind in (Lora, Freezing, FrozenFeatures))
+    few = (OptimizerOffload, SmallStateOptimizer, StateOffload)
+    if few_learn and (release or any(kind in kinds for kind in few)):
+        return True  # gradients and state are small already
+    again = kinds.get(Checkpointing)
+    if StateOffload in kinds and isinstance(again, Checkpointing) and again.part == "mlp":
+        return True  # whole layers are computed again before the bus is used
+    hosted = kinds.get(OptimizerOffload)
+    # The last resort: weights on the host go with all layers recomputed, or with none.
+    last = isinstance(hosted, OptimizerOffload) and hosted.weights
+    if last and (ActivationOffload in kinds or (again is not None and again != Checkpointing())):
+        return True
+    frozen = kinds.get(Freezing)
+    nothing_kept = FrozenFeatures in kinds or (
+        isinstance(frozen, Freezing) and frozen.what == "encoder"
+    )
+    if nothing_kept and (Checkpointing in kinds or ActivationOffload in kinds):
+        return True
+    if CudaGraphs in kinds:
+        host = isinstance(release, GradientRelease) and release.mode == "host"
+        return host or LowBitAdamW not in kinds or Packing not in kinds
+    return False
+
+
+def wasteful(strategies: Option, every: set[Strategy]) -> bool:
+    """Whether it holds scratch memory that costs nothing to leave out: graphs parse no setting."""
+    kinds = {type(one) for one in strategies}
+    return CudaGraphs in kinds and SmallWorkspace not in kinds and SmallWorkspace() in every
+
+
+def limits_for(workload: Workload, strategies: Option) -> list[MicroBatching]:
+    """The whole effective batch at once, or in ever smaller parts down to the longest row."""
+    whole = [MicroBatching()]
+    if needs_whole_batches(strategies):
+        return whole
+    batches = batches_of(workload, strategies)
+    longest = batches.longest_tokens
+    if any(isinstance(one, Packing) for one in strategies):
+        most = batches.worst_tokens
+        counts = {batches.usual_most_tokens(), *(-(-most // parts) for parts in _PARTS)}
+    else:
+        rows = min(workload.effective_rows, len(workload.lengths))
+        most = rows * longest
+        counts = {-(-rows // parts) * longest for parts in _PARTS}
+    smaller = sorted({max(one, longest) for one in counts} - {most}, reverse=True)
+    return whole + [MicroBatching(max_tokens=one) for one in smaller if one < most]
+
+
+def needs_whole_batches(strategies: Option) -> bool:
+    """Whether a step of several micro-batches is another update rule, or is not captured."""
+    release = next((one for one in strategies if isinstance(one, GradientRelease)), None)
+    if release is None:
+        # Gradients kept in `.grad` would be the graph's own memory, written anew each time.
+        return any(isinstance(one, CudaGraphs) for one in strategies)
+    return release.mode == "two_pass" or (release.mode == "release" and not release.accumulate)
+
 
 Judge = Callable[[Option], str]
 """Why these strategies cannot be used for the task on the card; empty where they can."""
@@ -54,7 +138,7 @@ _CUT_SHARES = (0.05, 0.2)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What is to be trained, where, and what may be done for it."""
 
     workload: Workload
@@ -120,7 +204,7 @@ class Asked:
         return name in self.workload.user_set
 
 
-def _usual(asked: Asked) -> list[tuple[Option, Option]]:
+def _usual(asked: PlanRequest) -> list[tuple[Option, Option]]:
     """Strategies that work together on most tasks, and those that then work too."""
     layers: Option = (Packing(), Checkpointing())
     half: Option = (Packing(), Checkpointing(part="mlp"))
@@ -143,7 +227,7 @@ def _usual(asked: Asked) -> list[tuple[Option, Option]]:
 
 
 def candidates(
-    asked: Asked, *, having: Sequence[str] = (), also: Option = ()
+    asked: PlanRequest, *, having: Sequence[str] = (), also: Option = ()
 ) -> Iterator[Candidate]:
     """Every way of training, the plainest first.
 
@@ -166,7 +250,7 @@ def candidates(
 # ------------------------------------------------------------------------------- the axes
 
 
-def _learning(asked: Asked) -> list[Option]:
+def _learning(asked: PlanRequest) -> list[Option]:
     """Which weights learn."""
     options: list[Option] = [()]
     if asked.workload.freeze is None and asked.workload.lora is None:
@@ -181,7 +265,7 @@ def _learning(asked: Asked) -> list[Option]:
     return options
 
 
-def _texts(asked: Asked) -> list[Option]:
+def _texts(asked: PlanRequest) -> list[Option]:
     """How long texts may be."""
     if "truncate" not in asked.allow:
         return [()]
@@ -192,7 +276,7 @@ def _texts(asked: Asked) -> list[Option]:
     return [(), *asked.usable((Truncation(one),) for one in fewer)]
 
 
-def _updating(asked: Asked) -> list[Option]:
+def _updating(asked: PlanRequest) -> list[Option]:
     """In which precision is computed, and how weights are stored and stepped.
 
     Where the low-bit optimizer can be used, float32 weights are left out: the same arithmetic
@@ -218,7 +302,7 @@ def _updating(asked: Asked) -> list[Option]:
     return options
 
 
-def _keeping(asked: Asked) -> list[Option]:
+def _keeping(asked: PlanRequest) -> list[Option]:
     """What layers keep for backward, recompute, or leave in host memory."""
     depth = asked.depth
     options: list[Option] = [()]
@@ -240,7 +324,7 @@ def _keeping(asked: Asked) -> list[Option]:
     return options
 
 
-def _launching(asked: Asked) -> list[Option]:
+def _launching(asked: PlanRequest) -> list[Option]:
     """Kernels launched one by one, or replayed."""
     if asked.card is None or asked.exact:
         return [()]  # graphs capture the low-bit optimizer's step
@@ -248,12 +332,12 @@ def _launching(asked: Asked) -> list[Option]:
     return [(), *asked.usable([(CudaGraphs(),)], beside)]
 
 
-def _scratch(asked: Asked) -> list[Option]:
+def _scratch(asked: PlanRequest) -> list[Option]:
     """The matrix libraries' scratch memory: as it is, or small."""
     return [(), *asked.usable([(SmallWorkspace(),)])] if asked.card is not None else [()]
 
 
-AXES: tuple[Callable[[Asked], list[Option]], ...] = (
+AXES: tuple[Callable[[PlanRequest], list[Option]], ...] = (
     _learning,
     _texts,
     _updating,
@@ -263,7 +347,7 @@ AXES: tuple[Callable[[Asked], list[Option]], ...] = (
 )
 
 
-def _free(asked: Asked) -> Option:
+def _free(asked: PlanRequest) -> Option:
     """Strategies that cost neither time nor fidelity, wherever they can be used."""
     packs = asked.works(Packing())
     free: list[Strategy] = [Packing()] if packs else []
@@ -296,7 +380,7 @@ def _without_name(name: str, reason: str) -> str:
     return reason
 
 
-def _half_precision(asked: Asked) -> list[Option]:
+def _half_precision(asked: PlanRequest) -> list[Option]:
     if asked.card is None:
         from memfit.strategies.half_precision import has_fast_bf16
 
@@ -308,7 +392,7 @@ def _half_precision(asked: Asked) -> list[Option]:
     return asked.usable([(HalfPrecision(asked.half),)])
 
 
-def _low_bit(asked: Asked) -> list[Option]:
+def _low_bit(asked: PlanRequest) -> list[Option]:
     """The low-bit optimizer with each way of keeping gradients until the norm is known."""
     if _refused(asked, "bf16" if asked.half == "bfloat16" else "fp16"):
         return []
@@ -336,7 +420,7 @@ def _low_bit(asked: Asked) -> list[Option]:
     return options
 
 
-def _away(asked: Asked, way: Option) -> list[Strategy]:
+def _away(asked: PlanRequest, way: Option) -> list[Strategy]:
     """How the low-bit state may lie in host memory, where gradients wait in this way."""
     modes = [one.mode for one in way if isinstance(one, GradientRelease)]
     if modes not in ([], ["kept8"], ["release"]):
@@ -346,7 +430,7 @@ def _away(asked: Asked, way: Option) -> list[Strategy]:
     return [one for one in places if asked.works(stored, *way, one)]
 
 
-def _refused(asked: Asked, name: str) -> bool:
+def _refused(asked: PlanRequest, name: str) -> bool:
     """Whether the user said no to a precision."""
     return asked.given(name) and not getattr(asked.workload.args, name)
 

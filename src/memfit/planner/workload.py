@@ -1,24 +1,286 @@
-"""What is to be trained, read from a run's configuration or from a Trainer's arguments."""
+"""What is to be trained: its model without weights, its rows, and what its batches look like.
+
+Memory is planned for the worst batch the shuffle can draw, time for an average one. Both come
+from the data's own lengths.
+
+transformers' own sequence classifiers are built from their configuration. Any other model, with
+another head, another task or modules of the user's own, is copied with shapes only; for a shallow
+trace its list of layers is cut. Its batches have the shapes of one that its collator made.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, TrainingArguments
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from memfit.config import RunConfig
-from memfit.data.values import LabelSpace
+from memfit.data import LabelSpace
+from memfit.engine.effective_batch import effective_rows
+from memfit.engine.micro_batches import MicroBatching, group_rows, longest_row, row_lengths
 from memfit.errors import TraceError
-from memfit.messages import Message
-from memfit.parts import base_of, layers_of
-from memfit.planner.given_model import Collate, given_model, is_built_from_config
-from memfit.planner.values import Workload
-from memfit.runtime.effective import effective_rows
-from memfit.runtime.lengths import longest_row, row_lengths
+from memfit.memory.tracing.depth import cut_layers
+from memfit.models.layer_stack import sees_padding
+from memfit.models.layers import base_of, layers_of
+from memfit.planner.candidates import Workload
+from memfit.strategies import Strategy, Truncation
+from memfit.text import Message
+
+_SAMPLED_BATCHES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How effective batches are cut under one limit."""
+
+    micro_batches: float
+    """Parts of an average effective batch."""
+    tokens: float
+    """Tokens of an average effective batch on the device, padding included."""
+    worst_tokens: int
+    """The most tokens that are on the device at once."""
+    worst_part_tokens: int
+    """The same of a batch that is cut: packed parts are even, and so not as large as may be."""
+    worst_micro_batches: int
+    """Parts of the largest effective batch."""
+    pairs: float
+    """Pairs of a token and one it attends to, in an average effective batch."""
+
+
+class Batches:
+    """Effective batches drawn from the rows of a dataset, always the same ones."""
+
+    def __init__(self, lengths: Sequence[int], effective_rows: int) -> None:
+        self._lengths = tuple(lengths)
+        self._rows = min(effective_rows, len(self._lengths))
+        draw = random.Random(0)
+        self._sampled = [
+            draw.sample(self._lengths, self._rows)
+            if len(self._lengths) > self._rows
+            else list(self._lengths)
+            for _ in range(_SAMPLED_BATCHES if len(self._lengths) > self._rows else 1)
+        ]
+        self._worst = sorted(self._lengths, reverse=True)[: self._rows]
+        self._cut = cache(self._measure)
+        self._evaluated = cache(self._most_evaluated)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return self._worst[0]
+
+    @property
+    def worst_tokens(self) -> int:
+        """Tokens of the largest effective batch, without padding."""
+        return sum(self._worst)
+
+    def usual_most_tokens(self) -> int:
+        """More than most batches have: the largest of those sampled, and a little."""
+        return min(round(1.02 * max(map(sum, self._sampled))), self.worst_tokens)
+
+    def padding_share(self) -> float:
+        """The share of a padded batch that is padding."""
+        padded = sum(len(rows) * max(rows) for rows in self._sampled)
+        return 1 - sum(map(sum, self._sampled)) / padded
+
+    def cut(self, limits: MicroBatching, *, packed: bool) -> Cutting:
+        """What these limits make of the batches."""
+        return self._cut(limits, packed)
+
+    def _measure(self, limits: MicroBatching, packed: bool) -> Cutting:
+        parts = [self._parts(rows, limits, packed) for rows in self._sampled]
+        worst = self._parts(self._worst, limits, packed)
+        most = self._most(limits, packed)
+        even = (self.worst_tokens + self.longest_tokens) // 2
+        cut_evenly = packed and len(worst) > 1 and limits.max_rows is None
+        return Cutting(
+            micro_batches=sum(map(len, parts)) / len(parts),
+            tokens=sum(map(sum, parts)) / len(parts),
+            worst_tokens=most,
+            worst_part_tokens=min(most, even) if cut_evenly else most,
+            worst_micro_batches=len(worst),
+            pairs=sum(self._pairs(rows, limits, packed) for rows in self._sampled) / len(parts),
+        )
+
+    def cut_whole(self, packed: bool) -> int:
+        """Tokens of the largest effective batch at once, padding included."""
+        return self.cut(MicroBatching(), packed=packed).worst_tokens
+
+    def evaluated_tokens(self, rows: int, limits: MicroBatching, *, packed: bool) -> int:
+        """Tokens of the largest part of an evaluation batch of so many rows."""
+        return self._evaluated(rows, limits, packed)
+
+    def _most_evaluated(self, rows: int, limits: MicroBatching, packed: bool) -> int:
+        ordered = sorted(self._lengths, reverse=True)
+        longest = ordered[0]
+        rows = min(rows, limits.max_rows or rows)
+        repeated, rest = divmod(rows, len(ordered))
+        most = repeated * sum(ordered) + sum(ordered[:rest]) if packed else rows * longest
+        return most if limits.max_tokens is None else max(min(most, limits.max_tokens), longest)
+
+    def _pairs(self, rows: Sequence[int], limits: MicroBatching, packed: bool) -> int:
+        if packed:
+            return sum(length**2 for length in rows)
+        groups = group_rows(rows, limits, packed=False)
+        return sum(len(group) * max(rows[index] for index in group) ** 2 for group in groups)
+
+    def _most(self, limits: MicroBatching, packed: bool) -> int:
+        """No batch brings more: all rows at the longest, up to the limits."""
+        rows = min(self._rows, limits.max_rows or self._rows)
+        longest = self._worst[0]
+        most = sum(self._worst[:rows]) if packed else rows * longest
+        if limits.max_tokens is None:
+            return most
+        return max(min(most, limits.max_tokens), longest)
+
+    @staticmethod
+    def _parts(rows: Sequence[int], limits: MicroBatching, packed: bool) -> list[int]:
+        """Tokens of each micro-batch of one effective batch."""
+        groups = group_rows(rows, limits, packed=packed)
+        if packed:
+            return [sum(rows[index] for index in group) for group in groups]
+        return [len(group) * max(rows[index] for index in group) for group in groups]
+
+
+def batches_of(workload: Workload, strategies: Sequence[Strategy]) -> Batches:
+    """Effective batches of the rows as these strategies leave them."""
+    cut = next((one for one in strategies if isinstance(one, Truncation)), None)
+    longest = workload.longest_tokens if cut is None else cut.max_length
+    known = workload.batches
+    if longest not in known:
+        lengths = [min(length, longest) for length in workload.lengths]
+        known[longest] = Batches(lengths, workload.effective_rows)
+    return known[longest]
+
+
+Collate = Callable[[list[Any]], Any]
+
+_TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+@dataclass(frozen=True, eq=False)
+class GivenModel:
+    """An architecture and the shapes of its batches."""
+
+    model: nn.Module
+    """On the meta device, of full depth."""
+    batch: Mapping[str, Any]
+    """As its collator makes it."""
+    rows: int
+    width: int
+    texts: int
+    """In one row: several where one is to be chosen."""
+
+    def build(self, layers: int) -> Any:
+        """The model with its first layers only; all its weights learn."""
+        model = copy.deepcopy(self.model)
+        stack = layers_of(model)  # type: ignore[arg-type]
+        if layers < len(stack):
+            _cut(model, len(stack), layers)
+        return model.requires_grad_(True).train()
+
+    def make_batch(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """So many rows, as wide as the longest of them: real tensors."""
+        width = max(max(lengths) // self.texts, 1)
+        made = {name: self._sized(value, len(lengths), width) for name, value in self.batch.items()}
+        mask = made.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            inside = torch.arange(width) < torch.tensor(lengths)[:, None]
+            made["attention_mask"] = inside.to(mask.dtype)
+        return made
+
+    def _sized(self, value: Any, rows: int, width: int) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != self.rows:
+            return value
+        inner = [width if size == self.width else size for size in value.shape[1:]]
+        return torch.ones((rows, *inner), dtype=value.dtype).clamp(max=_largest(value))
+
+
+def is_built_from_config(model: Any) -> bool:
+    """Whether transformers makes the same model of its configuration alone."""
+    if not isinstance(model, PreTrainedModel) or sees_padding(model):
+        return False
+    built: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    return built is type(model)
+
+
+def given_model(model: Any, dataset: Any, collate: Collate | None) -> tuple[GivenModel, list[int]]:
+    """The model's architecture, and the tokens of every row as its batches are padded."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TraceError(Message("{name} is no transformers model", name=name))
+    if collate is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TraceError(Message("the batches of {name} cannot be looked at beforehand", name=name))
+    if not len(dataset):
+        raise TraceError(Message("there are no rows to train on"))
+    lengths = _lengths(dataset)
+    order = sorted(range(len(dataset)), key=lambda row: lengths[row] if lengths else 0)
+    narrow = collate([dataset[row] for row in order[:2]])
+    batch = collate([dataset[row] for row in order[-2:]])
+    rows = min(2, len(order))
+    if not isinstance(batch, Mapping):
+        raise TraceError(Message("its batches have no names"))
+    shape = _shape(batch, name)
+    width, texts = shape[-1], math.prod(shape[:-1])
+    if not lengths or texts > 1 or _shape(narrow, name)[-1] >= width:
+        lengths = [width * texts] * len(dataset)  # however short the rows are
+    given = GivenModel(on_meta(model), dict(batch), rows, width, texts)
+    return given, lengths
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy with shapes only: no memory is taken."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        bare = torch.empty_like(tensor, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_weight else bare
+    return copy.deepcopy(model, memo)
+
+
+def _cut(model: Any, count: int, layers: int) -> None:
+    """Take the upper layers out of the stack, and their number out of every configuration."""
+    for parent in base_of(model).modules():
+        for name, child in parent._modules.items():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                parent._modules[name] = nn.ModuleList(list(child)[:layers])
+    found = (getattr(part, "config", None) for part in model.modules())
+    for config in {id(one): one for one in found if one is not None}.values():
+        cut_layers(config, layers)
+
+
+def _lengths(dataset: Any) -> list[int]:
+    try:
+        lengths = row_lengths(dataset)
+    except (KeyError, TypeError):  # rows of something else than tokens
+        return []
+    return lengths if len(lengths) == len(dataset) else []
+
+
+def _shape(batch: Any, name: str) -> tuple[int, ...]:
+    """Of a row's tokens: how many texts, and how long they are padded."""
+    for key in _TOKENS:
+        value = batch.get(key) if isinstance(batch, Mapping) else None
+        if isinstance(value, Tensor) and value.dim() > 1:
+            return tuple(value.shape[1:-1] if key == "inputs_embeds" else value.shape[1:])
+    raise TraceError(Message("the batches of {name} have no tokens", name=name))
+
+
+def _largest(value: Tensor) -> Any:
+    """What every number of a made-up batch may be: no token or class that does not exist."""
+    return value.max().item() if value.numel() else 1
+
 
 _HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -1,10 +1,12 @@
 """What memfit's objects look like in a notebook: `_repr_html_` calls `notebook_html`.
 
-    class Plan:
+    class BudgetTrainer:
         def _repr_html_(self) -> str:
             from memfit.report.notebook import notebook_html
 
             return notebook_html(self)
+
+Plans are below the report: importing this module registers `notebook_html` for them.
 
 A part of somebody else's page: no script, no style beyond its own class, the notebook's own text
 colour. Objects are told apart by what they have, since the report knows neither the runtime nor
@@ -18,15 +20,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from memfit import drawing
 from memfit.memory.components import MemoryPeak
-from memfit.messages import language, pt, t
-from memfit.report import peaks, quality, sections
+from memfit.planner.plans import draw_plans_with
+from memfit.records.results import MemorySummary, RunFolder, RunSummary
+from memfit.report import memory_bar, plots, sections
+from memfit.report import sections as quality
+from memfit.report.formatting import PageTable, Picture, number
 from memfit.report.page import HERE, LANG_TAGS, own_file
 from memfit.report.story import FINISHED, Story, plan_from_tables, read_story
-from memfit.report.values import Picture, Table, number
-from memfit.results import MemorySummary, RunFolder, RunSummary
-from memfit.safe_text import clean
+from memfit.text import clean, language, pt, t
 
 # JupyterLab, VS Code and Colab each say in their own way that it is night.
 _NIGHTS = ('[data-jp-theme-light="false"]', ".vscode-dark", "html[theme=dark]")
@@ -48,12 +50,12 @@ def notebook_html(thing: Any) -> str:
 def _result(result: Any) -> str:
     folder = RunFolder(Path(result.output_dir))
     story = read_story(folder)
-    evaluated = quality.section(*story.evaluated) if story.evaluated else None
+    evaluated = quality.quality_section(*story.evaluated) if story.evaluated else None
     return _filled(
         title=sections.title(story),
         state=sections.state(story),
         figures=sections.figures(story.summary),
-        verdicts=peaks.verdicts(story.summary.memory),
+        verdicts=memory_bar.verdicts(story.summary.memory),
         pictures=_pictures(story),
         matrix=evaluated["matrix"] if evaluated else None,
         tables=[evaluated["classes"]] if evaluated and evaluated["classes"] else [],
@@ -67,7 +69,7 @@ def _summary(summary: RunSummary) -> str:
         title=sections.title(story),
         state=sections.state(story) if summary.status == FINISHED else None,
         figures=sections.figures(summary),
-        verdicts=peaks.verdicts(summary.memory),
+        verdicts=memory_bar.verdicts(summary.memory),
         pictures=_pictures(story),
         tables=[sections.training(summary)],
     )
@@ -105,7 +107,7 @@ def _trainer(trainer: Any) -> str:
     return _filled(
         title=f"{title}: {name}" if name else title,
         pictures=_pictures(story),
-        tables=[Table("", rows)],
+        tables=[PageTable("", rows)],
     )
 
 
@@ -134,7 +136,7 @@ def _plan(plan: Any) -> str:
     assert made is not None
     return _filled(
         title=pt("heading", "Plan"),
-        verdicts=peaks.verdicts(summary.memory),
+        verdicts=memory_bar.verdicts(summary.memory),
         pictures=_pictures(story),
         tables=[one for one in (made["strategies"], made["facts"]) if one is not None],
         reasons=made["reasons"],
@@ -147,11 +149,11 @@ def _settings(strategy: Any) -> dict[str, Any]:
 
 
 def _pictures(story: Story) -> list[Picture]:
-    if not drawing.available():
+    if not plots.available():
         return []
     memory = story.summary.memory
-    drawn = [peaks.bars(memory)] if peaks.known_peaks(memory) else []
-    drawn += [peaks.over_time(story)] if story.samples else []
+    drawn = [memory_bar.peak_bars(memory)] if memory_bar.known_peaks(memory) else []
+    drawn += [memory_bar.over_time(story)] if story.samples else []
     return [*drawn, *sections.curves(story)]
 
 
@@ -166,7 +168,7 @@ def _filled(**values: Any) -> str:
         "state": None, "figures": [], "verdicts": [], "pictures": [], "matrix": None, "tables": [],
         "reasons": [], "note": "",
     }  # fmt: skip
-    palette = drawing.scoped_palette_css(".memfit-view", *_NIGHTS)
+    palette = plots.scoped_palette_css(".memfit-view", *_NIGHTS)
     return environment.get_template("notebook.html").render(
         css=Markup(palette + own_file("notebook.css")),
         drawn=Markup,
@@ -174,3 +176,6 @@ def _filled(**values: Any) -> str:
         lang=LANG_TAGS[language()],
         **{**nothing, **values},
     )
+
+
+draw_plans_with(notebook_html)

@@ -12,16 +12,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from memfit import drawing
-from memfit.files import atomic_writer
-from memfit.messages import language, pt, speaking, t
-from memfit.report import peaks, quality, sections
+from memfit.config.files import atomic_writer
+from memfit.records.results import RunFolder
+from memfit.report import memory_bar, plots, sections
+from memfit.report import sections as quality
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
-from memfit.results import RunFolder
-from memfit.safe_text import clean
+from memfit.text import clean, language, pt, speaking, t
 
 HERE = Path(__file__).resolve().parent
+
 LANG_TAGS = {"en": "en", "zh": "zh-Hans"}
+
 REFRESH_SECONDS = 2.0
 
 
@@ -42,20 +43,20 @@ def render(folder: RunFolder, *, live: bool = False, lang: str | None = None) ->
 
 def render_story(story: Story, *, live: bool = False) -> str:
     """The page about a run as far as it got."""
-    curves = sections.curves(story) if drawing.available() else []
+    curves = sections.curves(story) if plots.available() else []
     missing = t("The run logged nothing to draw.") if not curves and story.state != RUNNING else ""
     return _filled(
         live=live and story.state == RUNNING,
         title=sections.title(story),
         state=sections.state(story),
         figures=sections.figures(story.summary),
-        memory=peaks.section(story),
+        memory=memory_bar.memory_section(story),
         curves=curves,
         missing=missing
-        if drawing.available()
+        if plots.available()
         else t("The curves are missing: matplotlib is not installed (pip install memfit[report])."),
         training=sections.training(story.summary),
-        evaluation=quality.section(*story.evaluated) if story.evaluated else None,
+        evaluation=quality.quality_section(*story.evaluated) if story.evaluated else None,
         plan=sections.plan(story),
         data=sections.data(story.summary),
         usage=sections.usage(story.folder.path) if story.state == FINISHED else [],
@@ -89,7 +90,7 @@ def _filled(*, live: bool, **values: Any) -> str:
     script = own_file("page.js")
     return environment.get_template("page.html").render(
         # The style sheet, the script and the drawings are our own; all else is escaped.
-        css=Markup(drawing.palette_css() + own_file("page.css")),
+        css=Markup(plots.palette_css() + own_file("page.css")),
         script=Markup(script),
         policy=policy(script, live=live),
         drawn=Markup,

@@ -1,4 +1,7 @@
-"""The report's drawings: lines over steps, memory, lengths; names and legends are the page's.
+"""The report's drawings, in one look: colours by day and night, and matplotlib's style.
+
+A drawing is an SVG inside a page and takes its colours and font from there. matplotlib wants a
+colour now, so stand-ins are drawn with, and `var(--…)` takes their place at the end.
 
 Only numbers and short words stand in a drawing. matplotlib knows no Chinese and would lay out a
 legend too narrow; the page does that, and it breaks lines on a phone.
@@ -6,20 +9,223 @@ legend too narrow; the page does that, and it breaks lines on a phone.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-from memfit.drawing import COMPONENTS, INK, SERIES, UNUSED, Drawing
+from memfit.errors import MemfitError
+from memfit.memory.components import Component
+from memfit.text import t
 from memfit.units import GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+UNUSED = "unused"
+"""What the allocator holds beyond the components."""
+
+LIGHT: Mapping[str, str] = {
+    "paper": "#ffffff",
+    "ink": "#1c2127",
+    "quiet": "#56606b",
+    "rule": "#d5dae0",
+    "panel": "#f5f7f9",
+    "edge": "#7a848f",
+    "good": "#0a6b4d",
+    "bad": "#b3261e",
+    "series-1": "#0b66b0",
+    "series-2": "#b64707",
+    "series-3": "#0a7f5c",
+    "series-4": "#8a4fa3",
+    "weights": "#2f7fc1",
+    "gradients": "#e3a008",
+    "optimizer": "#1a9b73",
+    "activations": "#d4622a",
+    "workspace": "#b0609a",
+    "context": "#8a939c",
+    "unused": "#c3cad1",
+    "shade": "11 102 176",
+}
+
+DARK: Mapping[str, str] = {
+    "paper": "#14181d",
+    "ink": "#e6e9ed",
+    "quiet": "#9ea8b3",
+    "rule": "#39424c",
+    "panel": "#1c2229",
+    "edge": "#7d8894",
+    "good": "#4fc79f",
+    "bad": "#ff8a80",
+    "series-1": "#62b0f4",
+    "series-2": "#f09a5b",
+    "series-3": "#4fc79f",
+    "series-4": "#c795dd",
+    "weights": "#4a97d6",
+    "gradients": "#e0ac2b",
+    "optimizer": "#35b088",
+    "activations": "#e07a45",
+    "workspace": "#c47fb0",
+    "context": "#78828c",
+    "unused": "#4b5560",
+    "shade": "74 151 214",
+}
+
+INK, RULE, PAPER = "#a1000f", "#a10010", "#a10011"
+
+SERIES = ("#a10001", "#a10002", "#a10003", "#a10004")
+
+COMPONENTS: Mapping[str, str] = {
+    name: f"#a1002{number}" for number, name in enumerate([*map(str, Component), UNUSED])
+}
+
+_PAGE_COLOURS = {
+    INK: "currentColor",
+    RULE: "var(--rule)",
+    PAPER: "var(--paper)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)},
+    **{colour: f"var(--{name})" for name, colour in COMPONENTS.items()},
+}
+
+STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
+    "font.size": 10,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "xtick.color": RULE,
+    "xtick.labelcolor": INK,
+    "ytick.color": RULE,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+
+_OWN_ID = re.compile(r' id="(?![mp][0-9a-f]{8})[^"]*"')
+
+_FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
+
+_FONT = re.compile(r"font: (?:[a-z0-9]+ )*?([\d.]+)px [^;\"]*")  # all in one before matplotlib 3.11
+
+
+def palette_css() -> str:
+    """The colours as variables: by the system's setting, by the page's own, and on paper."""
+    light, dark = (_variables(colours) for colours in (LIGHT, DARK))
+    return (
+        f":root {{ color-scheme: light; {light} }}\n"
+        "@media screen and (prefers-color-scheme: dark) {\n"
+        f'  :root:not([data-theme="light"]) {{ color-scheme: dark; {dark} }}\n}}\n'
+        f'@media screen {{ :root[data-theme="dark"] {{ color-scheme: dark; {dark} }} }}\n'
+    )
+
+
+def scoped_palette_css(scope: str, *dark_scopes: str) -> str:
+    """The same for a part of somebody else's page, whose night is told by selectors."""
+    night = ", ".join(f"{dark} {scope}" for dark in dark_scopes)
+    return f"{scope} {{ {_variables(LIGHT)} }}\n{night} {{ {_variables(DARK)} }}\n"
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+
+
+def available() -> bool:
+    """Whether anything can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def load_soon() -> None:
+    """Loads matplotlib in a thread; who draws then finds it there, or waits for the rest."""
+    threading.Thread(target=_load, daemon=True).start()
+
+
+def _load() -> None:
+    with contextlib.suppress(ImportError):
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
+
+
+class Drawing:
+    """One drawing: `axes` inside the with-block, `svg` after it; no global state is left.
+
+    `name` tells it apart from others in the page, `label` is what a screen reader says.
+    """
+
+    def __init__(self, name: str, label: str, size_inches: tuple[float, float]) -> None:
+        if not available():
+            raise MemfitError(
+                t("drawings need matplotlib; install it with: pip install 'memfit[report]'")
+            )
+        self.name, self.label, self.size_inches = name, label, size_inches
+        self.svg = ""
+        self.axes: Any = None
+        self.figure: Any = None
+
+    def __enter__(self) -> Drawing:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        # Element ids are made from the salt; two drawings in one page must not share them.
+        self._style = rc_context({**STYLE, "svg.hashsalt": self.name})
+        self._style.__enter__()
+        self.figure = Figure(figsize=self.size_inches, layout="constrained")
+        self.axes = self.figure.subplots()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if error[0] is None:
+                self.svg = _for_page(self._rendered(), self.label)
+        finally:
+            self._style.__exit__(*error)
+
+    def _rendered(self) -> str:
+        out = io.StringIO()
+        with warnings.catch_warnings():
+            # A Chinese word is not in matplotlib's font, but it is in the page's.
+            warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        return out.getvalue()
+
+
+def _for_page(svg: str, label: str) -> str:
+    """Without XML header and foreign ids; with the page's colours and font and a spoken name."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = _OWN_ID.sub("", svg)
+    svg = _FONT_FAMILY.sub("", svg)
+    svg = _FONT.sub(r"font-size: \1px", svg)
+    for stand_in, colour in _PAGE_COLOURS.items():
+        svg = svg.replace(stand_in, colour)
+    # The page sets the width; a fixed height would leave a gap on a phone.
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r' (width|height)="[^"]*"', "", opening)
+    return f'{opening} role="img" aria-label="{escape(label, quote=True)}">{rest}'.strip()
+
+
 Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400
 """A curve has no more, so that a long run's page stays small; that is one a pixel."""
+
 MOST_MARKS = 40
+
 _SIZE_INCHES = (4.5, 2.6)  # letters of 11 pixels on a phone, 15 beside another on a screen
 
 

@@ -1,4 +1,4 @@
-"""What the report says of the run, its training, its plan, its data and its use."""
+"""What the report says of the run, its training, its quality, its plan, its data and its use."""
 
 from __future__ import annotations
 
@@ -10,17 +10,133 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from memfit import drawing
-from memfit.messages import N_, NP_, t
+from memfit.records.evaluation import ClassRow, Evaluation, Mistake
+from memfit.records.results import RunSummary
 from memfit.report import plots
+from memfit.report import plots as drawing
+from memfit.report.formatting import PageTable, Picture, named, number, together
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, metric_names, series
 from memfit.report.terminal import metric, percent
-from memfit.report.values import Picture, Table, named, number
-from memfit.results import RunSummary
-from memfit.safe_text import clean
+from memfit.text import N_, NP_, clean, pt, t
 from memfit.units import format_bytes, format_seconds
 
+LARGEST_MATRIX = 20
+
+SHARES_UP_TO = 8
+"""So many columns have room for a share under each count."""
+
 MOST_CLASSES = 100
+
+MOST_CONFUSIONS = 20
+
+LONGEST_TEXT = 300
+
+_AVERAGED = {
+    "binary": N_("F1, precision and recall are those of {positive}."),
+    "macro": N_("F1, precision and recall are means over the classes."),
+    "micro": N_(
+        "F1, precision and recall count every label of every row; accuracy counts the rows "
+        "with all labels right."
+    ),
+}
+
+
+def quality_section(result: Evaluation, mistakes: Sequence[Mistake]) -> dict[str, Any]:
+    """The per-class table, the confusion matrix or its largest entries, and the mistakes."""
+    small = 0 < len(result.confusion) <= LARGEST_MATRIX
+    return {
+        "sentence": quality_sentence(result),
+        "classes": _classes(result),
+        "matrix": _matrix(result) if small else None,
+        "confusions": _confusions(result) if result.confusion and not small else None,
+        "mistakes": [_mistake(item) for item in mistakes],
+        "score_name": pt("score", "value") if result.task == "regression" else t("score"),
+    }
+
+
+def quality_sentence(result: Evaluation) -> str:
+    """What was measured, on what."""
+    said = [t("Measured on {rows:,} rows that were not trained on.", rows=result.rows)]
+    if result.averaging in ("binary", "macro", "micro"):
+        said.append(t(_AVERAGED[result.averaging], positive=clean(result.positive)))
+    return together(said)
+
+
+def _classes(result: Evaluation) -> PageTable | None:
+    if not result.classes:
+        return None
+    many = len(result.classes) > MOST_CLASSES
+    worst = sorted(result.classes, key=lambda row: row.f1)[:MOST_CLASSES]
+    caption = (
+        t("The {shown} weakest of {count:,} classes", shown=MOST_CLASSES, count=len(result.classes))
+        if many
+        else t("Each class")
+    )
+    head = [
+        t("class"),
+        *(named("metric", name) for name in ("precision", "recall", "f1")),
+        t("rows"),
+    ]
+    return PageTable(
+        caption, [_class_cells(row) for row in (worst if many else result.classes)], head
+    )
+
+
+def _class_cells(row: ClassRow) -> list[str]:
+    numbers = (f"{value:.3f}" for value in (row.precision, row.recall, row.f1))
+    return [clean(row.name), *numbers, f"{row.rows:,}"]
+
+
+def _matrix(result: Evaluation) -> dict[str, Any]:
+    names = [clean(row.name) for row in result.classes]
+    shares = len(names) <= SHARES_UP_TO
+    return {
+        "names": names,
+        "rows": [
+            {
+                "name": name,
+                "cells": [
+                    {
+                        "count": f"{count:,}",
+                        "share": round(count / max(sum(counts), 1), 3),
+                        "percent": percent(count / max(sum(counts), 1)) if shares else "",
+                        "right": column == index,
+                    }
+                    for column, count in enumerate(counts)
+                ],
+            }
+            for index, (name, counts) in enumerate(zip(names, result.confusion, strict=True))
+        ],
+    }
+
+
+def _confusions(result: Evaluation) -> PageTable | None:
+    """The largest entries off the diagonal, for a matrix too large to print."""
+    names = [clean(row.name) for row in result.classes]
+    found = [
+        (count, row, column)
+        for row, counts in enumerate(result.confusion)
+        for column, count in enumerate(counts)
+        if count and row != column
+    ]
+    found.sort(key=lambda item: -item[0])
+    rows = [
+        [names[row], names[column], f"{count:,}"] for count, row, column in found[:MOST_CONFUSIONS]
+    ]
+    head = [t("is"), t("was called"), t("rows")]
+    return PageTable(t("The most frequent confusions"), rows, head) if rows else None
+
+
+def _mistake(item: Mistake) -> dict[str, str]:
+    text = clean(item.text)
+    return {
+        "text": text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…",
+        "expected": clean(item.expected),
+        "predicted": clean(item.predicted),
+        "score": number(item.score),
+    }
+
+
 _STATES = {
     "finished": N_("Finished"),
     "running": NP_("state of a run", "Training"),
@@ -28,11 +144,13 @@ _STATES = {
     "failed": N_("Failed"),
     "cut": N_("No end on record"),
 }
+
 _CURVES = {
     "loss": N_("Loss"),
     "metrics": N_("Metrics on the validation rows"),
     "rate": N_("Learning rate"),
 }
+
 _FIDELITIES = {
     "exact": N_("exact: the same numbers, up to rounding"),
     "rounding": N_("rounding: the same algorithm with fewer bits"),
@@ -164,7 +282,7 @@ def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Pi
     )
 
 
-def training(summary: RunSummary) -> Table:
+def training(summary: RunSummary) -> PageTable:
     """Facts about the training, in the order the run gave them."""
     rows = [(t("model"), clean(summary.model))]
     if summary.task:
@@ -177,7 +295,7 @@ def training(summary: RunSummary) -> Table:
     ]
     if summary.best_checkpoint:
         rows.append((t("best checkpoint"), clean(summary.best_checkpoint)))
-    return Table(t("How it was trained"), [(name, value) for name, value in rows if value])
+    return PageTable(t("How it was trained"), [(name, value) for name, value in rows if value])
 
 
 def plan(story: Story) -> dict[str, Any] | None:
@@ -204,9 +322,11 @@ def plan(story: Story) -> dict[str, Any] | None:
     head = [t("strategy"), t("settings"), t("why")]
     rows = [[clean(word) or "–" for word in row] for row in made.strategies]
     return {
-        "strategies": Table(t("What it does to fit"), rows, head, numbers=False) if rows else None,
+        "strategies": PageTable(t("What it does to fit"), rows, head, numbers=False)
+        if rows
+        else None,
         "reasons": [clean(reason) for reason in made.reasons],
-        "facts": Table(
+        "facts": PageTable(
             t("Predicted and measured"),
             [(name, value) for name, value in facts if value],
         ),
@@ -258,8 +378,8 @@ def data(summary: RunSummary) -> dict[str, Any] | None:
         for name in names[:MOST_CLASSES]
     ]
     return {
-        "rows": Table(t("Rows"), rows) if rows else None,
-        "classes": Table(caption, classes, head) if classes else None,
+        "rows": PageTable(t("Rows"), rows) if rows else None,
+        "classes": PageTable(caption, classes, head) if classes else None,
         "lengths": _lengths(lengths),
         "picture": _length_picture(lengths),
     }
@@ -326,11 +446,11 @@ def usage(folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def made_with(summary: RunSummary) -> Table | None:
+def made_with(summary: RunSummary) -> PageTable | None:
     """Versions, the machine and the configuration's digest."""
     rows = [(clean(name), clean(version)) for name, version in summary.versions.items()]
     if summary.device:
         rows.append((t("device"), clean(summary.device)))
     if summary.config_digest:
         rows.append((t("configuration"), clean(summary.config_digest)))
-    return Table(t("Versions and machine"), rows) if rows else None
+    return PageTable(t("Versions and machine"), rows) if rows else None

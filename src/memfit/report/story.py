@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import OutputError
-from memfit.evaluation import Evaluation, Mistake
 from memfit.memory.components import Component
-from memfit.messages import t
-from memfit.results import RunFolder, RunSummary, read_evaluation, read_summary
-from memfit.runlog import Recorded, Sample, read_log
+from memfit.records.evaluation import Evaluation, Mistake
+from memfit.records.results import RunFolder, RunSummary, read_evaluation, read_summary
+from memfit.records.run_log import Recorded, Sample, read_log
+from memfit.text import t
 
 FINISHED, RUNNING, STOPPED, FAILED, CUT = "finished", "running", "stopped", "failed", "cut"
+
 STATES = (FINISHED, RUNNING, STOPPED, FAILED, CUT)
 
 # What the Trainer logs after an evaluation that is about the machine, not the model.
 _NOT_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
+
 MOST_METRICS = 4
 
 

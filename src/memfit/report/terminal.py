@@ -7,32 +7,34 @@ control characters prints as what it is and never acts on the terminal.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.memory.components import Component, MemoryPeak
-from memfit.messages import N_, language, nt, pt, t
-from memfit.report.values import named
-from memfit.safe_text import clean, encodable
-from memfit.units import format_both, format_bytes, format_seconds
+from memfit.memory.components import MemoryPeak
+from memfit.report.formatting import named
+from memfit.text import N_, clean, encodable, language, nt, pt, t
+from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memfit.data.values import DataCounts, LengthSummary
-    from memfit.evaluation import Evaluation
-    from memfit.results import RunSummary
+    from memfit.data import DataCounts, LengthSummary
+    from memfit.records.evaluation import Evaluation
+    from memfit.records.results import RunSummary
 
 MAX_WIDTH = 100
+
 SMALL_MATRIX = 10
+
 MOST_CLASSES = 20
+
 _GAP = 2
+
 _NAMES = {
     "result": N_("result"),
     "training": N_("training"),
@@ -42,6 +44,7 @@ _NAMES = {
     "report": N_("report"),
     "summary": N_("summary"),
 }
+
 _STATUSES = {
     "finished": N_("finished"),
     "running": N_("running"),
@@ -49,22 +52,11 @@ _STATUSES = {
     "failed": N_("failed"),
     "waiting": N_("waiting"),
 }
+
 _TASKS = {
     "single_label": N_("single-label"),
     "multi_label": N_("multi-label"),
     "regression": N_("regression"),
-}
-
-# One glyph each, so that the bar also reads without colours and in a log file.
-UNUSED = "reserved, unused"
-COMPONENT_STYLES: Mapping[str, tuple[str, str, str]] = {
-    Component.WEIGHTS: ("blue", "█", "W"),
-    Component.GRADIENTS: ("yellow", "▓", "G"),
-    Component.OPTIMIZER: ("green", "▒", "O"),
-    Component.ACTIVATIONS: ("red", "░", "A"),
-    Component.WORKSPACE: ("magenta", "▚", "S"),
-    Component.CONTEXT: ("bright_black", "▞", "C"),
-    UNUSED: ("white", "▤", "R"),
 }
 
 
@@ -94,92 +86,6 @@ def metric(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.4f}" if abs(value) <= 1 else f"{value:.4g}"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBar:
-    """A stacked bar by component, against the budget where there is one."""
-
-    components: Mapping[str, int]
-    budget_bytes: int | None = None
-    title: str = ""
-
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, MAX_WIDTH)
-        shown = {name: size for name, size in self.components.items() if size > 0}
-        yield self._headline(sum(shown.values()))
-        yield self._bar(shown, width, ascii_only=options.ascii_only)
-        yield from _flow(self._legend(shown, options.ascii_only), width)
-
-    def _headline(self, total: int) -> Text:
-        line = Text.assemble((self.title or t("Memory"), "bold"), "  ")
-        if not self.budget_bytes:
-            return line.append(format_bytes(total))
-        both = {"bytes": format_bytes(total), "budget": format_both(self.budget_bytes)}
-        over = total - self.budget_bytes
-        if over > 0:
-            line.append(t("{bytes} of {budget}, ", **both))
-            return line.append(t("{bytes} too much", bytes=format_bytes(over)), style="bold red")
-        share = percent(total / self.budget_bytes)
-        return line.append(t("{bytes} of {budget}, {share}", **both, share=share))
-
-    def _bar(self, shown: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
-        total = sum(shown.values())
-        scale = max(total, self.budget_bytes or 0, 1)
-        cells = width - 1  # the last one is the edge, or the budget's mark
-        bar, begun, sum_bytes = Text(), 0, 0
-        for name, size in shown.items():
-            sum_bytes += size
-            style, glyph = _style(name, ascii_only)
-            end = round(sum_bytes / scale * cells)
-            bar.append(glyph * (end - begun), style=style)
-            begun = end
-        bar.append(("." if ascii_only else "·") * (cells - begun), style="dim")
-        bar.append("|" if ascii_only else "│")
-        if self.budget_bytes and self.budget_bytes < total:
-            mark = round(self.budget_bytes / scale * cells)
-            bar = Text.assemble(bar[:mark], ("|" if ascii_only else "┃", "bold"), bar[mark + 1 :])
-        return bar
-
-    def _legend(self, shown: Mapping[str, int], ascii_only: bool) -> Iterator[Text]:
-        for name, size in shown.items():
-            style, glyph = _style(name, ascii_only)
-            called = named("component", "unused" if name == UNUSED else name)
-            yield Text.assemble((glyph, style), f" {called} {format_bytes(size)}")
-
-
-def _style(name: str, ascii_only: bool) -> tuple[str, str]:
-    style, glyph, letter = COMPONENT_STYLES.get(name, ("white", "▨", "?"))
-    return style, letter if ascii_only else glyph
-
-
-def _flow(items: Iterator[Text], width: int, gap: int = 3) -> Iterator[Text]:
-    """Items side by side, broken between and never inside them."""
-    line = Text()
-    for item in items:
-        if line and line.cell_len + gap + item.cell_len > width:
-            yield line
-            line = Text()
-        line = Text.assemble(line, " " * gap, item) if line else item
-    if line:
-        yield line
-
-
-def peak_components(peak: MemoryPeak) -> dict[str, int]:
-    """A peak's components and what the allocator holds beyond them: together the device's bytes."""
-    parts = {str(name): size for name, size in peak.components.items() if size > 0}
-    unused = peak.device_bytes - sum(parts.values())
-    return {**parts, UNUSED: unused} if unused > 0 else parts
-
-
-def memory_bar(
-    components: Mapping[Component, int] | Mapping[str, int],
-    budget_bytes: int | None = None,
-    *,
-    title: str = "",
-) -> MemoryBar:
-    """A stacked bar of where the memory goes."""
-    return MemoryBar({str(name): size for name, size in components.items()}, budget_bytes, title)
 
 
 def table(*columns: str, title: str = "") -> Table:
@@ -388,3 +294,25 @@ def _padded(name: str) -> str:
     title = t(_NAMES[name])
     widest = max(cell_len(t(one)) for one in _NAMES.values())
     return title + " " * (widest - cell_len(title))
+
+
+_FACT_NAMES = {
+    "dataset": N_("dataset"),
+    "failed": N_("failed"),
+    "watch": N_("watch"),
+    "model": N_("model"),
+    "budget": N_("budget"),
+    "plan": N_("plan"),
+    "batch": N_("batch"),
+    "memory": N_("memory"),
+    "note": N_("note"),
+}
+
+
+def fact_line(name: str, text: str) -> str:
+    """One fact of a run, its name as wide as those of the data's summary above it."""
+    from rich.cells import cell_len
+
+    title = t(_FACT_NAMES[name])
+    cells = max(cell_len(t("columns")), cell_len(t("classes"))) + 2
+    return title + " " * max(cells - cell_len(title), 1) + text

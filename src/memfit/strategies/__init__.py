@@ -1,24 +1,28 @@
-"""Memory techniques, one a file; registry.py is the order."""
+"""Memory techniques, one a file or a folder with its kernels; registry.py is the order.
 
-from memfit.strategies.activation_offload import ActivationOffload
+`base` has the contract. Others import the strategies themselves, `Setup`, `ORDER` and `by_name`
+from here.
+"""
+
+from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
-from memfit.strategies.attention import FusedAttention
 from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.features import FrozenFeatures
+from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
-from memfit.strategies.fused_layers import FusedLayers
-from memfit.strategies.graphs import CudaGraphs
+from memfit.strategies.frozen_features import FrozenFeatures
+from memfit.strategies.fused.fused_layers import FusedLayers
+from memfit.strategies.fused_attention import FusedAttention
 from memfit.strategies.half_precision import HalfPrecision
 from memfit.strategies.lora import Lora
-from memfit.strategies.lowbit import LowBitAdamW
-from memfit.strategies.optimizer_offload import OptimizerOffload
-from memfit.strategies.packing import Packing
+from memfit.strategies.lowbit.gradient_release import GradientRelease
+from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
+from memfit.strategies.lowbit.state_offload import StateOffload
+from memfit.strategies.offload.activation_offload import ActivationOffload
+from memfit.strategies.offload.optimizer_offload import OptimizerOffload
+from memfit.strategies.packing.packing_strategy import Packing
 from memfit.strategies.registry import BY_NAME, ORDER, apply_all, by_name, called, ordered
-from memfit.strategies.release import GradientRelease
-from memfit.strategies.state_offload import StateOffload
+from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
-from memfit.strategies.workspace import SmallWorkspace
 
 __all__ = [
     "BY_NAME",

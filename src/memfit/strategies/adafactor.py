@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.errors import ConfigError, nearest
-from memfit.messages import N_, Message
-from memfit.strategies._arguments import change_arguments, is_users, plain_value
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import (
+    Fidelity,
+    Setup,
+    Strategy,
+    change_arguments,
+    is_users,
+    plain_value,
+)
+from memfit.text import N_, Message
 
 RULES = ("adafactor",)
 

@@ -7,6 +7,7 @@ and it changes a `Setup`: the model, or how the step is run. registry.py has the
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 
+from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
-from memfit.half_on_cpu import half_on_cpu
-from memfit.messages import N_, Message
-from memfit.traced import triton_expected
+from memfit.memory.tracing.traced_device import triton_expected
+from memfit.text import N_, Message
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
+    from memfit.engine.executors import StepExecutor
     from memfit.memory.cards import DeviceProfile
-    from memfit.optim import GradientSink
-    from memfit.packing import PackedModel
-    from memfit.runtime.step import StepExecutor
-    from memfit.strategies._layers import Turns
-
+    from memfit.models.layer_stack import Turns
+    from memfit.strategies.lowbit.gradient_sinks import LowBitSink
+    from memfit.strategies.packing.packed_model import PackedModel
 
 _TRITON_FROM = (7, 0)
 """The oldest cards Triton compiles for."""
@@ -59,7 +59,9 @@ class Fidelity(IntEnum):
 _FIRST_WITH_BF16 = (8, 0)
 
 OptimizerFactory = Callable[["list[dict[str, Any]]", "TrainingArguments"], "torch.optim.Optimizer"]
+
 Collator = Callable[[list[Any]], dict[str, Any]]
+
 ReplaceData = Callable[[Any, Collator], tuple[Any, Collator]]
 """A dataset and its collator in, the dataset and the collator to load from out."""
 
@@ -73,9 +75,9 @@ class Setup:
     device: torch.device
     packing: PackedModel | None = None
     make_optimizer: OptimizerFactory | None = None
-    make_sink: Callable[..., GradientSink] | None = None
+    make_sink: Callable[..., LowBitSink] | None = None
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
-    sink: GradientSink | None = None
+    sink: LowBitSink | None = None
     """What takes the gradients, once the optimizer is made."""
     state_on_host: bool = False
     """Whether the low-bit optimizer's state lies in host memory."""
@@ -143,7 +145,7 @@ class Setup:
     @property
     def has_triton(self) -> bool:
         """Whether Triton's kernels run there: a card that is not here is in a machine like this."""
-        from memfit.optim.backends import has_triton
+        from memfit.memory.tracing.traced_device import has_triton
 
         if self.card is None:
             return has_triton()
@@ -212,3 +214,37 @@ class Strategy(ABC):
     @abstractmethod
     def change(self, setup: Setup) -> None:
         """Change the setup; a strategy that changed nothing raises."""
+
+
+def change_arguments(setup: Setup, **fields: Any) -> None:
+    """Set these on the run's own arguments, and note how to put them back."""
+    before = {name: getattr(setup.args, name) for name in fields}
+
+    def put_back() -> None:
+        for name, value in before.items():
+            setattr(setup.args, name, value)
+
+    setup.undo.append(put_back)
+    for name, value in fields.items():
+        setattr(setup.args, name, value)
+
+
+def is_users(setup: Setup, name: str) -> bool:
+    """Whether the user chose this argument; where that is not known, whether it is not the default.
+
+    A value that happens to be the default cannot be told from one that was never given.
+    """
+    if setup.user_set is not None:
+        return name in setup.user_set
+    return bool(plain_value(setup, name) != _default(setup, name))
+
+
+def plain_value(setup: Setup, name: str) -> Any:
+    """The argument as the user writes it: enumerations as their text."""
+    value = getattr(setup.args, name)
+    return getattr(value, "value", value)
+
+
+def _default(setup: Setup, name: str) -> Any:
+    field = next(field for field in dataclasses.fields(setup.args) if field.name == name)
+    return getattr(field.default, "value", field.default)

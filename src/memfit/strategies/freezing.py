@@ -17,13 +17,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
-from memfit.messages import N_, Message, t
-from memfit.parts import freeze
-from memfit.strategies._arguments import change_arguments, is_users
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.models.layers import freeze
+from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments, is_users
+from memfit.text import N_, Message, t
 
 HEAD_LEARNING_RATE = 1e-3
 """What a fresh classification head learns at when nothing else does."""
+
 _TOO_LOW_FOR_A_HEAD = 1e-4
 
 

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 
+from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
-from memfit.half_on_cpu import half_on_cpu
-from memfit.messages import N_, Message, t
-from memfit.strategies._arguments import change_arguments
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments
+from memfit.text import N_, Message, t
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
 _TRIED_DEVICES = ("cuda", "cpu")
 
 

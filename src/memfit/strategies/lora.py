@@ -1,4 +1,5 @@
-"""LoRA: small adapters learn beside weights that stay as they are (https://arxiv.org/abs/2106.09685).
+"""LoRA: small adapters learn beside weights that stay as they are
+(https://arxiv.org/abs/2106.09685).
 
 A product with W becomes one with W + (alpha / rank) B A, where only A [rank, in] and B [out, rank]
 learn. Gradients and optimizer state shrink to the adapters'; activations hardly do. The head was
@@ -16,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
-from memfit.messages import N_, Message
-from memfit.parts import add_lora, lora_targets
+from memfit.models.layers import add_lora, lora_targets
 from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.text import N_, Message
 
 
 @dataclass(frozen=True, slots=True)

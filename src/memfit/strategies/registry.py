@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memfit.errors import ConfigError, nearest
-from memfit.messages import Message
-from memfit.strategies.activation_offload import ActivationOffload
+from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
-from memfit.strategies.attention import FusedAttention
 from memfit.strategies.base import Setup, Strategy
-from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.features import FrozenFeatures
+from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
-from memfit.strategies.fused_layers import FusedLayers
-from memfit.strategies.graphs import CudaGraphs
+from memfit.strategies.frozen_features import FrozenFeatures
+from memfit.strategies.fused.fused_layers import FusedLayers
+from memfit.strategies.fused_attention import FusedAttention
 from memfit.strategies.half_precision import HalfPrecision
 from memfit.strategies.lora import Lora
-from memfit.strategies.lowbit import LowBitAdamW
-from memfit.strategies.optimizer_offload import OptimizerOffload
-from memfit.strategies.packing import Packing
-from memfit.strategies.release import GradientRelease
-from memfit.strategies.state_offload import StateOffload
+from memfit.strategies.lowbit.gradient_release import GradientRelease
+from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
+from memfit.strategies.lowbit.state_offload import StateOffload
+from memfit.strategies.offload.activation_offload import ActivationOffload
+from memfit.strategies.offload.optimizer_offload import OptimizerOffload
+from memfit.strategies.packing.packing_strategy import Packing
+from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
-from memfit.strategies.workspace import SmallWorkspace
+from memfit.text import Message
 
 # First what changes which weights learn from which texts, then the precision, then how a
 # layer runs, then how weights are stored and stepped, and last the step as a whole.

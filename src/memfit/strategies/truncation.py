@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from memfit.errors import ConfigError
-from memfit.messages import N_, Message
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
+from memfit.text import N_, Message
 
 if TYPE_CHECKING:
-    from memfit.data.values import LengthSummary
+    from memfit.data import LengthSummary
 
 _TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
 _MULTIPLE = 8
 """Lengths are multiples of it: tensor cores take tokens by eights."""
+
 _LOOKED_AT_ROWS = 1000
+
 _SHORTEST = 3
 """A first special token, one token of text and a last special token."""
 
@@ -115,7 +118,7 @@ class Truncation(Strategy):
                 "of pairs of texts the tokenizer must choose which to cut; give it max_length"
             )
         if rows:
-            from memfit.runtime.lengths import longest_row
+            from memfit.engine.micro_batches import longest_row
 
             longest = longest_row(setup.train_dataset, setup.model)
             if longest <= self.max_length:

@@ -1,1 +1,0 @@
-"""`memfit ladder`: the recipe people copy, rung by rung, measured on this machine."""

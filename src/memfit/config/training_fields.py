@@ -1,0 +1,290 @@
+"""The fields of TrainingArguments, memfit's defaults for them, and what a run makes of both.
+
+Importing transformers' arguments costs seconds; a misspelt flag should not. The class body is
+parsed instead, and the import is only the way out should transformers move it elsewhere.
+
+| field | memfit | TrainingArguments |
+|---|---|---|
+| per_device_train_batch_size | 32 | 8 |
+| per_device_eval_batch_size | 64 | 8 |
+| learning_rate | 2e-5 | 5e-5 |
+| eval_strategy | epoch | no |
+| save_strategy | as eval_strategy | steps |
+| save_total_limit | 3 | none |
+| load_best_model_at_end | where saving and evaluating go together | no |
+| metric_for_best_model | f1, for a regression mse | loss |
+| logging_steps | 2 % of the steps | 500 |
+| dataloader_pin_memory | with a GPU | yes |
+
+Where the whole encoder is frozen the learning rate is 1e-3, unless you give one.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import ConfigError, MemfitError, nearest
+from memfit.text import N_, pt, t
+
+if TYPE_CHECKING:
+    from memfit.config.training_arguments import TrainingArguments
+
+SHORT_NAMES: Mapping[str, str] = {
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "epochs": "num_train_epochs",
+}
+"""Our short names for the longest fields."""
+
+SECRET_FIELDS = frozenset({"hub_token", "push_to_hub_token"})
+"""Fields that are never written to a file."""
+
+
+@functools.cache
+def training_fields() -> Mapping[str, str]:
+    """TrainingArguments' fields with their annotations as written, in order."""
+    spec = importlib.util.find_spec("transformers")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        source = Path(folder) / "training_args.py"
+        if source.is_file() and (found := _fields_in(source.read_text(encoding="utf-8"))):
+            return found
+    return _imported_fields()
+
+
+def _fields_in(source: str) -> dict[str, str]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
+            return {
+                item.target.id: ast.unparse(item.annotation)
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and "ClassVar" not in ast.unparse(item.annotation)
+            }
+    return {}
+
+
+def _imported_fields() -> dict[str, str]:
+    from transformers import TrainingArguments
+
+    return {
+        field.name: field.type if isinstance(field.type, str) else str(field.type)
+        for field in dataclasses.fields(TrainingArguments)
+        if field.init
+    }
+
+
+def is_switch(name: str) -> bool:
+    """Whether a flag may stand alone: `--bf16`."""
+    return "bool" in training_fields().get(name, "").split("[")[0]
+
+
+def takes_several(name: str) -> bool:
+    """Whether a flag takes several values: `--report-to a b`."""
+    return "list[" in training_fields().get(name, "")
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "bool": (bool, N_("true or false")),
+    "int": (int, N_("a whole number")),
+    "float": (float, N_("a number")),
+    "str": (str, N_("a word")),
+    "dict": (dict, N_("a table of names and values")),
+    "list": (list, N_("a list")),
+}
+
+
+def wanted_type(name: str, value: Any) -> str:
+    """What a field takes, in words, where the value is of another kind; empty where it fits.
+
+    Fields of kinds of transformers' own are left to it.
+    """
+    annotation = training_fields().get(name, "")
+    kinds = {kind.strip().split("[")[0] for kind in annotation.split("|")} - {"None", ""}
+    if value is None or not kinds or not kinds <= _KINDS.keys():
+        return ""
+    fits = any(isinstance(value, _KINDS[kind][0]) for kind in kinds)
+    if isinstance(value, bool) and "bool" not in kinds:
+        fits = False  # to Python it is a number
+    if "float" in kinds and isinstance(value, int | float) and not isinstance(value, bool):
+        fits = math.isfinite(value)
+    if fits:
+        return ""
+    words = (t(words) for kind, (_, words) in _KINDS.items() if kind in kinds)
+    return functools.reduce(
+        lambda first, last: pt("types", "{first} or {last}", first=first, last=last), words
+    )
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 32,
+    "per_device_eval_batch_size": 64,
+    "learning_rate": 2e-5,
+    "eval_strategy": "epoch",
+    "save_total_limit": 3,
+    "logging_steps": 0.02,
+}
+
+HEAD_LEARNING_RATE = 1e-3
+"""At 2e-5 a fresh head on a frozen encoder learns nothing (benchmarks/quality.py)."""
+
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "single_label": ("accuracy", "f1", "precision", "recall"),
+    "multi_label": ("accuracy", "f1", "f1_macro", "precision", "recall"),
+    "regression": ("mse", "mae", "r2", "pearson"),
+}
+"""What an evaluation measures, and `metric_for_best_model` may name beside the loss."""
+
+_ONE_OF = re.compile(r"'?(.+?)'? is not a valid (\w+), please select one of (\[.+\])", re.S)
+
+
+def training_arguments(
+    training: Mapping[str, Any],
+    output_dir: Path,
+    best_metric: str,
+    *,
+    head_only: bool = False,
+    task: str | None = None,
+) -> TrainingArguments:
+    """The Trainer's arguments, or a ConfigError that names what they refuse."""
+    check_training(training, task)
+    import torch
+
+    from memfit.config.training_arguments import TrainingArguments
+
+    fields = with_defaults(training, best_metric)
+    if head_only and "learning_rate" not in training:
+        fields["learning_rate"] = HEAD_LEARNING_RATE
+    fields.setdefault("dataloader_pin_memory", torch.cuda.is_available())
+    try:
+        arguments = TrainingArguments(output_dir=str(output_dir), **fields)
+    except MemfitError:
+        raise
+    except Exception as error:
+        reason = _refusal(str(error).strip() or type(error).__name__)
+        raise ConfigError(
+            t("TrainingArguments refuses what was given: {reason}", reason=reason)
+        ) from None
+    _check_trackers(list(arguments.report_to or ()))
+    return arguments
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Services the log goes to: known ones, and installed."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known: Mapping[str, Any] = INTEGRATION_TO_CALLBACK
+    for name in set(names) - {"none", "all"}:
+        if name not in known:
+            said = {"known": ", ".join(sorted(known)), "hint": nearest(name, known)}
+            raise ConfigError(
+                t(
+                    "--report-to is {name}; it is none, all, or some of {known}.{hint}",
+                    name=repr(name),
+                    **said,
+                )
+            )
+        try:
+            known[name]()
+        except Exception as error:
+            reason = _refusal(str(error).strip() or type(error).__name__)
+            raise ConfigError(
+                t("--report-to {name} does not work here: {reason}", name=name, reason=reason)
+            ) from None
+
+
+def check_training(training: Mapping[str, Any], task: str | None = None) -> None:
+    """What would train nothing, or fail only after the first epoch."""
+    for name, value in training.items():
+        if wanted := wanted_type(name, value):
+            raise ConfigError(
+                t(
+                    "{name} is {value}; it takes {wanted}",
+                    name=name,
+                    value=repr(value),
+                    wanted=wanted,
+                )
+            )
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        every = training.get(name)
+        if isinstance(every, int | float) and every <= 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(t("{flag} is {value}; write more than 0", flag=flag, value=every))
+    steps = training.get("max_steps")
+    by_steps = isinstance(steps, int) and steps > 0
+    epochs = training.get("num_train_epochs")
+    if isinstance(epochs, int | float) and not (epochs > 0 or by_steps):
+        raise ConfigError(
+            t("--epochs (num_train_epochs) is {value}; write more than 0, such as 3", value=epochs)
+        )
+    for flag, name in (
+        ("--batch-size", "per_device_train_batch_size"),
+        ("--per-device-eval-batch-size", "per_device_eval_batch_size"),
+        ("--gradient-accumulation-steps", "gradient_accumulation_steps"),
+    ):
+        count = training.get(name)
+        if isinstance(count, int) and count < 1:
+            raise ConfigError(
+                t("{flag} ({name}) is {value}; write 1 or more", flag=flag, name=name, value=count)
+            )
+    for name in ("seed", "data_seed"):
+        if training.get(name) is not None:
+            check_seed(f"--{name.replace('_', '-')}", training[name])
+    metric = training.get("metric_for_best_model")
+    known = ("loss", *METRICS[task]) if task is not None else ()
+    if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
+        hint = nearest(metric.removeprefix("eval_"), known)
+        said = {"value": repr(metric), "known": ", ".join(known), "hint": hint}
+        raise ConfigError(
+            t("--metric-for-best-model is {value}; this task's are {known}.{hint}", **said)
+        )
+
+
+def _refusal(text: str) -> str:
+    """The first line; of a value that is none of forty, the nearest."""
+    found = _ONE_OF.search(text)
+    if found is None:
+        return text.splitlines()[0]
+    value, kind, listed = found.groups()
+    choices = re.findall(r"'([^']+)'", listed)
+    hint = nearest(value, choices)
+    if not hint and len(choices) < 9:
+        hint = t(" It is one of {choices}.", choices=", ".join(choices))
+    return t("{value} is not one of its {kind}.{hint}", value=repr(value), kind=kind, hint=hint)
+
+
+def with_defaults(training: Mapping[str, Any], best_metric: str) -> dict[str, Any]:
+    """Fields that belong together follow the one the user set."""
+    fields = {**DEFAULTS, **training}
+    evaluates = str(fields["eval_strategy"])
+    if "save_strategy" not in fields:
+        # Without evaluation there are still checkpoints, for --resume.
+        fields["save_strategy"] = "epoch" if evaluates == "no" else evaluates
+    if fields.get("eval_steps") is not None:
+        fields.setdefault("save_steps", fields["eval_steps"])
+    together = evaluates != "no" and str(fields["save_strategy"]) in (evaluates, "best")
+    fields.setdefault("load_best_model_at_end", together)
+    if fields["load_best_model_at_end"] or str(fields["save_strategy"]) == "best":
+        fields.setdefault("metric_for_best_model", best_metric)
+    return fields
+
+
+def check_seed(flag: str, seed: object) -> None:
+    """What torch, numpy and Python's own generator all take."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(
+            t(
+                "{flag} is {seed}; write a whole number from 0 to {most}",
+                flag=flag,
+                seed=repr(seed),
+                most=2**32 - 1,
+            )
+        )

@@ -1,0 +1,707 @@
+"""Opens a table by its path: CSV, TSV, JSON, Parquet, or a dataset of the Hub.
+
+Python reads GB18030 over almost any bytes without complaint, so falling back to it
+blindly would turn a French file, or a UTF-8 file with one broken byte, into nonsense that
+still trains. A sample of the bytes is judged first, and doubt is an error, not a guess.
+
+`load_dataset("csv")` is not used: it guesses types from the first 10,000 rows and fails
+on the next, takes the words NA, None and null for nothing, fills short rows silently,
+reads [1] in a file name as a pattern, and cannot name the line that is wrong.
+
+`load_dataset("json")` is not used: it fails where a label is a number in one row and a
+word in the next, reads an array whole, and cannot name the line that is wrong.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from encodings.aliases import aliases
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from memfit.data.tables import Row, Table
+from memfit.data.working_files import quiet_logs
+from memfit.errors import DataError, nearest
+from memfit.text import N_, t
+
+_CHUNK_BYTES = 1 << 20
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),  # Excel's "Unicode text"
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+# Supersets that read the same files and more: what says gb2312 is often GBK with a few extras.
+_WIDER = {"utf-8": "utf-8-sig", "gb2312": "gb18030", "gbk": "gb18030", "big5": "cp950"}
+
+_MAGIC = (
+    (
+        b"PK\x03\x04",
+        N_(
+            "{path} is not a text table: it is an Excel workbook or a zip file; save it as CSV "
+            "(UTF-8)"
+        ),
+    ),
+    (
+        b"\xd0\xcf\x11\xe0",
+        N_("{path} is not a text table: it is an old Excel workbook; save it as CSV (UTF-8)"),
+    ),
+    (b"PAR1", N_("{path} is not a text table: it is a Parquet file; name it .parquet")),
+    (b"\x1f\x8b", N_("{path} is not a text table: it is compressed with gzip; unpack it first")),
+)
+
+_GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
+
+_HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
+
+_COMMON = frozenset(
+    "的一是不了在人有我他这這个個们們中来來上大为為和国國地到以说說时時要就出会會可也你对對生能"
+    "而子那得于於着著下自之年过過发發后後作里裡好很没沒还還都给給让讓买買太差"
+)
+
+
+def find_encoding(path: Path, named: str | None) -> str:
+    """The codec that reads the whole file; an error where none does."""
+    with path.open("rb") as file:
+        head = file.read(_CHUNK_BYTES)
+    for magic, kind in _MAGIC:
+        if head.startswith(magic):
+            raise DataError(t(kind, path=path))
+    if named is not None:
+        codec = _lookup(named)
+        if broken := _first_undecodable(path, codec):
+            raise DataError(
+                t(
+                    "{path} is not {name}: line {line} cannot be read; name its real encoding, "
+                    "or leave encoding out to have it found",
+                    path=path,
+                    name=named,
+                    line=broken[0],
+                )
+            )
+        marked = head.startswith(codecs.BOM_UTF8)
+        return codec if codec != "utf-8-sig" or marked else "utf-8"
+    for mark, codec in _MARKS:
+        if head.startswith(mark):
+            if broken := _first_undecodable(path, codec):
+                said = {"path": path, "codec": codec, "line": broken[0]}
+                raise DataError(
+                    t(
+                        "{path} begins as {codec} but line {line} cannot be read; save it "
+                        "again as UTF-8",
+                        **said,
+                    )
+                )
+            return codec
+    return _unmarked(path, head)
+
+
+def _unmarked(path: Path, head: bytes) -> str:
+    if head[:4096].count(0) * 10 > len(head[:4096]):
+        raise DataError(
+            t(
+                "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
+                "a mark, give encoding=utf-16-le",
+                path=path,
+            )
+        )
+    broken = _first_undecodable(path, "utf-8")
+    if broken is None:
+        return "utf-8"
+    line, offset = broken
+    # From a little before the first byte that is not UTF-8: what precedes it tells a
+    # broken UTF-8 file from one in another encoding.
+    with path.open("rb") as file:
+        file.seek(max(0, offset - _CHUNK_BYTES // 2))
+        sample = file.read(_CHUNK_BYTES)
+    codec = _judge(path, sample, line)
+    if failed := _first_undecodable(path, codec):
+        said = {"path": path, "codec": codec.upper(), "line": failed[0]}
+        raise DataError(
+            t(
+                "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
+                "encoding, or save it as UTF-8",
+                **said,
+            )
+        )
+    return codec
+
+
+def _judge(path: Path, sample: bytes, line: int) -> str:
+    """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
+    if b"\0" in sample:
+        raise DataError(
+            t("{path} is not a text table: it is binary (line {line})", path=path, line=line)
+        )
+    as_utf8 = sample.decode("utf-8", "replace")
+    broken = as_utf8.count("\ufffd")
+    valid = sum(char > "\x7f" for char in as_utf8) - broken
+    if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
+        raise DataError(
+            t(
+                "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
+                "name the encoding if it is another one",
+                path=path,
+                line=line,
+            )
+        )
+    # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
+    runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
+    if sum(len(run) == 1 for run in runs) * 2 > len(runs):
+        raise DataError(
+            t(
+                "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
+                "encoding (such as cp1252), or save it as UTF-8",
+                path=path,
+                line=line,
+            )
+        )
+    return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
+
+
+def _common_share(sample: bytes, codec: str) -> float:
+    """How much of the text is the commonest characters; the wrong codec gives rare ones."""
+    text = [char for char in sample.decode(codec, "replace") if char > "\x7f"]
+    return sum(char in _COMMON for char in text) / max(len(text), 1)
+
+
+def _lookup(named: str) -> str:
+    try:
+        "a".encode(named)  # codecs.lookup alone would also take base64 and rot13
+        name = codecs.lookup(named).name
+    except (LookupError, ValueError):
+        hint = nearest(named.lower(), {*aliases, *aliases.values(), "utf-8"})
+        raise DataError(
+            t(
+                "there is no encoding {name}; write utf-8, gb18030, big5 or another that "
+                "Python knows.{hint}",
+                name=repr(named),
+                hint=hint,
+            )
+        ) from None
+    return _WIDER.get(name, name)
+
+
+def _first_undecodable(path: Path, codec: str) -> tuple[int, int] | None:
+    """(line, byte offset) of about the first bytes the codec refuses; None where it reads all."""
+    decoder = codecs.getincrementaldecoder(codec)()
+    line, offset = 1, 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(_CHUNK_BYTES)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeError as error:
+                start = getattr(error, "start", 0)
+                return line + chunk[:start].count(b"\n"), offset + start
+            if not chunk:
+                return None
+            line += chunk.count(b"\n")
+            offset += len(chunk)
+
+
+_DELIMITERS = (",", ";", "\t")  # Excel writes ; where the comma is the decimal sign
+
+_SNIFFED_LINES = 200
+
+_LONGEST_FIELD = 1 << 24
+"""Characters; a longer field is a quote that nobody closed, and would fill the memory."""
+
+_END = "\ue000end of the table\ue000"
+
+_FIELD = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t\r\n]*)'  # as a CSV writer writes one between tabs
+
+_SEP_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's own hint in the first line
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    path: Path
+    encoding: str
+    delimiter: str
+    skip_lines: int
+    plain: bool
+    """Tab-separated with one line a row: a quote there is a character like any other."""
+
+
+def open_delimited(path: Path, encoding: str | None) -> Table:
+    """The table in a .csv, .tsv or .txt file."""
+    dialect = _sniff(path, find_encoding(path, encoding))
+    header = next(_rows(dialect), (0, []))[1]
+    if not any(name.strip() for name in header):
+        raise DataError(t("{path} is empty; give a table with a header line", path=path))
+    columns = tuple(name.strip() or f"column_{n}" for n, name in enumerate(header, 1))
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        return _cells(dialect, len(columns), [columns.index(name) for name in wanted])
+
+    return Table(str(path), columns, read, encoding=dialect.encoding)
+
+
+def _sniff(path: Path, encoding: str) -> _Dialect:
+    with path.open(encoding=encoding, newline="") as file:
+        lines = list(islice(file, _SNIFFED_LINES))
+    hint = _SEP_LINE.fullmatch(lines[0]) if lines else None
+    if hint:
+        return _Dialect(path, encoding, hint[1], 1, plain=False)
+    tabs_only = path.suffix.lower() in (".tsv", ".tab")
+    delimiter = "\t" if tabs_only else _delimiter(lines)
+    plain = delimiter == "\t" and _quotes_are_text(path, encoding)
+    return _Dialect(path, encoding, delimiter, 0, plain)
+
+
+def _delimiter(lines: list[str]) -> str:
+    """The one that cuts the header into the most columns; among equals, the steadiest."""
+
+    def score(delimiter: str) -> tuple[int, int]:
+        widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
+        return (widths[0], widths.count(widths[0])) if widths else (0, 0)
+
+    _allow_long_fields()
+    return max(_DELIMITERS, key=score)
+
+
+def _quotes_are_text(path: Path, encoding: str) -> bool:
+    """Whether quotes in a tab-separated file are characters like any other.
+
+    They are where every line has the header's number of tabs, as in the corpora of the field
+    (GLUE, LCQMC), unless each of them stands where a CSV writer would have put it.
+    """
+    with path.open(encoding=encoding, newline="") as file:
+        tabs = file.readline().count("\t")
+        one_line_a_row = all(line.count("\t") == tabs for line in file if line.strip())
+    return one_line_a_row and not _well_quoted(path, encoding, tabs)
+
+
+def _well_quoted(path: Path, encoding: str, tabs: int) -> bool:
+    shape = re.compile(rf"{_FIELD}(?:\t{_FIELD}){{{tabs}}}\r?\n?")
+    row: list[str] = []
+    chars, is_open = 0, False
+    with path.open(encoding=encoding, newline="") as file:
+        for line in file:
+            row.append(line)
+            chars += len(line)
+            is_open ^= line.count('"') % 2 == 1
+            if is_open and chars < _LONGEST_FIELD:
+                continue  # the row goes on in the next line
+            text = "".join(row)
+            if text.strip() and not shape.fullmatch(text):
+                return False
+            row, chars = [], 0
+    return not row
+
+
+def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
+    """(line the row begins in, its fields); blank lines are left out."""
+    with dialect.path.open(encoding=dialect.encoding, newline="") as file:
+        lines = islice(file, dialect.skip_lines, None)
+        if dialect.plain:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, [_unquoted(cell) for cell in line.rstrip("\r\n").split("\t")]
+            return
+        _allow_long_fields()
+        # The last line of our own shows whether a quote is still open at the end.
+        reader = csv.reader(chain(lines, [_END]), delimiter=dialect.delimiter)
+        begins = 1 + dialect.skip_lines
+        while True:
+            try:
+                row = next(reader)
+            except csv.Error:  # the field is too long
+                row = [_END, _END]
+            if row == [_END]:
+                return
+            if row and row[-1].endswith(_END):
+                raise DataError(
+                    t(
+                        '{path}, line {line}: a quote (") is opened and not closed; write '
+                        'quotes inside a text twice ("")',
+                        path=dialect.path,
+                        line=begins,
+                    )
+                )
+            if row:
+                yield begins, row
+            begins = reader.line_num + 1 + dialect.skip_lines
+
+
+def _unquoted(cell: str) -> str:
+    inner = cell[1:-1].replace('""', "")
+    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner:
+        return cell[1:-1].replace('""', '"')
+    return cell
+
+
+def _cells(dialect: _Dialect, width: int, wanted: list[int]) -> Iterator[Row]:
+    for line, row in islice(_rows(dialect), 1, None):
+        if len(row) < width:
+            # Excel leaves the last empty cells of a row out; what is missing counts as empty.
+            row = row + [""] * (width - len(row))
+        elif any(row[width:]):
+            said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
+            raise DataError(
+                t(
+                    "{path}, line {line}: {fields} fields where the header has {width}; put "
+                    'texts that hold the delimiter in quotes (")',
+                    **said,
+                )
+            )
+        yield tuple(row[index] for index in wanted)
+
+
+def _allow_long_fields() -> None:
+    # A process-wide setting of the csv module: only ever raised.
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
+
+
+_LOOKED_AT_ROWS = 1000
+
+_CHUNK_CHARS = 1 << 18
+
+_LONGEST_ROW = 1 << 25
+"""Characters; an array element longer than this is a file that is not an array of rows."""
+
+_DECODER = json.JSONDecoder()
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def open_json(path: Path, encoding: str | None) -> Table:
+    """The table in a .jsonl, .ndjson or .json file: an object a line, or an array of objects."""
+    codec = find_encoding(path, encoding)
+    objects = _array if _begins_with_bracket(path, codec) else _lines
+    # Not every object has every key; those of the first rows are the columns.
+    columns: dict[str, None] = {}
+    for row in islice(objects(path, codec), _LOOKED_AT_ROWS):
+        columns.update(dict.fromkeys(row))
+    if not columns:
+        raise DataError(
+            t("{path} is empty; give one JSON object with text and label a line", path=path)
+        )
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        for row in objects(path, codec):
+            yield tuple(row.get(name) for name in wanted)
+
+    return Table(str(path), tuple(columns), read, encoding=codec)
+
+
+def _begins_with_bracket(path: Path, codec: str) -> bool:
+    with path.open(encoding=codec) as file:
+        return any(line.lstrip().startswith("[") for line in islice(_filled(file), 1))
+
+
+def _filled(lines: Iterator[str] | Any) -> Iterator[str]:
+    return (line for line in lines if line.strip())
+
+
+def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
+    with path.open(encoding=codec) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                said = {"path": path, "line": number, "reason": _reason(error)}
+                raise DataError(
+                    t(
+                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                        "or one object a line",
+                        **said,
+                    )
+                ) from None
+            yield _as_row(path, number, _mended(value, line))
+
+
+def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
+    """The elements of one big array, with a small part of the text in memory at a time."""
+    with path.open(encoding=codec) as file:
+        buffer = file.read(_CHUNK_CHARS)
+        position = buffer.index("[") + 1
+        line = 1 + buffer.count("\n", 0, position)
+        while True:
+            start = _BETWEEN.match(buffer, position).end()  # type: ignore[union-attr]
+            line += buffer.count("\n", position, start)
+            position = start
+            if buffer.startswith("]", position):
+                return
+            try:
+                value, end = _DECODER.raw_decode(buffer, position)
+            except RecursionError as error:
+                said = {"path": path, "line": line, "reason": _reason(error)}
+                raise DataError(
+                    t(
+                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                        "or one object a line",
+                        **said,
+                    )
+                ) from None
+            except ValueError as error:
+                # Either it is wrong or it is not all there yet; only the end of the file tells.
+                more = file.read(_CHUNK_CHARS)
+                if not more or len(buffer) - position > _LONGEST_ROW:
+                    said = {"path": path, "line": line, "reason": _reason(error)}
+                    raise DataError(
+                        t(
+                            "{path}, line {line}: not JSON ({reason}); write an array of "
+                            "objects, or one object a line",
+                            **said,
+                        )
+                    ) from None
+                buffer, position = buffer[position:] + more, 0
+                continue
+            yield _as_row(path, line, _mended(value, buffer[position:end]))
+            line += buffer.count("\n", position, end)
+            position = end
+
+
+def _reason(error: Exception) -> str:
+    """Without the position, which counts from the start of a line or a part of the file."""
+    if isinstance(error, RecursionError):
+        return t("nested too deeply")
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _mended(value: Any, source: str) -> Any:
+    """Half an emoji, where somebody cut a text by length, is no character Arrow can hold."""
+    return _without_surrogates(value) if _SURROGATE_ESCAPE.search(source) else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return _LONE_SURROGATES.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(value[key]) for key in value}
+    return value
+
+
+def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        said = {"path": path, "line": line, "kind": type(value).__name__}
+        raise DataError(
+            t(
+                "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
+                row='{"text": "…", "label": 1}',
+                **said,
+            )
+        )
+    return value
+
+
+_BATCH_ROWS = 2000
+
+_VALIDATION_SPLITS = ("validation", "valid", "dev")
+
+
+def open_parquet(path: Path) -> Table:
+    """The table in a .parquet file; columns that are not asked for are not read."""
+    import pyarrow
+    from datasets import Features
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = _first_line(error)
+        raise DataError(
+            t("{path} is not a Parquet file ({reason}); write it again", path=path, reason=reason)
+        ) from None
+    class_names = _class_names(Features.from_arrow_schema(schema))
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        try:
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(_BATCH_ROWS, columns=list(wanted)):
+                    columns = [batch.column(name).to_pylist() for name in wanted]
+                    yield from _named(zip(*columns, strict=True), wanted, class_names)
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                t(
+                    "{path} cannot be read to its end ({reason}); write it again",
+                    path=path,
+                    reason=_first_line(error),
+                )
+            ) from None
+
+    return Table(str(path), tuple(schema.names), read, class_names)
+
+
+def open_hub(name: str) -> tuple[Table, Table | None]:
+    """A dataset of the Hub ('owner/name', 'owner/name:config'): training, own validation or none.
+
+    Its test split is left alone: it is not ours to train on or to choose a model with.
+    """
+    import datasets
+
+    repository, _, configuration = name.partition(":")
+    try:
+        with quiet_logs():  # the bars stay: a download may take long
+            found = datasets.load_dataset(repository, configuration or None)
+    except Exception as error:  # every layer below (hub, http, builder) raises its own kinds
+        said = {"name": repr(name), "reason": _first_line(error)}
+        raise DataError(
+            t(
+                "{name} is neither a file here nor a dataset the Hub gives ({reason}); check "
+                "the spelling and the connection",
+                **said,
+            )
+        ) from error
+    train = found["train"] if "train" in found else next(iter(found.values()))
+    validation = next((found[split] for split in _VALIDATION_SPLITS if split in found), None)
+    if validation is train:
+        validation = None
+    return (
+        _hub_table(f"{name} (training split)", train),
+        None if validation is None else _hub_table(f"{name} (validation split)", validation),
+    )
+
+
+def _hub_table(where: str, dataset: Any) -> Table:
+    class_names = _class_names(dataset.features)
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        for batch in dataset.select_columns(list(wanted)).iter(_BATCH_ROWS):
+            columns = [batch[name] for name in wanted]
+            yield from _named(zip(*columns, strict=True), wanted, class_names)
+
+    return Table(where, tuple(dataset.column_names), read, class_names)
+
+
+def _class_names(features: Any) -> dict[str, tuple[str, ...]]:
+    """The label names that `datasets` keeps with a column or with the items of its lists."""
+    from datasets import ClassLabel
+
+    inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    return {
+        name: tuple(feature.names)
+        for name, feature in inner.items()
+        if isinstance(feature, ClassLabel)
+    }
+
+
+def _named(
+    rows: Iterator[Row], wanted: Sequence[str], class_names: dict[str, tuple[str, ...]]
+) -> Iterator[Row]:
+    """The rows with declared ids replaced by their names."""
+    names = [class_names.get(name) for name in wanted]
+    if not any(names):
+        yield from rows
+        return
+    for row in rows:
+        yield tuple(
+            value if known is None else _name_of(value, known)
+            for value, known in zip(row, names, strict=True)
+        )
+
+
+def _name_of(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, list):
+        return [_name_of(item, names) for item in value]
+    # -1 is how the Hub's benchmarks write a label that is kept secret.
+    return None if value is None or value < 0 else names[value]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+DELIMITED = (".csv", ".tsv", ".tab", ".txt")
+
+JSON = (".jsonl", ".ndjson", ".json")
+
+PARQUET = (".parquet", ".pq")
+
+KNOWN = (*DELIMITED, *JSON, *PARQUET)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
+
+
+def open_source(name: str, encoding: str | None) -> tuple[Table, Table | None]:
+    """(training table, the source's own validation table or None)."""
+    path = Path(name).expanduser()
+    if path.exists() or not _may_be_hub_id(name, path):
+        return open_file(path, encoding), None
+    return open_hub(name)
+
+
+def open_file(path: Path, encoding: str | None) -> Table:
+    """The table in a file, by the ending of its name."""
+    _check_file(path)
+    suffix = path.suffix.lower()
+    try:
+        if suffix in DELIMITED:
+            return open_delimited(path, encoding)
+        if suffix in JSON:
+            return open_json(path, encoding)
+        if suffix in PARQUET:
+            return open_parquet(path)
+    except PermissionError:
+        raise DataError(t("{path} may not be read; check its permissions", path=path)) from None
+    if suffix in (".xlsx", ".xls", ".ods"):
+        raise DataError(
+            t("{path} is a spreadsheet; save it as CSV (UTF-8) and give that", path=path)
+        )
+    known, last = ", ".join(KNOWN[:-1]), KNOWN[-1]
+    raise DataError(
+        t(
+            "{path}: cannot tell a table from the ending {ending}; name it {known} or {last}",
+            path=path,
+            ending=repr(suffix),
+            known=known,
+            last=last,
+        )
+    )
+
+
+def _may_be_hub_id(name: str, path: Path) -> bool:
+    """A missing path that looks like a file is a mistake to report, not an id to look up."""
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        return False
+    in_a_folder_here = len(path.parts) > 1 and path.parent.is_dir()
+    return path.suffix.lower() not in (*KNOWN, ".xlsx", ".xls", ".ods") and not in_a_folder_here
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
+        inside = f" ({', '.join(tables[:5])})" if tables else ""
+        raise DataError(
+            t("{path} is a folder; give one of the files in it{inside}", path=path, inside=inside)
+        )
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            t("{path} is a link to a file that is not there; give the file itself", path=path)
+        )
+    if not path.exists():
+        folder = path.parent
+        here = [item.name for item in folder.iterdir()] if folder.is_dir() else []
+        raise DataError(
+            t(
+                "there is no file {path}; check the path.{hint}",
+                path=path,
+                hint=nearest(path.name, here),
+            )
+        )
+    if not path.is_file():
+        raise DataError(
+            t("{path} is not a regular file; write the table to a file first", path=path)
+        )
+    if path.stat().st_size == 0:
+        raise DataError(t("{path} is empty; give a table with a header and rows", path=path))

@@ -1,0 +1,145 @@
+"""Where the Arrow files lie while the process lives, and what the terminal sees meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import DataError
+from memfit.text import is_told, t
+
+_numbers = itertools.count()
+
+_PREFIX, _LOCK = "memfit-data-", ".in-use"
+
+_YOUNG_SECONDS = 3600.0
+
+QUIET_SECONDS = 2.0
+"""A progress bar appears only after this long."""
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    # One folder a process, removed at its end and not with the dataset: what is derived from a
+    # dataset (select, map, a copy in a data-loading worker) still points at these files.
+    # Windows cannot remove a file that is still mapped, hence the ignored errors.
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+    _hold(Path(made.name) / _LOCK)
+    return made
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Folders of processes that were killed: nobody holds their lock any more."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = folder / _LOCK
+            if lock.exists():
+                abandoned = _hold(lock, try_only=True)
+            else:  # its process may be about to make it
+                abandoned = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+            if abandoned:
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, AttributeError):  # another process was faster; Windows has no owners
+            continue
+
+
+def _hold(lock: Path, *, try_only: bool = False) -> bool:
+    """Lock a file until the process ends, or see whether nobody has; True where it could be."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return False
+    if try_only:
+        os.close(handle)
+    return True
+
+
+def new_file() -> Path:
+    """A fresh Arrow file name in a folder of its own, so that no cache is ever found in it."""
+    folder = Path(_folder().name) / f"table-{next(_numbers)}"
+    folder.mkdir()
+    return folder / "rows.arrow"
+
+
+@contextmanager
+def room_on_disk() -> Iterator[None]:
+    """What is written inside may not fit on the disk; then one sentence says so."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            t(
+                "cannot write to the temporary folder {folder} ({reason}); make room there, or "
+                "point TMPDIR at a larger disk",
+                folder=_folder().name,
+                reason=error,
+            )
+        ) from None
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Hold back the log lines of `datasets` and the Hub client; what fails is raised anyway."""
+    from datasets.utils import logging as datasets_logging
+    from huggingface_hub.utils import logging as hub_logging
+
+    before = datasets_logging.get_verbosity(), hub_logging.get_verbosity()
+    datasets_logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets_logging.set_verbosity(before[0])
+        hub_logging.set_verbosity(before[1])
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """The same for its progress bars; ours wait until there is something to wait for."""
+    import datasets
+
+    had_bars = not datasets.are_progress_bars_disabled()
+    if had_bars:
+        datasets.disable_progress_bars()
+    try:
+        with quiet_logs():
+            yield
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+def progress_bar(what: str, total_rows: int | None = None) -> Any:
+    """A bar on a terminal, once the work has taken two seconds; none in a log file.
+
+    Where `waiting` tells what is being done, that line is enough.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    bar: Any = tqdm  # its own signature has no types
+    return bar(
+        desc=what,
+        total=total_rows,
+        unit=" rows",
+        delay=QUIET_SECONDS,
+        leave=False,
+        disable=is_told() or None,
+    )

@@ -1,0 +1,360 @@
+"""Runs one effective batch: plain micro-batches, into a gradient sink, or as CUDA graphs.
+
+split  ->  prepare (move to the device)  ->  loss  ->  scaled backward
+
+This is the one place that decides how an effective batch is run; strategies hook in here.
+
+SinkExecutor      any model, any loss: the sink is told of every micro-batch
+GraphedExecutor   packed batches and the model's own loss: the whole step as a CUDA graph
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memfit.engine.graph_cache import GraphCache, GraphMemory, TokenBuckets
+from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, Trim, split
+from memfit.engine.packed_batch import (
+    PackedBatch,
+    PacksBatches,
+    padded_on_the_right,
+    text_lengths,
+    weighted_loss,
+)
+from memfit.engine.step_state import Buffers, preserved_rng
+from memfit.errors import DataError, MemfitError
+from memfit.memory.out_of_memory import retrying
+from memfit.text import t
+
+if TYPE_CHECKING:
+    from memfit.engine.sinks import GradientSink
+
+
+def _no_context(model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG001
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a micro-batch's mean is a mean of, and what the whole batch's is."""
+
+    weight: float
+    total: float
+
+
+@dataclass(frozen=True)
+class StepExecutor:
+    """Runs effective batches so that their gradient is the one of the whole batch at once.
+
+    `weigh` says what a micro-batch's mean loss is a mean of (engine/loss.py); `loss` gets the
+    prepared inputs and that weight; `mean_over_ranks` averages the weight of whole batches over
+    data-parallel ranks, so that ranks with fewer rows count less. Each of `around` is entered
+    around the loss and the backward of every micro-batch.
+    """
+
+    micro_batching: MicroBatching
+    trim: Trim
+    weigh: Callable[[Batch], float]
+    prepare: Callable[[Batch], Batch]
+    loss: Callable[[nn.Module, Batch, float], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    no_sync: Callable[[nn.Module], AbstractContextManager[None]] = _no_context
+    mean_over_ranks: Callable[[float], float] = float
+    around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
+    packed: bool = False
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Leave the batch's gradient in the parameters; return its mean loss, detached."""
+        parts = self.weighted_parts(batch)
+        losses = []
+        for index, (part, share) in enumerate(parts):
+            # Ranks exchange gradients once, with the last micro-batch.
+            is_last = index == len(parts) - 1
+            with ExitStack() as contexts:
+                contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
+                losses.append(self.micro_step(model, part, share))
+        return torch.stack(losses).sum()
+
+    def weighted_parts(self, batch: Batch) -> list[tuple[MicroBatch, Share]]:
+        """The micro-batches that count, each with its share in the batch's mean."""
+        parts = [(part, self.weigh(part.inputs)) for part in self.split(batch)]
+        # A micro-batch of ignored labels only has no mean, and no share in the whole one.
+        parts = [(part, weight) for part, weight in parts if weight > 0]
+        total = self.mean_over_ranks(sum(weight for _, weight in parts))
+        if not parts:
+            raise DataError(
+                t("a training batch has no label that counts: all are -100 or of weight zero")
+            )
+        return [(part, Share(weight, total)) for part, weight in parts]
+
+    def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its part of the mean loss, detached."""
+        with self.contexts():
+            loss = self.forward(model, part, share)
+            self.backward(loss)
+        return loss.detach()
+
+    def forward(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """A micro-batch's part of the mean loss."""
+        mean = self.loss(model, self.prepare(part.inputs), share.weight)
+        return mean * (share.weight / share.total)
+
+    @contextmanager
+    def contexts(self) -> Iterator[None]:
+        """What is around the loss and the backward of a micro-batch."""
+        with ExitStack() as entered:
+            for context in self.around:
+                entered.enter_context(context())
+            yield
+
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """Forward and backward as in `run`; the gradients are the caller's to drop."""
+        self.run(model, batch)
+
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """Whole steps that change nothing, as far as that can be had; gradients as in `rehearse`.
+
+        Without a sink the update is left out: it would move the optimizer's state.
+        """
+        for _ in range(steps):
+            model.zero_grad()
+            self.rehearse(model, batch)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """What is launched inside runs where the steps do."""
+        return nullcontext()
+
+    @property
+    def captured_graphs(self) -> int:
+        """CUDA graphs that are held now."""
+        return 0
+
+    def drop(self) -> None:
+        """Give back memory that is only held to be faster."""
+
+    def split(self, batch: Batch) -> list[MicroBatch]:
+        """How this batch will be run."""
+        return split(batch, self.micro_batching, self.trim, packed=self.packed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkExecutor(StepExecutor):
+    """A StepExecutor that tells the sink where in the step it is."""
+
+    sink: Callable[[], GradientSink]
+    """Gives the sink once the optimizer is made."""
+    single: bool = False
+    """Whether a step of several micro-batches would be another update rule nobody allowed."""
+    boundaries: LayerBoundaries | None = None
+    """How a backward pass that moves weights is finished when it fails."""
+    buffers: Buffers = field(default_factory=Buffers)
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Backward into the sink; the optimizer's step then ends what is begun here."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        sink = self.sink()
+        sink.begin(len(parts))
+        for phase in sink.phases:
+            losses = []
+            with self._counting(model, phase == sink.phases[-1]):
+                for index, (part, share) in enumerate(parts):
+                    sink.arm(index, phase)
+                    losses.append(self.micro_step(model, part, share))
+                    self._end_backward(sink)
+        return torch.stack(losses).sum()
+
+    def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
+        """As in the base; finished from where it failed once weights have moved."""
+        if self.boundaries is None:
+            return super().micro_step(model, part, share)
+        return self.boundaries.run(
+            lambda: self.forward(model, part, share), self.backward, self.contexts
+        )
+
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """Every gradient is dropped where a sink would take it."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        with self.sink().rehearsal():
+            for part, share in parts:
+                super().micro_step(model, part, share)
+
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """With the update, whose gate is shut."""
+        sink = self.sink()
+        with sink.without_effect():
+            for _ in range(steps):
+                self.run(model, batch)
+                sink.finish()
+                model.zero_grad()
+
+    def _end_backward(self, sink: GradientSink) -> None:
+        if sink.updates_in_backward:
+            with retrying(sink.optimizer.clock.device):
+                sink.end_backward()
+        else:
+            sink.end_backward()
+
+    @contextmanager
+    def _counting(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        """A pass that only measures must see the dropout of the one that follows, and no more."""
+        with ExitStack() as around:
+            if not is_last:
+                around.enter_context(preserved_rng())
+                around.enter_context(self.buffers.preserved(model))
+            yield
+
+    def _check(self, count: int) -> None:
+        if self.single and count > 1:
+            raise MemfitError(
+                t(
+                    "a step of {count} micro-batches would lose its sum: gradients are "
+                    "released as they come; keep them (gradients='kept8') or let whole "
+                    "batches fit",
+                    count=count,
+                )
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphedExecutor(SinkExecutor):
+    """The same step from CUDA graphs: forward, backward, norm, clipping and update in one."""
+
+    packing: PacksBatches
+    device: torch.device
+    problem_type: str | None = None
+    rows: int = 32
+    """All batches are filled up to so many rows."""
+    buckets: TokenBuckets = field(default_factory=TokenBuckets)
+    _caches: dict[str, GraphCache] = field(default_factory=dict)
+    _memory: list[GraphMemory] = field(default_factory=list)
+    """One, made with the first graph; whoever copies the executor shares it."""
+    _seen: Counter[int] = field(default_factory=Counter)
+
+    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
+        parts = self.weighted_parts(batch)
+        self._check(len(parts))
+        sink = self.sink()
+        if not sink.capturable or (len(parts) > 1 and not sink.hooked):
+            # Gradients left in `.grad` would be the graph's own memory, written anew each time.
+            return super().run(model, batch)
+        if not all(padded_on_the_right(part.inputs) for part, _ in parts):
+            return super().run(model, batch)  # such a batch stays padded; graphs are of packed ones
+        packed = [self._packed(part, share) for part, share in parts]
+        if len(parts) == 1:
+            sink.prepare(0)
+            return self._cache_of("whole", model).run(packed[0])
+        micro = self._cache_of("micro", model)
+        sink.begin(len(parts), replayed=True)
+        losses = []
+        for index, inputs in enumerate(packed):
+            sink.prepare(index)
+            losses.append(micro.run(inputs))
+        return torch.stack(losses).sum()
+
+    def rehearse(self, model: nn.Module, batch: Batch) -> None:
+        """As launched, on the stream of the graphs to come: autograd remembers the first it saw."""
+        with self.on_stream():
+            super().rehearse(model, batch)
+
+    def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
+        """One step more than asked for until a graph is there: the first is launched."""
+        if self.sink().launches_first:
+            return self.rehearse(model, batch)
+        super().dress(model, batch, steps if self._graph_memory().is_warm else steps + 1)
+        return None
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """The stream of the graphs."""
+        return self._graph_memory().on_stream()
+
+    @property
+    def captured_graphs(self) -> int:
+        """Of whole steps and of single micro-batches."""
+        return sum(len(cache) for cache in self._caches.values())
+
+    @property
+    def captured_tokens(self) -> set[int]:
+        """The token counts there are graphs for."""
+        return set().union(*(cache.tokens for cache in self._caches.values()))
+
+    def drop(self) -> None:
+        """Give the graphs' memory back."""
+        for cache in self._caches.values():
+            cache.clear()
+        if self._memory:
+            self._memory[0].drop()
+
+    def _cache_of(self, name: str, model: nn.Module) -> GraphCache:
+        """The graphs of whole steps, or those of single micro-batches."""
+        if name not in self._caches:
+            bodies: dict[str, Callable[[PackedBatch], torch.Tensor]] = {
+                "whole": lambda inputs: self._whole_step(model, inputs),
+                "micro": lambda inputs: self._micro(model, inputs, 0),
+            }
+            self._caches[name] = GraphCache(bodies[name], self._graph_memory())
+        return self._caches[name]
+
+    def _graph_memory(self) -> GraphMemory:
+        if not self._memory:
+            self._memory.append(GraphMemory(self.device))
+        return self._memory[0]
+
+    def _packed(self, part: MicroBatch, share: Share) -> PackedBatch:
+        lengths = text_lengths(part.inputs)
+        captured = self.captured_tokens
+        tokens, longest = sum(lengths), max(lengths)
+        packed = self.packing.pack(
+            part.inputs,
+            pad_to_tokens=self.buckets.choose(tokens, captured, self._seen),
+            pad_to_rows=max(self.rows, len(part.rows)),
+            max_seqlen=-(-longest // 64) * 64,
+        )
+        packed = replace(packed, row_weight=packed.row_weight / share.total)
+        return packed.pin_memory() if self.device.type == "cuda" else packed
+
+    def _whole_step(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
+        sink = self.sink()
+        sink.begin(1)
+        for phase in sink.phases:
+            with self._counting(model, phase == sink.phases[-1]):
+                loss = self._micro(model, inputs, 0, phase)
+        sink.finish()
+        model.zero_grad()  # gives kept gradients back to the graph's pool
+        return loss
+
+    def _micro(
+        self, model: nn.Module, inputs: PackedBatch, index: int, phase: str = "apply"
+    ) -> torch.Tensor:
+        sink = self.sink()
+        sink.arm(index, phase)
+
+        def forward() -> torch.Tensor:
+            outputs: Any = model(**inputs.inputs(labels=False))
+            assert inputs.labels is not None
+            return weighted_loss(
+                outputs.logits.float(), inputs.labels, inputs.row_weight, self.problem_type
+            )
+
+        def backward(loss: torch.Tensor) -> None:
+            total: torch.Tensor = loss if sink.loss_scale is None else sink.loss_scale.apply(loss)
+            total.backward()  # type: ignore[no-untyped-call]
+
+        if self.boundaries is None or sink.capturing:
+            with self.contexts():
+                loss = forward()
+                backward(loss)
+        else:
+            loss = self.boundaries.run(forward, backward, self.contexts)
+        self._end_backward(sink)
+        return loss.detach()

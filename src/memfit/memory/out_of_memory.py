@@ -1,0 +1,167 @@
+"""What running out of memory looks like, and what can be given back at once.
+
+After backward the weights begin to change, and nothing can be run again as a whole. But an
+operator that finds no memory has written nothing: `Retrying` gives memory back and runs that one
+operator again.
+
+Packed batches are of ever new sizes, and glibc's heap keeps the gaps between them: without this
+the process grows by some megabytes a step, although no tensor stays alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPERATOR_TRIES = 3
+"""How often an operator is run before its step is given up."""
+
+# What allocators other than torch's own say; torch's CUDA allocator has its own exception.
+_SIGNS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+_frozen = False  # whether `free_memory` has left objects out of the collections
+
+
+class BudgetExceeded(torch.OutOfMemoryError):
+    """A tensor was made beyond the budget, on a device that would have had room for it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was what lacked, whoever says it.
+
+    A graph whose capture runs out of memory ends with another error, raised while handling it.
+    """
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
+        for one in _and_before(error)
+    )
+
+
+def let_go(error: BaseException) -> str:
+    """Drop the tensors that the failed call's frames still hold; returns what was said."""
+    *_, first = _and_before(error)
+    for one in _and_before(error):
+        traceback.clear_frames(one.__traceback__)
+    # CUDA's message goes on for lines about what else the card holds.
+    return ". ".join(str(first).strip().split("\n", 1)[0].split(". ")[:2]).rstrip(".")
+
+
+def _and_before(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those it was raised in the handling of."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__context__
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody uses: cycles of Python objects, then the allocator's cache.
+
+    A collection looks at half a million objects of torch and transformers. Those that have
+    survived one are left out of the next, until `end_of_training`; but where the program has left
+    out some itself, no more are: Python can only take all of them back.
+    """
+    global _frozen
+    gc.collect()
+    if _frozen or gc.get_freeze_count() == 0:
+        gc.freeze()
+        _frozen = True
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def end_of_training() -> None:
+    """All objects are looked at again that `free_memory` left out."""
+    global _frozen
+    if _frozen:
+        gc.unfreeze()
+    _frozen = False
+
+
+class Retrying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs an operator again, after `free(tries)`, when it found no memory.
+
+    Only for the few operators of an update: every operator inside costs some microseconds.
+    """
+
+    def __init__(self, free: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free = free
+        self.retried = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for left in reversed(range(OPERATOR_TRIES)):
+            try:
+                return func(*args, **(kwargs or {}))
+            except Exception as error:
+                if left == 0 or not is_out_of_memory(error):
+                    raise
+                let_go(error)
+            self._free(OPERATOR_TRIES - left)
+            self.retried += 1
+        raise AssertionError("the last try returns or raises")
+
+
+@contextlib.contextmanager
+def retrying(
+    device: torch.device,
+    note: Callable[[], None] | None = None,
+    last_resort: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Every operator inside that finds no memory is run again; `note` hears if one was.
+
+    `last_resort` gives back what is only held to be faster, before the last try.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield  # nothing is executed, and so nothing half done
+        return
+
+    def free(tries: int) -> None:
+        if tries == OPERATOR_TRIES - 1 and last_resort is not None:
+            last_resort()
+        free_memory(device)
+
+    mode = Retrying(free)
+    with mode:
+        yield
+    if mode.retried and note is not None:
+        note()
+
+
+EVERY_STEPS = 8
+"""A trim takes some 20 ms, a step on a CPU seconds."""
+
+
+def return_freed_memory() -> bool:
+    """Whether there was a way to do it: glibc has one, other systems need none or have none."""
+    trim = _malloc_trim()
+    if trim is None:
+        return False
+    trim(0)
+    return True
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return found

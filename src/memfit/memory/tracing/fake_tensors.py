@@ -1,0 +1,475 @@
+"""Runs a step on tensors that have a shape and no memory.
+
+A trace is thousands of views and allocations. Fake tensors look each of them up by every property
+of every argument, which takes longer than the operator itself does on the meta device. Those
+listed here have shapes that follow from their first tensor alone, so that the meta kernel can be
+asked at once. Others have a meta kernel written in Python, or take real indices that would be
+turned into fake tensors first; their shapes are written down here. All others go the usual way.
+
+What touches a weight is fake: it costs nothing, however large the model. What follows from
+the batch alone (ids, masks, positions) is real, so that what a model asks of it (is
+anything padded? where does each text end?) gets its true answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+
+from memfit.errors import TraceError
+from memfit.memory.components import Component
+from memfit.memory.tracing.counting import current
+from memfit.memory.tracing.operators import CudaKernels, supplied_operator
+from memfit.memory.tracing.tracker import _BACKWARD_NODE, _DEVICE, Tracker, tensors_in
+from memfit.text import t
+
+_aten = torch.ops.aten
+
+_FOLLOWS = frozenset(
+    (
+        # Views of the first tensor.
+        _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.alias.default,
+        _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default,
+        _aten.select.int, _aten.slice.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim,
+        _aten.as_strided.default,
+        # New tensors on its device.
+        _aten.mm.default, _aten.bmm.default, _aten.clone.default, _aten.sum.dim_IntList,
+        _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor,
+    )
+)  # fmt: skip
+
+_ELEMENTWISE = frozenset(
+    (
+        _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar,
+        _aten.gelu.default, _aten.gelu_backward.default, _aten.tanh.default,
+        _aten.tanh_backward.default,
+    )
+)  # fmt: skip
+"""Of contiguous tensors alike, another such one."""
+
+_ALLOCATES = {
+    _aten.new_empty.default: _aten.new_empty.default,
+    _aten.new_zeros.default: _aten.new_empty.default,
+    _aten.empty_like.default: _aten.empty_like.default,
+    _aten.zeros_like.default: _aten.empty_like.default,
+    _aten.empty.memory_format: _aten.empty.memory_format,
+    _aten.zeros.default: _aten.empty.memory_format,
+}
+"""And which of them makes the same without writing to it."""
+
+_WRITES = frozenset((_aten.linalg_vector_norm.out, _aten.where.self_out))
+"""Into a tensor handed over, which has the right shape already."""
+
+_CHANGES = frozenset(
+    (
+        _aten.add_.Tensor, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Scalar,
+        _aten.div_.Tensor, _aten.bernoulli_.float, _aten.zero_.default, _aten.fill_.Scalar,
+        _aten.copy_.default,
+    )
+)  # fmt: skip
+"""Their first tensor, which they return."""
+
+_CHANGES_LISTS = frozenset(
+    (
+        _aten._fused_adamw_.default, _aten._foreach_add_.Scalar, _aten._foreach_copy_.default,
+        _aten._foreach_mul_.Tensor,
+    )
+)  # fmt: skip
+"""Tensors in lists, and return nothing."""
+
+_TO_COPY = _aten._to_copy.default
+
+_STACK = _aten.stack.default
+
+_NORMS = _aten._foreach_norm.Scalar
+
+_SEVERAL = frozenset((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int))
+
+
+def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
+    """What the operator gives, or NotImplemented where it must go the usual way."""
+    if func in _ALLOCATES:
+        return _allocated(func, args, kwargs, mode)
+    if func in _WRITES:
+        return kwargs["out"] if _is_ours(kwargs["out"], mode) else NotImplemented
+    if func in _CHANGES:
+        return args[0] if _is_ours(args[0], mode) else NotImplemented
+    if func in _CHANGES_LISTS:
+        return None if all(_is_ours(one, mode) for one in args[0]) else NotImplemented
+    if func in _SHAPES:
+        return _shaped(_SHAPES[func], args, kwargs, mode)
+    if func is _TO_COPY:
+        return _copied(args[0], mode, **kwargs)
+    if func is _STACK:
+        return _stacked(*args, mode=mode)
+    if func is _NORMS:
+        return _norms(*args, mode=mode, **kwargs)
+    if func in _ELEMENTWISE and _are_alike(args, mode):
+        return _empty(args[0].shape, args[0].dtype, args[0], mode)
+    several = func in _SEVERAL
+    if not several and func not in _FOLLOWS:
+        return NotImplemented
+    device = getattr(args[0], "fake_device", None)
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and not (
+            _is_ours(arg, mode) and arg.fake_device == device
+        ):
+            return NotImplemented
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    if several:
+        return type(out)(FakeTensor(mode, one, device) for one in out)
+    return FakeTensor(mode, out, device)
+
+
+def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
+    first, device = args[0], kwargs.get("device")
+    if isinstance(first, torch.Tensor):
+        if not _is_ours(first, mode):
+            return NotImplemented
+        device = first.fake_device if device is None else device
+    if kwargs.get("pin_memory") or (device is not None and device.type == "meta"):
+        return NotImplemented
+    with in_kernel_invocation_manager(mode):
+        out = _ALLOCATES[func](*args, **{**kwargs, "device": torch.device("meta")})
+    return FakeTensor(mode, out, device or torch.device("cpu"))
+
+
+# ---- shapes written down: of the results, all of them contiguous and of the first tensor's type
+
+
+def _addmm(_: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
+    return [(left.shape[0], right.shape[1])]
+
+
+def _index_copy(self: torch.Tensor, dim: int, index: Any, source: Any) -> Any:
+    del dim, index, source
+    return [self.shape]
+
+
+def _index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    shape = list(self.shape)
+    if not shape:
+        return None
+    shape[dim] = index.numel()
+    return [shape]
+
+
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
+    return [(*indices.shape, *weight.shape[1:])]
+
+
+def _embedding_backward(grad: torch.Tensor, _: Any, count: int, *__: Any) -> Any:
+    return [(count, grad.shape[-1])]
+
+
+def _vector_norm(_: Any, __: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+    return [()] if dim is None and not keepdim else None
+
+
+def _nll_loss(_: Any, __: Any, ___: Any, reduction: int, ____: Any) -> Any:
+    return [(), ()] if reduction else None
+
+
+def _nll_loss_backward(_: Any, self: torch.Tensor, *__: Any) -> Any:
+    return [self.shape]
+
+
+_SHAPES: dict[Any, Callable[..., Sequence[Sequence[int]] | None]] = {
+    _aten.addmm.default: _addmm,
+    _aten.index_copy.default: _index_copy,
+    _aten.index_add.default: _index_copy,
+    _aten.index_select.default: _index_select,
+    _aten.embedding.default: _embedding,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten.nll_loss_forward.default: _nll_loss,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+}
+
+
+def _shaped(
+    shapes: Callable[..., Sequence[Sequence[int]] | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: Any,
+) -> Any:
+    """Empty tensors of these shapes; floating-point tensors among the arguments decide the rest."""
+    floats = [one for one in args if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    first = floats[0] if floats else None
+    if kwargs or not _is_ours(first, mode):
+        return NotImplemented
+    for one in floats:
+        if not _is_ours(one, mode) or one.dtype is not first.dtype:
+            return NotImplemented
+    found = shapes(*args)
+    if found is None:
+        return NotImplemented
+    out = tuple(_empty(shape, first.dtype, first, mode) for shape in found)
+    return out if len(out) > 1 else out[0]
+
+
+def _are_alike(args: tuple[Any, ...], mode: Any) -> bool:
+    """Whether an elementwise operator gives what its first argument is like: no broadcast."""
+    first = args[0]
+    if not (_is_ours(first, mode) and first.is_floating_point() and first.is_contiguous()):
+        return False
+    for one in args[1:]:
+        if isinstance(one, torch.Tensor):
+            if not (
+                _is_ours(one, mode)
+                and one.dtype is first.dtype
+                and one.shape == first.shape
+                and one.is_contiguous()
+                and one.fake_device == first.fake_device
+            ):
+                return False
+        elif not isinstance(one, int | float):
+            return False
+    return True
+
+
+def _copied(tensor: Any, mode: Any, *, dtype: Any = None, device: Any = None, **more: Any) -> Any:
+    if more or not _is_ours(tensor, mode) or not tensor.is_contiguous():
+        return NotImplemented
+    if device is not None and device != tensor.fake_device:
+        return NotImplemented
+    return _empty(tensor.shape, dtype or tensor.dtype, tensor, mode)
+
+
+def _stacked(tensors: Sequence[Any], dim: int = 0, *, mode: Any) -> Any:
+    """Numbers in a row: the norms of all gradients."""
+    first = tensors[0]
+    if dim or not all(_is_ours(one, mode) and one.dim() == 0 for one in tensors):
+        return NotImplemented
+    if any(one.dtype is not first.dtype for one in tensors):
+        return NotImplemented
+    return _empty((len(tensors),), first.dtype, first, mode)
+
+
+def _norms(tensors: Sequence[Any], *_: Any, mode: Any, **named: Any) -> Any:
+    if named or not all(_is_ours(one, mode) and one.is_floating_point() for one in tensors):
+        return NotImplemented
+    return [_empty((), one.dtype, one, mode) for one in tensors]
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, like: FakeTensor, mode: Any) -> FakeTensor:
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty(shape, dtype=dtype, device="meta")
+    return FakeTensor(mode, made, like.fake_device)
+
+
+def _is_ours(tensor: Any, mode: Any) -> TypeGuard[FakeTensor]:
+    return type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
+
+
+_ADD = torch.ops.aten.add.Tensor
+
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+
+_ARANGE = {
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+}
+
+_RAND = torch.ops.aten.rand.default
+
+_SCALAR = torch.ops.aten.scalar_tensor.default
+
+_INDEX = torch.ops.aten.index.Tensor
+
+# Larger tensors are not worth their memory: they are fake like the rest.
+_LARGEST_REAL_ELEMENTS = 2**26
+
+_LARGEST_REAL_FLOAT_BYTES = 2**26
+
+
+class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
+    """A tracker over fake tensors, which speaks the dialect of one kind of device."""
+
+    def __init__(self, kernels: CudaKernels | None = None) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            tensor = args[0]
+            return tensor.fake_device if isinstance(tensor, FakeTensor) else func(tensor)
+        kwargs = kwargs or {}
+        if self._kernels is not None and func is _ADD and self._accumulates(args):
+            if (counter := current()) is not None:
+                counter.see(func, args, kwargs, args[0])
+            return args[0].add_(args[1])
+        out = self._run(func, args, kwargs)
+        if func is _LAYER_NORM:
+            out = self._with_fp32_statistics(args, out)
+        if (counter := current()) is not None:
+            if self._on_host:
+                counter.see_on_host(func, args, out)
+            else:
+                counter.see(func, args, kwargs, out)
+        if func is not _LAYER_NORM and func._schema.is_mutable and _is_real(args):
+            return args[0]  # changed in place: no memory is new
+        self.record(out)
+        if self._kernels is not None:
+            for nbytes in self._kernels.temporaries(func, args, out):
+                self.transient(nbytes)
+        return out
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """As in the base; what has a size anew is on the device."""
+        super().resized(tensor)
+        if (counter := current()) is not None:
+            counter.on_device(tensor)
+
+    def _with_fp32_statistics(self, args: tuple[Any, ...], out: Any) -> Any:
+        """Layer norm's mean and deviation of half inputs: fp32 on CUDA, or beside fp32 weights."""
+        weight = args[2]
+        if out[1].dtype is torch.float32 or (
+            self._kernels is None and (weight is None or weight.dtype is not torch.float32)
+        ):
+            return out
+        return (out[0], out[1].float(), out[2].float())
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        supplied = supplied_operator(func)
+        if supplied is not None:
+            return supplied(*args, **kwargs)
+        if self.component is Component.ACTIVATIONS and _is_known(func, args, kwargs):
+            with unset_fake_temporarily():
+                # No layer is skipped: the number drawn is the largest.
+                out = torch.ones(()) if func is _RAND else func(*args, **kwargs)
+            if not _too_large(out):
+                return out
+        if (out := run_directly(func, args, kwargs, self.mode)) is not NotImplemented:
+            return out
+        if func is _INDEX:
+            with unset_fake_temporarily():
+                args = (args[0], _as_positions(args[1]))
+        try:
+            return func(*args, **kwargs)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise TraceError(self._unsupported(func)) from error
+
+    def _unsupported(self, func: Any) -> str:
+        name = func._schema.name
+        where = t(" in {module}", module=self.module) if self.module else ""
+        return t(
+            "the memory trace cannot run {name}{where}: its result depends on values the trace "
+            "does not have. Supply one of the right shape with "
+            'memfit.memory.register_operator("{name}", function).',
+            name=name,
+            where=where,
+        )
+
+    def _accumulates(self, args: tuple[Any, ...]) -> bool:
+        """Whether this is autograd adding two gradients, which it does in place.
+
+        Autograd only refrains from it where a tensor is not a plain one, as here.
+        """
+        if len(args) != 2 or torch.is_grad_enabled() or _BACKWARD_NODE() is None:
+            return False
+        a, b = args
+        return (
+            isinstance(b, torch.Tensor)
+            and a.shape == b.shape
+            and a.dtype == b.dtype
+            and _covers_its_elements(a)
+        )
+
+
+@contextmanager
+def fake_trace(kernels: CudaKernels | None = None) -> Iterator[FakeTracker]:
+    """Fake tensors and a tracker over them; with `kernels`, as a CUDA device would run."""
+    tracker = FakeTracker(kernels)
+    installed = contextlib.nullcontext() if kernels is None else kernels.installed()
+    with _quiet(), tracker.mode, installed, tracker:
+        yield tracker
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a shape that does not come out as an error; here it is raised as one."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator's values follow from the batch alone: no weight took part."""
+    tensors = list(tensors_in((args, tuple(kwargs.values()))))
+    if tensors:
+        return all(not isinstance(t, FakeTensor) and t.device.type == "cpu" for t in tensors)
+    dtype = kwargs.get("dtype")
+    if func in _ARANGE:
+        return all(isinstance(arg, int) for arg in args) and (
+            dtype is None or not dtype.is_floating_point
+        )
+    if func is _SCALAR or args[:1] == ([],):
+        return True  # one number: a mask's minimum, or a layer's chance to be skipped
+    if dtype is None or dtype.is_floating_point or dtype.is_complex or not args:
+        return False
+    size = args[0]
+    return isinstance(size, (list, tuple)) and math.prod(size) <= _LARGEST_REAL_ELEMENTS
+
+
+def _too_large(out: Any) -> bool:
+    """Floating-point values are kept only while they are few."""
+    return any(
+        t.is_floating_point() and t.untyped_storage().nbytes() > _LARGEST_REAL_FLOAT_BYTES
+        for t in tensors_in(out)
+    )
+
+
+def _as_positions(indices: Any) -> list[Any]:
+    """A known mask used as an index, as the positions it marks: their number is known too."""
+    out: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            out += [index] if isinstance(index, FakeTensor) else index.nonzero().unbind(1)
+        else:
+            out.append(index)
+    return out
+
+
+def _is_real(args: tuple[Any, ...]) -> bool:
+    first = args[0] if args else None
+    return isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor)
+
+
+def _covers_its_elements(tensor: torch.Tensor) -> bool:
+    """No element of the tensor shares its place: an expanded one does."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

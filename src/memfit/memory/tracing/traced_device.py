@@ -1,0 +1,104 @@
+"""For which device a memory trace runs, and what its fake tensors cannot say of themselves.
+
+A trace runs the real step on fake CPU tensors, whatever device it is for. Code that behaves
+differently on another device asks `device()`; code that puts tensors into host memory says so
+with `hosted` or `on_host`, or they would be counted to the device. Outside of a trace all of
+it does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TracedDevice:
+    """The device a trace is for."""
+
+    cuda: bool
+    capability: tuple[int, int] = (0, 0)
+    triton: bool = True
+    """Whether the kernels of Triton would run there."""
+
+
+class Trace(Protocol):
+    """What a running trace is told."""
+
+    @property
+    def device(self) -> TracedDevice:
+        """What it is for."""
+
+    def hosted(self, tensor: Tensor) -> None:
+        """A tensor lies in host memory."""
+
+    def on_host(self) -> AbstractContextManager[Any]:
+        """What is born inside lies in host memory."""
+
+    def resized(self, tensor: Tensor) -> None:
+        """A tensor's storage was emptied, or filled again."""
+
+    def alike(self, key: Hashable, run: Callable[[], None], times: int) -> None:
+        """Something leaves nothing behind and is done so many times, each time as `run` does it."""
+
+
+_active: Trace | None = None
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[None]:
+    """Make this the trace that is told."""
+    global _active
+    before, _active = _active, trace
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def device() -> TracedDevice | None:
+    """The device of the trace that runs now, if one does."""
+    return None if _active is None else _active.device
+
+
+def hosted(tensor: Tensor) -> Tensor:
+    """The same tensor, known to lie in host memory."""
+    if _active is not None:
+        _active.hosted(tensor)
+    return tensor
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Tensors born inside lie in host memory."""
+    return nullcontext() if _active is None else _active.on_host()
+
+
+def resized(tensor: Tensor) -> None:
+    """A tensor's storage has another size now."""
+    if _active is not None:
+        _active.resized(tensor)
+
+
+def alike(key: Hashable, run: Callable[[], None], times: int) -> None:
+    """`run` so many times: all of the same key are alike, so a trace need not run them all."""
+    if _active is not None:
+        _active.alike(key, run, times)
+
+
+def triton_expected() -> bool:
+    """Whether a machine like this one has Triton once it has a GPU: Windows has none by default."""
+    return sys.platform == "linux"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported (Windows has none by default)."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,144 @@
+"""What the parts of the planner hand each other: the task, one way of doing it, its price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memfit.strategies import Fidelity, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainingArguments
+
+    from memfit.engine.micro_batches import MicroBatching
+    from memfit.memory.components import MemoryPeak
+    from memfit.memory.tracing.counting import StepCounts
+    from memfit.planner.workload import Batches, GivenModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be trained, whatever the plan: nothing in it may a plan change."""
+
+    config: PretrainedConfig
+    """The model's configuration; no weights are needed to plan."""
+    lengths: tuple[int, ...]
+    """Tokens of every training row, cut at the longest allowed."""
+    args: TrainingArguments
+    """As the user gave them; per-device batch x accumulation is one effective batch."""
+    user_set: frozenset[str] = frozenset()
+    """The training arguments given by name: constraints, not suggestions."""
+    num_labels: int = 2
+    problem_type: str = "single_label_classification"
+    freeze: str | None = None
+    """What the user froze: encoder, embeddings, or a number of layers."""
+    lora: int | None = None
+    """The rank of the user's own adapters."""
+    dtype: str = "float32"
+    """The weights' own type, as they are loaded."""
+    stock_loss: bool = True
+    eval_rows: int = 0
+    """Rows of one evaluation."""
+    skips_bad_steps: bool = False
+    """Whether a step whose gradient is not finite must leave the weights as they are."""
+    given: GivenModel | None = None
+    """The model itself, where its configuration alone does not say what it is."""
+
+    @cached_property
+    def effective_rows(self) -> int:
+        """Rows one optimizer step learns from."""
+        return int(
+            self.args.per_device_train_batch_size
+            * self.args.gradient_accumulation_steps
+            * self.args.world_size
+        )
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @cached_property
+    def worst_tokens(self) -> int:
+        """Tokens of the largest effective batch the shuffle can draw."""
+        return sum(sorted(self.lengths, reverse=True)[: self.effective_rows])
+
+    @cached_property
+    def batches(self) -> dict[int, Batches]:
+        """Effective batches by the length texts are cut at, as far as they were asked for."""
+        return {}
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Tokens of an effective batch on average."""
+        return sum(self.lengths) / len(self.lengths) * self.effective_rows
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over the rows."""
+        return -(-len(self.lengths) // self.effective_rows)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of training: strategies with their settings, and what is on the device at once."""
+
+    strategies: tuple[Strategy, ...]
+    micro_batching: MicroBatching
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """That of its least faithful strategy."""
+        return max((one.fidelity for one in self.strategies), default=Fidelity.EXACT)
+
+    def get(self, name: str) -> Any:
+        """The strategy of that name, or None."""
+        return next((one for one in self.strategies if one.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a candidate costs on one card."""
+
+    candidate: Candidate
+    peak: MemoryPeak
+    """The highest moment of all phases."""
+    phases: Mapping[str, MemoryPeak] = field(default_factory=dict)
+    """By name: training, evaluation, saving, resuming."""
+    counts: StepCounts
+    """What an average step does."""
+    step_seconds: float
+    """An average step, by the time model."""
+    host_bytes: int = 0
+    """What the strategies keep in the computer's own memory, above the process itself."""
+    traced: bool = False
+    """Whether the whole step was traced; otherwise it is composed from traced layers."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What must fit into the budget."""
+        return self.peak.device_bytes
+
+
+class Pricer(Protocol):
+    """What candidates cost: composed in microseconds, or traced in about a second."""
+
+    def quick(self, candidate: Candidate) -> Price:
+        """Composed from traced layers."""
+
+    def full(self, candidate: Candidate) -> Price:
+        """The whole step traced; its seconds are those of the quick price."""
+
+    def problem(self, strategies: tuple[Strategy, ...]) -> str:
+        """Why these cannot be used for the task on the card; empty where they can."""
+
+    def learning_parameters(self, candidate: Candidate) -> int:
+        """How many parameters learn."""
+
+    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
+        """What a step of a slow kind takes at least, known from the prices of the others."""
+
+    def of(self, workload: Workload) -> Pricer:
+        """The same for another task on the same card."""

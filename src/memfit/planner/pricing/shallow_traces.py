@@ -1,0 +1,492 @@
+"""The few shallow traces that quick prices are composed from, and which strategies need one.
+
+Family     the layers' own events: precision, packing, fusing, what learns
+    Policy     what becomes of a layer's activations: kept, recomputed, its MLP half, offloaded
+    Updating   how weights are stored and stepped, and where gradients wait for the update
+
+A family is traced at two depths and two numbers of tokens, one that only learns less than another
+grows with the tokens as that one does; each policy is traced once, each way of updating at two
+depths. Nothing here depends on the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import Component
+from memfit.memory.tracing.depth import survivors
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.layer_pieces import (
+    FIELDS,
+    TRACED_LAYERS,
+    Counted,
+    Counts,
+    Growth,
+    Stretch,
+    TracedPieces,
+    attention_of,
+    cut_pieces,
+    gap_bytes,
+    top_bytes,
+    vector,
+    without_attention,
+)
+from memfit.planner.pricing.step_trace import StepTrace, trace_step
+from memfit.strategies import CudaGraphs, LowBitAdamW, OptimizerOffload, Strategy, ordered
+
+Strategies = tuple[Strategy, ...]
+
+_HOSTED_LAYERS = 5
+"""With weights on the host: the layer at work, its neighbours, and some that are away."""
+
+_FEWEST_ROWS = 4
+
+_HOST_ADAMW_BYTES = 16
+"""A parameter's fp32 weight, gradient and two moments."""
+
+
+class Tracing:
+    """Shallow traces of one task on one card."""
+
+    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+        self.workload, self.card = workload, card
+        self._traced = cache(self._trace)
+        self._alike = cache(self._with_rows)
+        self.guessed: set[str] = set()
+        """Operators of all traces so far whose arithmetic could not be counted."""
+
+    def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
+        """A step of so many layers, on the larger or the smaller of two micro-batches."""
+        return self._traced(strategies, layers, fewer)
+
+    def _trace(self, strategies: Strategies, layers: int, fewer: bool) -> StepTrace:
+        rows, tokens = self._size(fewer)
+        candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
+        found = trace_step(self._alike(rows), candidate, self.card, tokens=tokens, layers=layers)
+        self.guessed |= found.guessed
+        return found
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens the two micro-batches have."""
+        return self._size(False)[1], self._size(True)[1]
+
+    def _with_rows(self, rows: int) -> Workload:
+        """So many of the longest rows, all of them in one micro-batch.
+
+        Everything is then in proportion to the tokens, as it is among the largest batches: also
+        attention that keeps the square of a length, or pads texts again.
+        """
+        return replace(self.workload, lengths=(self.workload.longest_tokens,) * rows)
+
+    def _size(self, fewer: bool) -> tuple[int, int]:
+        """Rows and tokens of a micro-batch."""
+        longest = self.workload.longest_tokens
+        rows = min(self.workload.effective_rows, len(self.workload.lengths))
+        if rows < _FEWEST_ROWS:
+            return rows, rows * max(longest // 2 if fewer else longest, 1)
+        # A prime, so that what grows with the rows is not taken for what happens to be a
+        # multiple of them.
+        count = _prime_below(max(rows // 3 if fewer else 2 * rows // 3, 2))
+        return count, count * longest
+
+
+def _prime_below(number: int) -> int:
+    """The largest prime up to a number; 1 where there is none."""
+    for one in range(number, 1, -1):
+        if all(one % divisor for divisor in range(2, int(one**0.5) + 1)):
+            return one
+    return 1
+
+
+@dataclass(frozen=True)
+class Static:
+    """What lies on the device between two steps, by component."""
+
+    parts: Mapping[Component, float]
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> Static:
+        """What the parts of a run before its second step leave behind."""
+        sums: dict[Component, float] = {}
+        for name in ("build", "start", "update_first"):
+            if name not in trace.segments.parts:
+                continue
+            for mark in survivors(trace.segments, name):
+                if name == "update_first" and mark.kind[1] is not Component.OPTIMIZER:
+                    continue
+                sums[mark.kind[1]] = sums.get(mark.kind[1], 0.0) + mark.kind[0]
+        return cls(sums)
+
+    def grown(self, deeper: Static, times: float) -> Static:
+        """With what a deeper one has more, so many times."""
+        names = {*self.parts, *deeper.parts}
+        return Static(
+            {
+                name: self.parts.get(name, 0.0)
+                + times * (deeper.parts.get(name, 0.0) - self.parts.get(name, 0.0))
+                for name in names
+            }
+        )
+
+    def grown_like(self, shallow: Static, deeper: Static, times: float) -> Static:
+        """As another one grows from one depth to the next, in proportion, so many times."""
+        whole = deeper.total / max(shallow.total, 1.0) - 1
+        parts = {}
+        for name, size in self.parts.items():
+            before = shallow.parts.get(name, 0.0)
+            share = deeper.parts.get(name, 0.0) / before - 1 if before else whole
+            parts[name] = size * (1 + times * share)
+        return Static(parts)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Layers whose activations are treated in one way."""
+
+    pieces: TracedPieces
+    extra: Counted
+    """What a layer does more than a plain one."""
+    host_bytes: float
+    """What a layer keeps in host memory, at the traced number of tokens."""
+
+
+class Updating:
+    """One way of storing and stepping weights, beside a family's layers."""
+
+    def __init__(self, tracing: Tracing, family: TraceFamily, strategies: Strategies) -> None:
+        self._family, self._layers = family, family.layers - 1
+        used = (*family.strategies, *strategies)
+        self._shallow = tracing.trace(used, self._layers)
+        # What crosses the bus is in proportion to the parameters: one depth is enough.
+        simple = strategies != family.reference and any(map(_crosses_the_bus, strategies))
+        self._deeper = None if simple else tracing.trace(used, family.layers)
+        offloads = any(isinstance(one, OptimizerOffload) for one in strategies)
+        self._host_bytes_each = _HOST_ADAMW_BYTES if offloads else family.gradient_bytes
+
+    def static(self, depth: int) -> Static:
+        """What lies on the device between two steps."""
+        mine = Static.of(self._shallow)
+        if self._deeper is not None:
+            return mine.grown(Static.of(self._deeper), depth - self._layers)
+        shallow, deeper = (Static.of(self._family.traced(count)) for count in self._depths)
+        return mine.grown_like(shallow, deeper, depth - self._layers)
+
+    def learning(self, depth: int) -> float:
+        """Parameters that learn."""
+        shallow, deeper = (self._family.traced(n).trainable_parameters for n in self._depths)
+        return shallow + (depth - self._layers) * (deeper - shallow)
+
+    def host_bytes(self, depth: int) -> float:
+        """What lies in host memory."""
+        shallow, more_layers = float(self._shallow.host_bytes), depth - self._layers
+        if self._deeper is not None:
+            return shallow + more_layers * (self._deeper.host_bytes - shallow)
+        return shallow + self._host_bytes_each * (
+            self.learning(depth) - self.learning(self._layers)
+        )
+
+    def update(self, depth: int) -> Counts:
+        """What the end of a step does."""
+        part = "update" if "update" in self._shallow.part_counts else "update_first"
+        return self._along(lambda trace: vector(trace.part_counts[part]), depth)
+
+    def micro(self, depth: int, passes: int) -> Counts:
+        """What a micro-batch does besides the family's own, which comes `passes` times."""
+
+        def beside(trace: StepTrace) -> Counts:
+            layers = self._depths[trace is not self._shallow]
+            own = vector(self._family.traced(layers).part_counts["micro"])
+            return vector(trace.part_counts["micro"]) - passes * own
+
+        return self._along(beside, depth)
+
+    @property
+    def _depths(self) -> tuple[int, int]:
+        return self._layers, self._layers + 1
+
+    def _along(self, value: Callable[[StepTrace], Counts], depth: int) -> Counts:
+        """A value at another depth: by two traces, or by the parameters that learn."""
+        shallow = value(self._shallow)
+        if self._deeper is None:
+            share = self.learning(depth) / max(self.learning(self._layers), 1.0)
+            scaled: Counts = shallow * share
+            return scaled
+        along: Counts = shallow + (value(self._deeper) - shallow) * (depth - self._layers)
+        return along
+
+    @cached_property
+    def gap_bytes(self) -> float:
+        """What the allocator reserves more than beside the family's own way of updating."""
+        own = self._gap(self._family.traced(self._layers))
+        return self._gap(self._shallow) - own
+
+    def _gap(self, trace: StepTrace) -> float:
+        whole = [(Stretch(trace.segments.parts["micro"], self._family.growth), 1)]
+        tokens = self._family.tokens[0]
+        return gap_bytes(whole, trace.segments, tokens, keeps=False)
+
+    @cached_property
+    def evaluation_bytes(self) -> float:
+        """The highest moment of an evaluation above what lies there between steps."""
+        return self._top("evaluate")
+
+    @cached_property
+    def features_bytes(self) -> float:
+        """The same while texts go through a frozen encoder."""
+        return self._top("features")
+
+    def features_each_token(self, depth: int) -> Counts:
+        """What a frozen encoder does for each token, once."""
+        most = next(one for one in self._family.strategies if one.name == "frozen_features")
+        settings: Any = most
+        counts = self._along(lambda trace: vector(trace.part_counts["features"]), depth)
+        each: Counts = counts / settings.max_tokens
+        return each
+
+    def _top(self, part: str) -> float:
+        return top_bytes(self._shallow.segments.parts.get(part, []))
+
+
+def _crosses_the_bus(strategy: Strategy) -> bool:
+    return isinstance(strategy, OptimizerOffload) or getattr(strategy, "mode", "") == "host"
+
+
+class TraceFamily:
+    """The layers' own events and counts, with plain activations."""
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        strategies: Strategies,
+        reference: Strategies,
+        pattern: TraceFamily | None = None,
+    ) -> None:
+        self._tracing, self.strategies = tracing, strategies
+        self.reference, self._pattern = reference, pattern
+        hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
+        self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
+        self.packed = any(one.name == "packing" for one in strategies)
+        self.tokens = tracing.tokens
+
+    @cached_property
+    def growth(self) -> Growth:
+        """How the sizes of its blocks depend on the tokens."""
+        if self._pattern is not None:
+            return self._pattern.growth
+        shallow = self.traced(self.layers - 1).segments
+        return Growth.between(shallow, self._fewer.segments, self.tokens)
+
+    def traced(self, layers: int) -> StepTrace:
+        """The plain step of so many layers, with the reference's way of updating."""
+        return self._tracing.trace((*self.strategies, *self.reference), layers)
+
+    @cached_property
+    def _fewer(self) -> StepTrace:
+        used = (*self.strategies, *self.reference)
+        return self._tracing.trace(used, self.layers - 1, fewer=True)
+
+    @cached_property
+    def _fewer_deeper(self) -> StepTrace:
+        used = (*self.strategies, *self.reference)
+        return self._tracing.trace(used, self.layers, fewer=True)
+
+    @cached_property
+    def plain(self) -> TracedPieces:
+        """The stretches of a plain micro-batch."""
+        marks = self.traced(self.layers).segments.parts["micro"]
+        return cut_pieces(marks, self.growth, self.layers)
+
+    def policy(self, strategies: Strategies, depth: int) -> Policy:
+        """The same with the activations of all layers treated in one way."""
+        away = any(one.name == "activation_offload" for one in strategies)
+        layers = max(self.layers, _HOSTED_LAYERS) if away else self.layers
+        used = (*self.strategies, *self.reference, *strategies)
+        trace = self._tracing.trace(used, layers)
+        count = layers if trace.traced_layers == (layers,) else depth
+        # Plain layers at this depth are known without a trace of their own.
+        first, second = self.traced(self.layers - 1), self.traced(self.layers)
+        more_layers = layers - self.layers
+        own, next_own = (vector(one.part_counts["micro"]) for one in (first, second))
+        more = vector(trace.part_counts["micro"]) - next_own - more_layers * (next_own - own)
+        plain_host = second.host_bytes + more_layers * (second.host_bytes - first.host_bytes)
+        return Policy(
+            pieces=cut_pieces(trace.segments.parts["micro"], self.growth, layers),
+            # A layer that is computed again grows with the tokens as a layer does.
+            extra=self.layer.like(more / self.whole_layers(count, count), self.tokens[0]),
+            # The last layer's activations are wanted at once and stay.
+            host_bytes=(trace.host_bytes - plain_host) / max(count - away, 1),
+        )
+
+    @cached_property
+    def update_bytes(self) -> float:
+        """The highest moment of the update above what lies there before it."""
+        parts = self.traced(self.layers).segments.parts
+        return top_bytes(parts.get("update", parts["update_first"]))
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Bytes a parameter's gradient has."""
+        trace = self.traced(self.layers)
+        born = sum(
+            mark.kind[0]
+            for mark in trace.segments.parts["micro"]
+            if mark.birth and mark.kind[1] is Component.GRADIENTS
+        )
+        return born / max(trace.trainable_parameters, 1)
+
+    @cached_property
+    def layer(self) -> Counted:
+        """What one more layer does in a micro-batch, but for attention's arithmetic."""
+        first = self._micro(self.traced(self.layers)) - self._micro(self.traced(self.layers - 1))
+        if self._pattern is not None:
+            return self._pattern.layer.like(first, self.tokens[0])
+        second = self._micro(self._fewer_deeper) - self._micro(self._fewer)
+        return Counted.through(first, second, self.tokens)
+
+    def whole_layers(self, count: int, depth: int) -> float:
+        """So many of the first layers, in layers that run for every token.
+
+        The last one may run for the tokens only that the head reads.
+        """
+        flops = FIELDS.index("half_flops"), FIELDS.index("full_flops")
+        each = sum(self.layer.slope[at] for at in flops)
+        last = 1 + sum(self.outside.slope[at] for at in flops) / each if each else 1.0
+        return count if count < depth else depth - 1 + min(max(last, 0.0), 1.0)
+
+    @cached_property
+    def outside(self) -> Counted:
+        """The same of what is not in a layer."""
+        shallow = self._micro(self.traced(self.layers - 1))
+        if self._pattern is not None:
+            rest = shallow - self.layer.at(1, self.tokens[0]) * (self.layers - 1)
+            return self._pattern.outside.like(rest, self.tokens[0])
+        line = Counted.through(shallow, self._micro(self._fewer), self.tokens)
+        return line + self.layer * (1 - self.layers)
+
+    @cached_property
+    def attention(self) -> Counts:
+        """Attention's arithmetic in one layer for every pair of tokens."""
+        shallow, deeper = self.traced(self.layers - 1), self.traced(self.layers)
+        more = vector(deeper.part_counts["micro"]) - vector(shallow.part_counts["micro"])
+        lengths = shallow.rows.lengths
+        if not self.packed:
+            lengths = (max(lengths),) * len(lengths)
+        return attention_of(more, float(sum(length**2 for length in lengths)))
+
+    def micro(self, depth: int) -> Counted:
+        """A whole micro-batch, but for attention's arithmetic."""
+        return self.outside + self.layer * depth
+
+    @staticmethod
+    def _micro(trace: StepTrace) -> Counts:
+        return without_attention(vector(trace.part_counts["micro"]))
+
+
+_POLICY = ("checkpointing", "activation_offload")
+
+_UPDATING = ("lowbit_adamw", "gradient_release", "optimizer_offload", "small_state_optimizer")
+
+_NEITHER = ("cuda_graphs", "small_workspace", "state_offload", "truncation")
+"""What changes neither the layers' events nor the update's."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A candidate's strategies by what they decide."""
+
+    family: Strategies
+    updating: Strategies
+    policy: Strategies
+    count: int
+    """Layers the policy is for."""
+    graphs: CudaGraphs | None
+    keeps: bool
+    """Whether gradients stay in `.grad` until the update."""
+    passes: int
+    """How often a micro-batch runs in one step."""
+    short_masters: bool
+    small_workspace: bool
+    hosted_state: int = 0
+    """Bytes of each parameter's low-bit state that lie in host memory."""
+    hosted_gradient: int = 0
+    """The same of its gradient."""
+
+    @property
+    def hosted_bytes(self) -> int:
+        """Of each parameter, what lies in host memory instead of on the card."""
+        return self.hosted_state + self.hosted_gradient
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether micro-batches have no padding."""
+        return any(one.name == "packing" for one in self.family)
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether something travels to the host beside the computation."""
+        names = {one.name for one in (*self.policy, *self.updating)}
+        sent = any(getattr(one, "mode", "") == "host" for one in self.updating)
+        return sent or bool(names & {"activation_offload", "optimizer_offload"})
+
+    @cached_property
+    def as_counted(self) -> Split:
+        """The same without what counts do not depend on."""
+        return dataclasses.replace(
+            self,
+            short_masters=False,
+            small_workspace=False,
+            graphs=None,
+            hosted_state=0,
+            hosted_gradient=0,
+        )
+
+
+def split_up(strategies: Strategies, depth: int) -> Split:
+    """A candidate's strategies, for a model of so many layers."""
+    names = {one.name: one for one in strategies}
+    low_bit: Any = names.get("lowbit_adamw")
+    release: Any = names.get("gradient_release")
+    hosted: Any = names.get("state_offload")
+    policy = tuple(one for one in strategies if one.name in _POLICY)
+    sized: Any = next((one for one in policy if getattr(one, "layers", None)), None)
+    count = 0 if not policy else (sized.layers if sized else depth)
+    outside = (*_POLICY, *_UPDATING, *_NEITHER)
+    mode = release.mode if release else ""
+    graphs: Any = names.get("cuda_graphs")
+    return Split(
+        family=tuple(one for one in strategies if one.name not in outside),
+        updating=tuple(_normal(one) for one in strategies if one.name in _UPDATING),
+        policy=tuple(_of_all_layers(one) for one in policy),
+        count=count,
+        graphs=graphs,
+        keeps=release is None and "optimizer_offload" not in names,
+        passes=2 if mode == "two_pass" else 1,
+        short_masters=low_bit is not None and low_bit.master_bits == 16,
+        small_workspace="small_workspace" in names,
+        hosted_state=(2 + (low_bit.master_bits == 24)) if hosted else 0,
+        hosted_gradient=int(hosted is not None and hosted.gradients),
+    )
+
+
+def _normal(strategy: Strategy) -> Strategy:
+    """The same as far as memory's layout and the counts go."""
+    if isinstance(strategy, LowBitAdamW):
+        return LowBitAdamW(24, strategy.dtype)
+    return strategy
+
+
+def _of_all_layers(strategy: Any) -> Strategy:
+    every: Strategy = dataclasses.replace(strategy, layers=None)
+    return every

@@ -1,0 +1,445 @@
+"""memfit's own step on fake tensors, part by part: the strategies, executors and sinks that train.
+
+build       the model goes to the device as the strategies left it
+start       the optimizer, what its sink keeps, low-bit state
+micro       forward and backward of one micro-batch; micro_more: of another one
+update      clipping and the optimizer; the first one makes the state of a stock optimizer
+clear       gradients are dropped
+evaluate    one batch without a graph
+features    texts through a frozen encoder, where its features are computed once
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
+from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.loss import counted_labels
+from memfit.engine.micro_batches import MicroBatch, trimming_for
+from memfit.errors import ConfigError
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.components import Component
+from memfit.memory.stock_estimate import Recorder
+from memfit.memory.stock_step import make_optimizer, parameter_groups, state_tensors
+from memfit.memory.tracing import traced_device as traced
+from memfit.memory.tracing.counting import Counting, StepCounts
+from memfit.memory.tracing.fake_tensors import FakeTracker
+from memfit.memory.tracing.meta_models import children_first, empty_like, materialize
+from memfit.memory.tracing.traced_device import TracedDevice
+from memfit.models.layer_stack import stack_problem
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.pricing.traced_setup import (
+    Batch,
+    TracedRows,
+    apply_on_meta,
+    apply_one,
+    device_to_trace,
+    labels_for,
+    make_batch,
+    make_setup,
+    optimizer_spec,
+)
+from memfit.strategies import Setup
+from memfit.strategies.frozen_features import FEATURES
+from memfit.strategies.lowbit.gradient_sinks import LowBitSink
+from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients
+from memfit.strategies.lowbit.releasing_sinks import FLUSH_BYTES, ReleasedGradients
+from memfit.text import Message
+
+
+def use_traced_sinks(setup: Setup) -> None:
+    """Sinks that work on streams of their own are replaced by what they allocate."""
+    if setup.card is not None and setup.make_sink is HostGradients:
+        setup.make_sink = TracedHostGradients
+
+
+def prepare_sink(sink: LowBitSink, tracker: FakeTracker) -> None:
+    """What a sink is handed are gradients; what it makes at the end of a step, the optimizer's."""
+    watched: Any = sink
+    take, finish = sink.take, sink.finish
+
+    def finishing() -> torch.Tensor:
+        with tracker.accounting(Component.OPTIMIZER):
+            return finish()
+
+    def noted(p: torch.Tensor, grad: torch.Tensor) -> None:
+        tracker.tag(iter((grad,)), Component.GRADIENTS)
+        take(p, grad)
+
+    watched.take, watched.finish = noted, finishing
+
+
+def layer_boundaries(
+    setup: Setup, sink: LowBitSink, tracker: FakeTracker, large_bytes: int
+) -> LayerBoundaries | None:
+    """What lets a released backward go on where it failed; BudgetTrainer has it in every run.
+
+    `large_bytes` are those of all the gradients the sink will be handed at full depth.
+    """
+    if not isinstance(sink, ReleasedGradients):
+        return None
+    if not stack_problem(setup.model, None):
+        return LayerBoundaries(setup.model, sink, setup.device, lambda _: None)
+    if large_bytes > FLUSH_BYTES:
+        _gather_alike(sink, tracker)
+    return None
+
+
+def begin(sink: LowBitSink, tracker: FakeTracker, parts: int) -> None:
+    """All that lives as long as the run is made now; the step says it once more."""
+    sink.begin(parts)
+    if isinstance(sink, HostGradients):
+        for p in sink.optimizer.large:
+            sink._buffer(p)
+    tracker.tag(iter(kept_gradients(sink)), Component.GRADIENTS)
+
+
+def kept_gradients(sink: LowBitSink) -> list[torch.Tensor]:
+    """The buffers of a sink that adds gradients up."""
+    kept = getattr(sink, "_kept", {})
+    on_host = getattr(sink, "_host", {})
+    return [t for coded in kept.values() for t in (coded.codes, coded.scales)] + [*on_host.values()]
+
+
+def _gather_alike(sink: ReleasedGradients, tracker: FakeTracker) -> None:
+    """Every layer holds as many gathered gradients as any may, until the end of backward.
+
+    They are let go whenever enough are gathered, which falls elsewhere in each layer; a trace of
+    a few layers must not depend on where. What is gathered at most is counted all the time.
+    """
+    watched: Any = sink
+    watched._flush_bytes = 1
+    take, end = sink.take, sink.end_backward
+    gathered: list[torch.Tensor] = []
+
+    def gathering(p: torch.Tensor, grad: torch.Tensor) -> None:
+        if not gathered:
+            gathered.append(torch.empty(FLUSH_BYTES, dtype=torch.uint8))
+            tracker.tag(iter(gathered), Component.GRADIENTS)
+        take(p, grad)
+
+    def ending() -> None:
+        gathered.clear()
+        end()
+
+    watched.take, watched.end_backward = gathering, ending
+
+
+@dataclass(frozen=True)
+class Told:
+    """The tracker and the counter, told by `traced_device` what tensors cannot say."""
+
+    device: TracedDevice
+    tracker: FakeTracker
+    counter: Counting
+    _done: dict[Hashable, tuple[int, StepCounts]] = field(default_factory=dict)
+
+    def hosted(self, tensor: torch.Tensor) -> None:
+        self.tracker.hosted(tensor)
+        self.counter.on_host(tensor)
+
+    def on_host(self) -> contextlib.AbstractContextManager[Any]:
+        return self.tracker.on_host()
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        self.tracker.resized(tensor)
+
+    def alike(self, key: Hashable, run: Callable[[], None], times: int) -> None:
+        if key not in self._done:
+            before, live_bytes = self.counter.counts(), self.tracker.live_bytes
+            highest, self.tracker.peak_bytes = self.tracker.peak_bytes, live_bytes
+            run()
+            taken_bytes = self.tracker.peak_bytes - live_bytes
+            self.tracker.peak_bytes = max(highest, self.tracker.peak_bytes)
+            self._done[key] = (taken_bytes, self.counter.counts() - before)
+            times -= 1
+        taken_bytes, counts = self._done[key]
+        self.tracker.transient(taken_bytes)
+        self.counter.add(counts * times)
+
+
+class TracedRun:
+    """One candidate's training on fake tensors; `run` does every part once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        candidate: Candidate,
+        card: DeviceProfile | None,
+        model: Any,
+        rows: TracedRows,
+        half: torch.dtype | None,
+        large_bytes: int,
+    ) -> None:
+        self._workload, self._candidate, self._card = workload, candidate, card
+        self._rows, self._half, self._large_bytes = rows, half, large_bytes
+        self.setup: Setup = make_setup(workload, model, card)
+        self._rest = apply_on_meta(candidate, self.setup)
+        self.counts: dict[str, StepCounts] = {}
+
+    # ------------------------------------------------------------------------- the parts
+
+    def run(self, tracker: FakeTracker, counter: Counting) -> dict[str, Any]:
+        """Every part once, under a tracker that is entered; the events of each."""
+        self._tracker, self._counter = tracker, counter
+        self._recorder = Recorder(tracker)
+        told = Told(device_to_trace(self._card), tracker, counter)
+        with traced.tracing(told):
+            self._prepare()
+            with self._part("build"):
+                self._move()
+            tracker.watch(self.setup.model)
+            try:
+                self._train()
+                with self._part("evaluate"):
+                    self._evaluate()
+            finally:
+                tracker.unwatch()
+        return self._recorder.events()
+
+    def step_counts(self) -> StepCounts:
+        """Of one optimizer step: every micro-batch and the update."""
+        first, none = self.counts["micro"], StepCounts()
+        more = self.counts.get("micro_more", first)
+        if "static" in self.counts:
+            first, more = first.as_graphs(), more.as_graphs()
+        update = self.counts.get("update", self.counts["update_first"])
+        return first + more * (self._rows.parts - 1) + update + self.counts.get("static", none)
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        before = self._counter.counts()
+        with self._recorder.part(name):
+            yield
+        self.counts[name] = self._counter.counts() - before
+
+    def _prepare(self) -> None:
+        """The strategies change the model while it is still on the host."""
+        with self._tracker.on_host():
+            materialize(self.setup.model, empty_like)
+            for strategy in self._rest:
+                apply_one(strategy, self.setup)
+            self._executor = self._make_executor()
+
+    def _move(self) -> None:
+        """Everything that is left on the host goes to the device, in the order `to` does it."""
+        with self._tracker.accounting(Component.WEIGHTS):
+            for first in self.setup.before_move:
+                first(self.setup.device)
+        for module in children_first(self.setup.model):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._tracker.moved(tensor)
+
+    def _train(self) -> None:
+        self.setup.model.train()
+        if self._candidate.get("frozen_features"):
+            with self._part("features"):
+                self._encode()
+        with self._part("start"):
+            self._start()
+        # Until here the host held the weights themselves, as any training does.
+        self._tracker.host_peak_bytes = self._tracker.host_bytes
+        self._step()
+        with self._part("update_first"):
+            self._update()
+        with self._part("clear"):
+            self.setup.model.zero_grad()
+        if self.setup.sink is None:
+            # A later update finds its state; the gradients it needs are put there unrecorded.
+            for parameter in self._learning:
+                parameter.grad = torch.zeros_like(parameter)
+            with self._part("update"):
+                self._update()
+            self.setup.model.zero_grad()
+
+    # ------------------------------------------------------------------------ one step
+
+    def _start(self) -> None:
+        setup = self.setup
+        self._learning = [p for p in setup.model.parameters() if p.requires_grad]
+        groups = parameter_groups(setup.model)
+        with self._tracker.accounting(Component.OPTIMIZER):
+            if setup.make_optimizer is None:
+                spec = optimizer_spec(self._workload, setup)
+                cuda = self._card is not None
+                self._optimizer = make_optimizer(spec, setup.model, cuda=cuda)
+                return
+            use_traced_sinks(setup)
+            self._optimizer = setup.make_optimizer(groups, setup.args)
+            if isinstance(setup.sink, LowBitSink):
+                if setup.single_micro_batch and self._rows.parts > 1:
+                    raise ConfigError(
+                        Message(
+                            "a step of {count} micro-batches would lose its sum: "
+                            "gradients are released as they come",
+                            count=self._rows.parts,
+                        )
+                    )
+                prepare_sink(setup.sink, self._tracker)
+                found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)
+                assert isinstance(self._executor, SinkExecutor)
+                self._executor = replace(self._executor, boundaries=found)
+                begin(setup.sink, self._tracker, self._rows.parts)
+
+    def _step(self) -> None:
+        parts = self._parts()
+        if isinstance(self._executor, GraphedExecutor) and self._is_graphed(len(parts)):
+            self._graphed_step(self._executor, parts)
+        else:
+            object.__setattr__(self._executor, "split", lambda _: parts)
+            # A sink of two passes runs its one micro-batch twice: one part all the same.
+            self._cuts = iter(("", "micro_more") if len(parts) > 1 else ())
+            with contextlib.ExitStack() as self._stack:
+                self._stack.enter_context(self._part("micro"))
+                self._executor.run(self.setup.model, parts[0].inputs)
+        grads = (p.grad for p in self._learning if p.grad is not None)
+        self._tracker.tag(grads, Component.GRADIENTS)
+
+    def _parts(self) -> list[MicroBatch]:
+        """Two micro-batches where there are several: the second adds to the first's gradients."""
+        inputs = self._inputs(self._rows.lengths)
+        part = MicroBatch(tuple(range(len(self._rows.lengths))), inputs)
+        return [part] * min(self._rows.parts, 2)
+
+    def _inputs(self, lengths: tuple[int, ...]) -> Batch:
+        if self._candidate.get("frozen_features"):
+            width = self._config.hidden_size
+            features = torch.zeros(len(lengths), width)
+            return {FEATURES: features, "labels": labels_for(self._workload, len(lengths))}
+        return make_batch(self._workload, self._config, lengths)
+
+    @property
+    def _config(self) -> Any:
+        model: Any = self.setup.model
+        return model.config
+
+    def _is_graphed(self, parts: int) -> bool:
+        sink: Any = self.setup.sink
+        return bool(sink.capturable and (parts == 1 or sink.hooked))
+
+    def _graphed_step(self, executor: GraphedExecutor, parts: list[MicroBatch]) -> None:
+        """What a graph captures, once; several micro-batches are several replays of it."""
+        sink: Any = self.setup.sink
+        tokens, longest = sum(self._rows.lengths), max(self._rows.lengths)
+        with self._tracker.on_host():
+            packed = executor.packing.pack(
+                parts[0].inputs,
+                pad_to_tokens=executor.buckets.fit(tokens),
+                pad_to_rows=max(executor.rows, len(parts[0].rows)),
+                max_seqlen=-(-longest // 64) * 64,
+            )
+        with self._part("static"):
+            static = packed._map(torch.clone)
+        self._static = static
+        with self._part("micro"):
+            if len(parts) == 1:
+                executor._whole_step(self.setup.model, static)
+            else:
+                sink.begin(len(parts), replayed=True)
+                sink.prepare(0)
+                executor._micro(self.setup.model, static, 0)
+
+    def _update(self) -> None:
+        setup = self.setup
+        with self._tracker.accounting(Component.OPTIMIZER):
+            if setup.sink is not None:
+                setup.sink.measure()
+                self._optimizer.step()
+                setup.model.zero_grad()
+                return
+            if (setup.args.max_grad_norm or 0) > 0:
+                norm: Any = torch.nn.utils.clip_grad_norm_
+                norm(self._learning, setup.args.max_grad_norm, foreach=self._card is not None)
+            self._optimizer.step()
+        self._tracker.tag(state_tensors(self._optimizer, host=False), Component.OPTIMIZER)
+        if self._card is not None:
+            self._tracker.forget(state_tensors(self._optimizer, host=True))
+
+    # ------------------------------------------------------------ what the Trainer hands over
+
+    def _make_executor(self) -> StepExecutor:
+        setup = self.setup
+        executor = StepExecutor(
+            micro_batching=self._candidate.micro_batching,
+            trim=trimming_for(setup.model),
+            weigh=counted_labels,
+            prepare=self._prepare_inputs,
+            loss=self._loss,
+            backward=torch.autograd.backward,
+            around=tuple(setup.around_micro_batch),
+            packed=setup.packing is not None,
+        )
+        for wrap in setup.wrap_executor:
+            executor = wrap(executor)
+        return executor
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """As BudgetTrainer's: packed on the host, then moved."""
+        if name := next(self._cuts, ""):
+            self._stack.close()
+            self._stack.enter_context(self._part(name))
+        return self._moved(inputs)
+
+    def _moved(self, inputs: Batch) -> Batch:
+        packing = self.setup.packing
+        if packing is not None and "input_ids" in inputs:
+            with self._tracker.on_host():
+                inputs = packing.pack(inputs).inputs()
+        return {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+
+    def _loss(self, model: nn.Module, inputs: Batch, weight: float) -> torch.Tensor:
+        del weight
+        with self._autocast():
+            outputs: Any = model(**inputs)
+        # accelerate turns what leaves autocast into fp32, the logits too.
+        shown: Any = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+        loss: torch.Tensor = shown["loss" if "loss" in shown else 0].float()
+        if self._half is not None:
+            for value in shown.values():
+                if isinstance(value, torch.Tensor):
+                    value.float()
+        return loss
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._half is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self._half)
+
+    # ------------------------------------------------------------------- beside training
+
+    def _evaluate(self) -> None:
+        """The largest part of an evaluation batch."""
+        workload = self._workload
+        count = int(workload.args.per_device_eval_batch_size)
+        lengths = sorted(workload.lengths, reverse=True)
+        longest = max(self._rows.lengths)
+        rows = tuple(min(length, longest) for length in (lengths * count)[:count])
+        with self._tracker.on_host():
+            split = replace(self._executor) if "split" in vars(self._executor) else self._executor
+            part = split.split(self._inputs(rows))[0]
+        self._without_gradients(part.inputs)
+
+    def _encode(self) -> None:
+        """As many tokens as go through the frozen encoder at once."""
+        most = self._candidate.get("frozen_features").max_tokens
+        longest = max(self._rows.lengths)
+        rows = (longest,) * min(max(most // longest, 1), len(self._workload.lengths))
+        self._without_gradients(make_batch(self._workload, self._config, rows))
+
+    def _without_gradients(self, inputs: Batch) -> None:
+        model = self.setup.model
+        model.eval()
+        with torch.no_grad():
+            self._loss(model, self._moved(inputs), 1.0)
+        model.train()

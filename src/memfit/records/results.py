@@ -1,0 +1,385 @@
+"""The result folder: what lies where, who may write there, and the summary of a run.
+
+model.safetensors, config.json, tokenizer*   the best model, ready for pipeline()
+run.toml           the configuration that reruns it
+plan.toml          how it was trained inside the budget, and why
+summary.json       metrics, times, memory, versions, data counts
+evaluation.json    per-class rows, confusion matrix, the most wrong texts
+trainer_state.json every logged loss and metric
+report.html        all of it on one page
+checkpoints/       for --resume
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from memfit._version import __version__
+from memfit.config.files import leftovers, plain, read_json, write_json
+from memfit.errors import OutputError
+from memfit.memory.components import Component, MemoryPeak
+from memfit.records.evaluation import Evaluation, Mistake
+from memfit.text import t
+
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
+
+# What file managers and version control leave in a folder nobody has used yet.
+_WRITTEN = (
+    "run.toml",
+    "plan.toml",
+    "summary.json",
+    "evaluation.json",
+    "report.html",
+    "trainer_state.json",
+)
+
+_NOT_A_RUN = frozenset({".DS_Store", "Thumbs.db", "desktop.ini", ".gitkeep", ".gitignore"})
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """The budget, and the peak as predicted and as measured."""
+
+    budget_bytes: int | None = None
+    predicted: MemoryPeak | None = None
+    measured: MemoryPeak | None = None
+    measured_step: int | None = None
+    """The step measured; None where the height is that of the whole run, as on CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What ran and how it ended; `summary.json` in memory."""
+
+    model: str
+    task: str
+    status: str = "finished"
+    labels: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    averaging: str = ""
+    positive: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    lengths: Mapping[str, Any] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: MemorySummary = field(default_factory=MemorySummary)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Fidelity, strategies, micro-batches, reasons, and the price as predicted."""
+    device: str = ""
+    best_checkpoint: str | None = None
+    config_digest: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    finished_at: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and text, for JSON."""
+        values: dict[str, Any] = plain(self)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunSummary:
+        """The inverse of `to_dict`; keys of another version are passed over."""
+        known = {item.name for item in fields(cls)}
+        kept = {key: value for key, value in values.items() if key in known}
+        for key in ("metrics", "training", "data", "lengths", "seconds", "versions"):
+            if not isinstance(kept.get(key, {}), Mapping):
+                raise TypeError(f"its {key} is no object")
+        kept["labels"] = tuple(kept.get("labels", ()))
+        memory = kept.get("memory") or {}
+        kept["memory"] = MemorySummary(
+            budget_bytes=memory.get("budget_bytes"),
+            predicted=_peak(memory.get("predicted")),
+            measured=_peak(memory.get("measured")),
+            measured_step=memory.get("measured_step"),
+        )
+        return cls(**kept)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run, and what of them is there."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration that reruns it."""
+        return self.path / "run.toml"
+
+    @property
+    def plan(self) -> Path:
+        """How it is trained, and why."""
+        return self.path / "plan.toml"
+
+    @property
+    def summary(self) -> Path:
+        """Metrics, times, memory."""
+        return self.path / "summary.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """Per-class rows and mistakes."""
+        return self.path / "evaluation.json"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The Trainer's own output folder."""
+        return self.path / "checkpoints"
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first.
+
+        The Trainer writes trainer_state.json last, so one without it was cut off.
+        """
+        found = [
+            state.parent
+            for state in self.checkpoints_dir.glob("checkpoint-*/trainer_state.json")
+            if state.parent.name.removeprefix("checkpoint-").isdecimal()
+        ]
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
+
+    def log_history(self) -> list[dict[str, Any]]:
+        """Everything the Trainer logged, from the run's end or else its last checkpoint."""
+        states = [self.path / "trainer_state.json", self.checkpoints_dir / "trainer_state.json"]
+        states += [folder / "trainer_state.json" for folder in reversed(self.checkpoints())]
+        for state in states:
+            if state.is_file():
+                history: list[dict[str, Any]] = read_json(state).get("log_history", [])
+                return history
+        return []
+
+    def manifest(self) -> dict[str, int]:
+        """Every file of the run with its size in bytes, checkpoints as one line each."""
+        sizes: dict[str, int] = {}
+        for item in sorted(self.path.rglob("*")):
+            if item.is_file():
+                parts = item.relative_to(self.path).parts
+                name = "/".join(parts[:2]) + "/" if parts[0] == "checkpoints" else "/".join(parts)
+                sizes[name] = sizes.get(name, 0) + item.stat().st_size
+        return sizes
+
+
+class OutputClaim:
+    """The right to write into an output folder; `keep()` once there is something worth keeping."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.path = path
+        self.kept = False
+
+    def keep(self) -> None:
+        """From now on a failure leaves the folder as it is, for --resume."""
+        self.kept = True
+
+
+@contextmanager
+def claim_output_folder(
+    path: str | os.PathLike[str], *, resume: bool = False
+) -> Iterator[OutputClaim]:
+    """Makes the folder, or refuses one that holds another run.
+
+    A run that fails before `keep()` leaves the disk as it found it.
+    """
+    folder = Path(path)
+    _remove_leftovers(folder)
+    before = _entries(folder)
+    if resume:
+        _check_resumable(folder, before)
+    elif occupied := sorted(before - _NOT_A_RUN):
+        if _looks_like_run(before):
+            raise OutputError(
+                t(
+                    "the output folder {folder} already holds another run; name another "
+                    "--output-dir, or continue it with --resume",
+                    folder=folder,
+                )
+            )
+        raise OutputError(
+            t(
+                "the output folder {folder} already holds files ({names}); name another "
+                "--output-dir",
+                folder=folder,
+                names=", ".join(occupied[:3]),
+            )
+        )
+    made = _make(folder)
+    claim = OutputClaim(folder)
+    try:
+        yield claim
+    except BaseException:
+        if not claim.kept and not resume:
+            _clean(folder, before, made)
+        raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a run that was killed while writing has left is nobody's."""
+    for item in leftovers(folder, _WRITTEN):
+        with suppress(OSError):
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
+
+
+def _entries(folder: Path) -> set[str]:
+    try:
+        return {item.name for item in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
+    except NotADirectoryError:
+        raise OutputError(
+            t(
+                "the output folder {folder} is or lies under a file; name another --output-dir",
+                folder=folder,
+            )
+        ) from None
+    except OSError as error:
+        raise OutputError(
+            t(
+                "cannot read the output folder {folder}: {reason}; name another --output-dir",
+                folder=folder,
+                reason=error.strerror,
+            )
+        ) from None
+
+
+def _looks_like_run(names: set[str]) -> bool:
+    return bool(names & {"run.toml", "summary.json", "checkpoints", "model.safetensors"})
+
+
+def _check_resumable(folder: Path, names: set[str]) -> None:
+    if "run.toml" not in names and "checkpoints" not in names:
+        raise OutputError(
+            t(
+                "there is no run to resume in {folder}; leave --resume out to start one, or "
+                "name the folder of the interrupted run with --output-dir",
+                folder=folder,
+            )
+        )
+
+
+def _make(folder: Path) -> list[Path]:
+    """Creates the folder now, so that a place one may not write to fails before anything loads."""
+    made = [item for item in (folder, *folder.parents) if not item.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _clean(folder, _entries(folder) if folder.is_dir() else set(), made)
+        raise OutputError(
+            t(
+                "cannot write to the output folder {folder}: {reason}; name another with "
+                "--output-dir",
+                folder=folder,
+                reason=error.strerror,
+            )
+        ) from None
+    return made
+
+
+def _clean(folder: Path, before: set[str], made: list[Path]) -> None:
+    """Removes what is new in the folder, then the folders made for it, deepest first."""
+    if folder.is_dir():
+        for item in folder.iterdir():
+            if item.name in before:
+                continue
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item, ignore_errors=True)
+            else:
+                item.unlink(missing_ok=True)
+    for item in made:
+        with suppress(OSError):
+            item.rmdir()
+
+
+def write_summary(run_dir: str | os.PathLike[str], summary: RunSummary) -> Path:
+    """Writes summary.json."""
+    return write_json(RunFolder(Path(run_dir)).summary, summary.to_dict())
+
+
+def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
+    """Reads summary.json back."""
+    path = RunFolder(Path(run_dir)).summary
+    try:
+        return RunSummary.from_dict(read_json(path))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise OutputError(
+            t("{path} is not a summary that memfit wrote: {reason}", path=path, reason=error)
+        ) from None
+
+
+def write_evaluation(
+    run_dir: str | os.PathLike[str], evaluation: Evaluation, mistakes: tuple[Mistake, ...] = ()
+) -> Path:
+    """Writes evaluation.json, which the report draws its tables from."""
+    values = {**evaluation.to_dict(), "mistakes": mistakes}
+    return write_json(RunFolder(Path(run_dir)).evaluation, values)
+
+
+def read_evaluation(
+    run_dir: str | os.PathLike[str],
+) -> tuple[Evaluation, tuple[Mistake, ...]] | None:
+    """Reads evaluation.json back; None where a run has none."""
+    path = RunFolder(Path(run_dir)).evaluation
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    try:
+        mistakes = tuple(Mistake(**item) for item in values.pop("mistakes", ()))
+        return Evaluation.from_dict(values), mistakes
+    except (TypeError, AttributeError) as error:
+        raise OutputError(
+            t("{path} is not an evaluation that memfit wrote: {reason}", path=path, reason=error)
+        ) from None
+
+
+def config_digest(toml_text: str) -> str:
+    """Twelve characters that change with the configuration."""
+    return hashlib.sha256(toml_text.encode()).hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with; packages that are not installed are left out."""
+    found = {"memfit": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _peak(values: Mapping[str, Any] | None) -> MemoryPeak | None:
+    if not values:
+        return None
+    components = {Component(name): size for name, size in values["components"].items()}
+    return MemoryPeak(**{**values, "components": components})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSeconds:
+    """How long a run takes, as predicted."""
+
+    training: float
+    evaluation: float
+    evaluations: int
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.training + self.evaluation

@@ -1,0 +1,104 @@
+"""Numbers, names and figures as the page's template takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memfit.memory.components import COMPONENT_NAMES
+from memfit.text import N_, NP_, clean, t
+
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "component": {**COMPONENT_NAMES, "unused": N_("reserved, unused")},
+    "metric": {
+        "accuracy": N_("accuracy"),
+        "precision": N_("precision"),
+        "recall": N_("recall"),
+        "f1": N_("F1"),
+        "f1_macro": N_("F1 (macro)"),
+        "mse": N_("MSE"),
+        "mae": N_("MAE"),
+        "r2": N_("R²"),
+        "pearson": N_("Pearson"),
+    },
+    "task": {
+        "single_label": NP_("report", "single-label"),
+        "multi_label": NP_("report", "multi-label"),
+        "regression": N_("regression"),
+    },
+    "training": {
+        "steps": N_("steps"),
+        "epochs": N_("epochs"),
+        "effective_batch": N_("effective batch"),
+        "learning_rate": N_("learning rate"),
+        "optim": N_("optimizer"),
+        "seed": N_("seed"),
+        "parameters": N_("parameters"),
+        "learning_parameters": N_("parameters that learn"),
+    },
+    "work": {
+        "data": N_("time reading the data"),
+        "load": N_("time loading"),
+        "plan": N_("time planning"),
+        "train": N_("time training"),
+        "evaluate": N_("time evaluating"),
+        "save": N_("time saving"),
+        "total": N_("time in all"),
+    },
+    "count": {
+        "rows_read": N_("read"),
+        "train_rows": N_("trained on"),
+        "validation_rows": N_("validated on"),
+        "dropped_no_text": N_("left out, no text"),
+        "dropped_no_label": N_("left out, no label"),
+        "duplicates_across_split": N_("validation texts also trained on"),
+        "text_column": N_("text column"),
+        "text_pair_column": N_("second text column"),
+        "label_column": N_("label column"),
+        "encoding": N_("encoding"),
+    },
+}
+"""What a reader calls components, metrics and the keys of a run's summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing with what stands beside it; `legend` is (css class, name)."""
+
+    svg: str
+    caption: str
+    legend: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """Rows of text; the first cell of each is its name. Without a head it is a list of facts."""
+
+    caption: str
+    rows: Sequence[Sequence[str]]
+    head: Sequence[str] = ()
+    numbers: bool = True
+    """Whether all cells but the first are numbers."""
+
+
+def number(value: object) -> str:
+    """A value for a table: thousands separated, floats short, nothing as a dash."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return t("yes") if value else t("no")
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else clean(value)
+
+
+def together(sentences: Sequence[str]) -> str:
+    """One after the other; Chinese ones follow without a space."""
+    return " ".join(sentences).replace("。 ", "。")
+
+
+def named(group: str, name: str) -> str:
+    """What a person calls it, where there is a word for it; else its own name."""
+    known = _NAMES[group].get(name)
+    return clean(name).replace("_", " ") if known is None else t(known)

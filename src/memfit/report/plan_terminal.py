@@ -1,0 +1,216 @@
+"""A plan on a terminal: the decisions, the memory bar, and what else could be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.report.memory_bar import memory_bar, peak_components
+from memfit.text import N_, language, nt, pt, shown, t
+from memfit.units import format_both, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memfit.planner.advice import Alternatives
+    from memfit.planner.plans import Plan
+    from memfit.planner.search import Planning
+    from memfit.records.results import RunSeconds
+    from memfit.strategies import Strategy
+
+
+def settings_in_words(plan: Plan) -> dict[str, str]:
+    """Every strategy of a plan by its name, and how its batches are cut."""
+    said = {one.name: strategy_in_words(one) for one in plan.strategies}
+    tokens = plan.micro_batching.max_tokens
+    if tokens is not None:
+        said["micro_batching"] = t("micro-batches of {tokens} tokens", tokens=f"{tokens:,}")
+    return said
+
+
+def strategy_in_words(strategy: Strategy) -> str:
+    """What it does with these settings; the name the planner has for it where it has none."""
+    say = _SAID.get(strategy.name)
+    return shown(strategy.called()) if say is None else say(strategy)
+
+
+def difference_in_words(these: Mapping[str, str], those: Mapping[str, str]) -> str:
+    """What one plan does that another does not, then what it leaves."""
+    more = [words for name, words in these.items() if those.get(name) != words]
+    less = [t("without {what}", what=those[name]) for name in those if name not in these]
+    return pt("clauses", ", ").join([*more, *less])
+
+
+def _layers(count: int) -> str:
+    return nt("one layer", "{count} layers", count)
+
+
+def _recomputed(one: Any) -> str:
+    if one.part == "mlp":
+        if one.layers is None:
+            return t("the MLP half of every layer recomputed")
+        return t("the MLP half of {layers} recomputed", layers=_layers(one.layers))
+    if one.layers is None:
+        return t("every layer recomputed")
+    return t("{layers} recomputed", layers=_layers(one.layers))
+
+
+def _offloaded(one: Any) -> str:
+    if one.layers is None:
+        return t("activations in host memory")
+    return t("activations of {layers} in host memory", layers=_layers(one.layers))
+
+
+_RELEASED = {
+    "kept8": N_("gradients in 8 bits"),
+    "host": N_("gradients in host memory"),
+    "two_pass": N_("backward twice"),
+    "release": N_("gradients released as they come"),
+}
+
+_SAID: Mapping[str, Callable[[Any], str]] = {
+    "checkpointing": _recomputed,
+    "activation_offload": _offloaded,
+    "lowbit_adamw": lambda one: t("{master_bits}-bit masters", master_bits=one.master_bits),
+    "gradient_release": lambda one: t(_RELEASED[one.mode]),
+    "state_offload": lambda one: t(
+        N_("the optimizer's state and gradients in host memory")
+        if one.gradients
+        else N_("the optimizer's state in host memory")
+    ),
+    "optimizer_offload": lambda one: t(
+        N_("weights and update in host memory") if one.weights else N_("the update in host memory")
+    ),
+    "half_precision": lambda one: t("computed in {dtype}", dtype=one.dtype),
+    "small_state_optimizer": lambda one: pt("settings", "{rule}", rule=one.rule),
+    "lora": lambda one: t("LoRA of rank {rank}", rank=one.rank),
+    "freezing": lambda one: t("{what} frozen", what=one.what),
+    "truncation": lambda one: t("texts cut at {max_length} tokens", max_length=one.max_length),
+}
+
+_SAID_ELSEWHERE = ("memory",)
+"""Decisions that the bar shows."""
+
+_FIDELITIES = {
+    "exact": N_("exact, the same numbers up to rounding of the same precision"),
+    "rounding": N_("rounding, the same algorithm with fewer bits"),
+    "optimizer": N_("optimizer, another update rule"),
+    "capacity": N_("capacity, fewer weights learn"),
+    "data": N_("data, texts are cut shorter"),
+}
+
+
+def plan_view(
+    planning: Planning, other: Alternatives | None, seconds: RunSeconds, model: str
+) -> RenderableType:
+    """All of it, from what is decided to what else could be done."""
+    parts: list[RenderableType] = [
+        _headline(planning.chosen, model),
+        Text(_total(seconds)),
+        Text(),
+        _bar(planning.chosen, t("Highest moment of the run")),
+        *_section(t("Decisions"), _decisions(planning.chosen)),
+    ]
+    if planning.candidates:
+        parts += [Text(), Text(t("Other plans that fit"), style="bold"), _others(planning)]
+    if other is not None:
+        chosen = planning.chosen.price
+        assert chosen is not None
+        spoken = language()
+        allowed = [one.decision(chosen).sentence(spoken) for one in other.allow]
+        parts += _section(t("What more permission would reach"), allowed)
+        more = [other.more.decision(chosen).sentence(spoken)] if other.more is not None else []
+        parts += _section(t("What more budget would buy"), more)
+        smaller = [one.decision().sentence(spoken) for one in other.smaller]
+        parts += _section(t("Smaller models of the family"), smaller)
+    notes = [one.sentence(language()) for one in planning.notes]
+    parts += _section(t("Notes"), notes)
+    figures = t(
+        "planned in {seconds}: {considered} ways priced, {traced} traced in full",
+        seconds=format_seconds(planning.seconds),
+        considered=f"{planning.considered:,}",
+        traced=planning.traced,
+    )
+    return Group(*parts, Text(), Text(figures, style="dim"))
+
+
+def smallest_view(smallest: Plan) -> RenderableType:
+    """The plan that comes nearest to a budget nothing fits."""
+    return Group(
+        _bar(smallest, t("The smallest plan found")),
+        *_section(t("Decisions"), _decisions(smallest)),
+    )
+
+
+def _headline(plan: Plan, model: str) -> Text:
+    on_cpu = plan.digest.card == "cpu"
+    sentence = t(
+        "{model} on {card}, budget {budget}: {fidelity}",
+        model=model,
+        card=t("this CPU") if on_cpu else plan.digest.card,
+        budget=format_both(plan.digest.budget_bytes),
+        fidelity=t(_FIDELITIES[str(plan.fidelity)]),
+    )
+    return Text(sentence, style="bold")
+
+
+def _total(seconds: RunSeconds) -> str:
+    total = format_seconds(seconds.total)
+    if not seconds.evaluations:
+        return t("{total} in all, of training", total=total)
+    return t(
+        "{total} in all: {training} of training, {evaluation} of {count} evaluations",
+        total=total,
+        training=format_seconds(seconds.training),
+        evaluation=format_seconds(seconds.evaluation),
+        count=seconds.evaluations,
+    )
+
+
+def _bar(plan: Plan, title: str) -> RenderableType:
+    assert plan.price is not None
+    return memory_bar(peak_components(plan.price.peak), plan.digest.budget_bytes, title=title)
+
+
+def _decisions(plan: Plan) -> list[str]:
+    return [one.sentence(language()) for one in plan.decisions if one.about not in _SAID_ELSEWHERE]
+
+
+def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:
+    """A heading and one line each; nothing where there is nothing to say."""
+    said = list(sentences)
+    if not said:
+        return
+    lines = Table.grid(padding=(0, 1))
+    lines.add_column()
+    lines.add_column(overflow="fold")
+    for sentence in said:
+        lines.add_row("-", Text(sentence))
+    yield Text()
+    yield Text(title, style="bold")
+    yield lines
+
+
+def _others(planning: Planning) -> RenderableType:
+    chosen = settings_in_words(planning.chosen)
+    shown = Table(box=None, pad_edge=False)
+    for title in (pt("per step", "step"), t("memory")):
+        shown.add_column(Text(title, style="dim"), justify="right", overflow="fold")
+    for title in (t("fidelity"), t("differs by")):
+        shown.add_column(Text(title, style="dim"), overflow="fold")
+    for plan in planning.candidates:
+        assert plan.price is not None
+        shown.add_row(
+            _step_time(plan.price.step_seconds),
+            format_bytes(plan.price.device_bytes),
+            str(plan.fidelity),
+            Text(difference_in_words(settings_in_words(plan), chosen)),
+        )
+    return Padding(shown, (0, 0))
+
+
+def _step_time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,205 @@
+"""What a run says about itself: before it starts, on its page while it trains, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import MemfitError
+from memfit.records.results import OutputClaim
+from memfit.records.run_log import RunLog
+from memfit.text import N_, encodable, language, make_way, printable, shown, t
+from memfit.units import Budget, format_both, parse_budget
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from rich.console import Console
+
+    from memfit.planner.plans import Plan
+    from memfit.training.trainer import BudgetTrainer
+
+
+def voice(quiet: bool) -> Callable[[Any], None]:
+    """Prints text and tables to stderr, or nothing at all."""
+    if quiet:
+        return lambda _: None
+    from memfit.report import terminal
+
+    lines, tables = plain_console(), terminal.console(stderr=True)
+
+    def say(what: Any) -> None:
+        make_way()
+        if isinstance(what, str):
+            lines.print(printable(what))
+        else:
+            tables.print(what)
+
+    return say
+
+
+def plain_console() -> Console:
+    """Stderr for single lines: a log file gets them whole, however long."""
+    from rich.console import Console
+
+    is_terminal = sys.stderr.isatty()
+    encodable(sys.stderr)
+    return Console(
+        stderr=True,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=not is_terminal,
+        # FORCE_COLOR asks for colours in a log, not for a bar that moves.
+        force_interactive=None if is_terminal else False,
+    )
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Holds back transformers' bars over files; ours over the training is the one to watch."""
+    from transformers.utils import logging as logging_module
+
+    logging: Any = logging_module
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def model_sentence(model: str, trainer: BudgetTrainer) -> str:
+    """Its name, its parameters, and how many of them learn where not all do."""
+    total, learning = parameters(trainer)
+    kind = (
+        N_("{model}, {total} parameters")
+        if learning == total
+        else N_("{model}, {total} parameters, {learning} of them learn")
+    )
+    return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
+
+
+def parameters(trainer: BudgetTrainer) -> tuple[int, int]:
+    """All parameters of the model, and those that learn."""
+    both = [(item.numel(), item.requires_grad) for item in trainer.model.parameters()]
+    return sum(count for count, _ in both), sum(count for count, learns in both if learns)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Total and free bytes; for a CPU the machine's memory."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes, free_bytes
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
+
+
+def budget_bytes(budget: str, device: torch.device) -> int:
+    """The budget on this device."""
+    total_bytes, free_bytes = device_memory(device)
+    return parse_budget(budget).resolve(total_bytes=total_bytes, free_bytes=free_bytes)
+
+
+def budget_sentence(budget: str, device: torch.device) -> str:
+    """Both units, since a '4 GB' card has 4 GiB; and what is done about one that is too large."""
+    total_bytes, _ = device_memory(device)
+    asked: Budget = parse_budget(budget)
+    sentence = format_both(budget_bytes(budget, device))
+    if asked.bytes is not None and asked.bytes > total_bytes:
+        return t(
+            "{bytes}: all there is, less than the {asked} asked for", bytes=sentence, asked=budget
+        )
+    return t("{bytes}, {asked}", bytes=sentence, asked=budget) if asked.bytes is None else sentence
+
+
+def batch_sentence(trainer: BudgetTrainer) -> str:
+    """The rows an optimizer step learns from, and how many are on the device at once."""
+    micro = trainer.micro_batching
+    kind = {
+        (True, True): N_(
+            "{rows} rows a step, at most {most_rows} rows and {most_tokens} tokens on the "
+            "device at once"
+        ),
+        (True, False): N_("{rows} rows a step, at most {most_rows} rows on the device at once"),
+        (False, True): N_("{rows} rows a step, at most {most_tokens} tokens on the device at once"),
+        (False, False): N_("{rows} rows a step, all on the device at once"),
+    }[micro.max_rows is not None, micro.max_tokens is not None]
+    said = t(
+        kind,
+        rows=f"{trainer.effective_rows:,}",
+        most_rows=f"{micro.max_rows or 0:,}",
+        most_tokens=f"{micro.max_tokens or 0:,}",
+    )
+    return (
+        t("{batch}, packed without padding", batch=said)
+        if trainer.setup.packing is not None
+        else said
+    )
+
+
+def plan_sentence(plan: Plan) -> str:
+    """What the plan does to the result, and the strategies it uses."""
+    names = [shown(one.called()) for one in plan.strategies]
+    if not names:
+        return str(plan.fidelity)
+    return t("{fidelity}: {strategies}", fidelity=plan.fidelity, strategies=t(", ").join(names))
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's kind."""
+    import platform
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.processor() or platform.machine()})"
+
+
+@contextlib.contextmanager
+def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
+    """A run that does not finish leaves word of how it ended, and its page.
+
+    With `watch` the page is served while the run trains; its address is said even when quiet,
+    since it was asked for.
+    """
+    with _served(claim.path) if watch else contextlib.nullcontext():
+        try:
+            yield
+        except BaseException as error:
+            if claim.kept:
+                how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                RunLog(claim.path).ended(how, _why(error))
+                _write_report(claim.path)
+            raise
+
+
+def _served(folder: Path) -> contextlib.AbstractContextManager[None]:
+    from memfit.report.live_page import watching
+
+    return watching(folder, voice(quiet=False), language())
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, MemfitError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return ""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _write_report(folder: Path) -> None:
+    """What went wrong is the error that is being raised, not what its page fails over."""
+    from memfit.report.page import write_report
+
+    with contextlib.suppress(Exception):
+        write_report(folder)

@@ -1,0 +1,533 @@
+"""The trained classifier: texts or a file in, label names and scores out, in bounded memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from memfit.config import ModelConfig
+from memfit.config.files import atomic_writer, plain
+from memfit.config.schema import DTYPES
+from memfit.data import LabelSpace
+from memfit.data.columns import choose_texts
+from memfit.data.reading import as_text
+from memfit.data.table_files import open_source
+from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Row, Table
+from memfit.data.working_files import progress_bar, quiet_datasets
+from memfit.engine.half_on_cpu import half_on_cpu
+from memfit.errors import ConfigError, DataError, ModelError, OutputError, nearest
+from memfit.models.hubs import source_of
+from memfit.models.layers import position_limit
+from memfit.models.loading import (
+    WEIGHT_FILES,
+    check_model_folder,
+    explain,
+    load_config,
+    load_tokenizer,
+)
+from memfit.records.evaluation import (
+    THRESHOLD,
+    Array,
+    Evaluation,
+    evaluate_predictions,
+    probabilities,
+)
+from memfit.records.results import RunFolder, read_summary
+from memfit.text import N_, t
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Text = str | tuple[str, str]
+"""One text, or a pair of them."""
+
+BATCH_TOKENS = 8192
+"""Tokens on the device at once, padding included: 64 texts of 128."""
+
+CHUNK_TEXTS = 8192
+"""Texts that are tokenized and sorted together; more would hold all their tokens in memory."""
+
+UNLIMITED_LENGTH = 512
+"""Where neither the run, the tokenizer nor the positions limit a text."""
+
+_TASKS = {
+    LabelSpace(task, ()).problem_type: task for task in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One answer.
+
+    Several labels (those from a probability of 0.5 on) are joined by "|" as the data may have
+    them; a regression's label is its value written out. `score` is the highest probability,
+    or the value.
+    """
+
+    label: str
+    score: float
+    scores: Mapping[str, float]
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A model with its tokenizer and label names, on a device."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    labels: LabelSpace
+    max_length: int
+    pairs: bool | None = None
+    """Whether it was trained on pairs of texts; None where that is not known."""
+
+    @classmethod
+    def load(
+        cls,
+        path_or_id: str | os.PathLike[str],
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_length: int | None = None,
+    ) -> Classifier:
+        """From an output folder, one of its checkpoints, or the hub.
+
+        Texts are cut where the training cut them, so that answers are those that were evaluated.
+        """
+        config = ModelConfig(model=os.fspath(path_or_id))
+        _check_trained(config)
+        where = _device(device)
+        model = _load_weights(config, dtype).eval()
+        halved = where.type == "cpu" and model.dtype.itemsize < 4
+        if halved and (dtype is None or not half_on_cpu().works(dtype)):
+            # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
+            model = model.float()
+        model.to(where)
+        tokenizer = load_tokenizer(config)
+        if model.config.pad_token_id is None:  # decoders find a text's end by it
+            model.config.pad_token_id = tokenizer.pad_token_id
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            labels=label_space(model.config),
+            max_length=_max_length(config.model, model, tokenizer, max_length),
+            pairs=_trained_on_pairs(config.model),
+        )
+
+    def predict(
+        self,
+        texts: str | tuple[str, str] | Sequence[Text],
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: bool = True,
+    ) -> list[Prediction]:
+        """Answers in the order of the texts; one text, or one pair as a tuple, may come alone.
+
+        `progress` shows a bar on a terminal for anything over two seconds.
+        """
+        single = isinstance(texts, str) or (
+            isinstance(texts, tuple) and len(texts) == 2 and isinstance(texts[0], str)
+        )
+        several: Sequence[Text] = [texts] if single else texts  # type: ignore[list-item]
+        logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
+        return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
+
+    def evaluate(
+        self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
+    ) -> Evaluation:
+        """How good the answers are on texts with known label ids."""
+        logits = self.logits(texts, batch_tokens=batch_tokens)
+        # A dataset column gives its values much faster at once than one by one.
+        return evaluate_predictions(logits, np.asarray(labels[:]), self.labels)
+
+    def logits(
+        self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
+    ) -> Array:
+        """Raw outputs, a row a text; each batch leaves the device before the next begins."""
+        out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
+        bar = progress_bar("predicting", len(texts)) if progress else None
+        for start in range(0, len(texts), CHUNK_TEXTS):
+            chunk = list(texts[start : start + CHUNK_TEXTS])
+            encoded = self._encode(chunk, start)
+            lengths = [len(ids) for ids in encoded["input_ids"]]
+            for rows in token_batches(lengths, batch_tokens):
+                batch = [{name: column[row] for name, column in encoded.items()} for row in rows]
+                out[[start + row for row in rows]] = self._forward(batch)
+                if bar is not None:
+                    bar.update(len(rows))
+        if bar is not None:
+            bar.close()
+        return out
+
+    def predict_file(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        *,
+        text_column: str | None = None,
+        text_pair_column: str | None = None,
+        encoding: str | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> FilePredictions:
+        """The rows of a table with label and score beside them, in a new file."""
+
+        columns = (text_column, text_pair_column)
+        return predict_file(self, source, target, columns, encoding, batch_tokens=batch_tokens)
+
+    def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
+        pairs = [isinstance(text, tuple | list) for text in texts]
+        if any(pairs) and not all(pairs):
+            raise DataError(t("some of the texts are pairs and some are not; give one kind"))
+        self._check_kind(any(pairs))
+        for number, text in enumerate(texts, start + 1):
+            parts = text if isinstance(text, tuple | list) else (text,)
+            if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
+                raise DataError(
+                    t(
+                        "text {number} is {text}; give a text or a pair of texts",
+                        number=number,
+                        text=f"{text!r:.60}",
+                    )
+                )
+        columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
+        encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
+        return dict(encoded)
+
+    def _check_kind(self, pairs: bool) -> None:
+        """An answer to half a question looks like any other."""
+        if self.pairs and not pairs:
+            raise DataError(
+                t(
+                    "this model was trained on pairs of texts and got single ones; give both: "
+                    "--file with --text-column and --text-pair-column, or tuples of two in "
+                    "Python"
+                )
+            )
+        if self.pairs is False and pairs:
+            raise DataError(
+                t(
+                    "this model was trained on single texts and got pairs; name the column to "
+                    "use with --text-column"
+                )
+            )
+
+    def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
+        import torch
+        from transformers import DataCollatorWithPadding
+
+        batch: Any = DataCollatorWithPadding(self.tokenizer)(rows)
+        batch = batch.to(self.model.device)
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(**batch).logits
+        return np.asarray(logits.float().cpu().numpy())
+
+    def _prediction(self, row: Array) -> Prediction:
+        scores = {name: float(value) for name, value in zip(self.labels.names, row, strict=True)}
+        best = max(scores, key=lambda name: scores[name])
+        if self.labels.task == REGRESSION:
+            return Prediction(f"{scores[best]:.6g}", scores[best], scores)
+        if self.labels.task == SINGLE_LABEL:
+            return Prediction(best, scores[best], scores, (best,))
+        chosen = tuple(name for name, score in scores.items() if score >= THRESHOLD)
+        return Prediction("|".join(chosen), scores[best], scores, chosen)
+
+
+def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Rows sorted by length, as many together as stay within `batch_tokens` once padded.
+
+    The longest come first, so that a batch too large for the device fails at once.
+    """
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    start = 0
+    while start < len(rows):
+        count = max(batch_tokens // max(lengths[rows[start]], 1), 1)
+        yield rows[start : start + count]
+        start += count
+
+
+def label_space(config: Any) -> LabelSpace:
+    """The task and the label names a model's config holds."""
+    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+    # What the loss of transformers itself assumes where a config does not say.
+    task = REGRESSION if config.num_labels == 1 else SINGLE_LABEL
+    return LabelSpace(_TASKS.get(config.problem_type, task), names)
+
+
+def _check_trained(config: ModelConfig) -> None:
+    """A folder that holds no model yet, told apart from one that is none."""
+    folder = Path(config.model)
+    run = RunFolder(folder)
+    weights = any((folder / name).is_file() for name in WEIGHT_FILES)
+    if folder.is_dir() and not weights and run.config.is_file():
+        done = run.checkpoints()
+        if done:
+            said = {"folder": folder, "checkpoint": done[-1]}
+            raise ModelError(
+                t(
+                    "the run in {folder} has not finished; continue it with memfit train "
+                    "--resume --output-dir {folder}, or name a checkpoint of it ({checkpoint})",
+                    **said,
+                )
+            )
+        raise ModelError(
+            t(
+                "the run in {folder} has not finished; continue it with memfit train --resume "
+                "--output-dir {folder}",
+                folder=folder,
+            )
+        )
+    if folder.is_dir() and not weights and (folder / "config.json").is_file():
+        raise ModelError(
+            t(
+                "the model folder {folder} has no weights; it needs model.safetensors or "
+                "pytorch_model.bin beside config.json",
+                folder=folder,
+            )
+        )
+    check_model_folder(config)
+
+
+def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    from memfit.run.announcements import no_progress_bars
+
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(
+            t(
+                "dtype is {dtype}; it is one of {choices}.{hint}",
+                dtype=repr(dtype),
+                choices=", ".join(DTYPES),
+                hint=nearest(str(dtype), DTYPES),
+            )
+        )
+    settings = load_config(config)
+    kinds = settings.architectures or []
+    untrained = N_(
+        "{model} has no trained classifier, only {found}; train one with memfit train DATA "
+        "--model {model}"
+    )
+    if kinds and not any("ForSequenceClassification" in kind for kind in kinds):
+        raise ModelError(t(untrained, model=config.model, found=kinds[0]))
+    try:
+        with no_progress_bars():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                source_of(config.model),
+                config=settings,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except Exception as error:
+        raise explain(error, config.model) from None
+    if missing := sorted(report["missing_keys"]):
+        # transformers would fill these with random numbers and only log it.
+        found = t("weights without {name}", name=missing[0])
+        raise ModelError(t(untrained, model=config.model, found=found))
+    return model
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # CUDA's absence is an assertion
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            t(
+                "the device {name} cannot be used ({reason}); leave it out, or write cpu",
+                name=repr(name),
+                reason=reason,
+            )
+        ) from None
+
+
+def _max_length(
+    folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wanted: int | None
+) -> int:
+    """What is wanted, or what the run trained with; never beyond the model's positions."""
+    limits = [limit for limit in (position_limit(model), tokenizer.model_max_length) if limit]
+    limit = min(limits)
+    if wanted is not None:
+        positions = position_limit(model)
+        if positions is not None and wanted > positions:
+            said = {"length": wanted, "limit": positions, "model": folder}
+            raise ConfigError(
+                t(
+                    "max_length {length} is beyond the {limit} positions of {model}; write "
+                    "{limit} or less",
+                    **said,
+                )
+            )
+        return wanted
+    if RunFolder(Path(folder)).summary.is_file():
+        trained = read_summary(folder).lengths.get("max_length")
+        if isinstance(trained, int):
+            return min(trained, limit)
+    return limit if limit < 10**6 else UNLIMITED_LENGTH
+
+
+def _trained_on_pairs(folder: str) -> bool | None:
+    """What the run's summary says of its columns; a model from elsewhere says nothing."""
+    if not RunFolder(Path(folder)).summary.is_file():
+        return None
+    data = read_summary(folder).data
+    return data["text_pair_column"] is not None if "text_pair_column" in data else None
+
+
+CHUNK_ROWS = 4096
+
+JSON_LINES = (".jsonl", ".ndjson")
+
+NOT_WRITTEN = (".xlsx", ".xls", ".ods", ".parquet", ".pq", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePredictions:
+    """What was written where."""
+
+    path: Path
+    rows: int
+    empty_rows: int
+    """Rows without text; their label and score stay empty."""
+    label_column: str
+    score_column: str
+
+
+def predict_file(
+    classifier: Classifier,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    text_columns: tuple[str | None, str | None] = (None, None),
+    encoding: str | None = None,
+    *,
+    batch_tokens: int,
+) -> FilePredictions:
+    """Writes every row of the source with its label and score to a CSV, TSV or JSONL file.
+
+    A table begins with a byte-order mark, without which Excel reads it in the machine's own
+    encoding and shows Chinese as gibberish; JSONL is plain UTF-8, as its readers expect.
+    """
+    path = Path(target)
+    _check_target(path, Path(source))
+    with quiet_datasets():
+        table, _ = open_source(os.fspath(source), encoding)
+    texts = [name for name in choose_texts(table, *text_columns) if name]
+    _check_columns(table)
+    names = _answer_columns(table)
+    rows = empty_rows = 0
+    bar = progress_bar("predicting")
+    try:
+        codec = "utf-8" if path.suffix.lower() in JSON_LINES else "utf-8-sig"
+        with atomic_writer(path, codec) as file:
+            write = _writer(path, file, [*table.columns, *names])
+            for chunk in _chunks(table.read(table.columns)):
+                where = [table.columns.index(name) for name in texts]
+                for row, answer in _answers(classifier, chunk, where, table.where, batch_tokens):
+                    score = "" if answer is None else round(answer.score, 6)
+                    write([*row, "" if answer is None else answer.label, score])
+                    rows += 1
+                    empty_rows += answer is None
+                bar.update(len(chunk))
+            if not rows:
+                raise DataError(t("{path} has a header and no rows; add rows", path=table.where))
+    except OSError as error:
+        raise OutputError(
+            t("cannot write {path}: {reason}", path=path, reason=error.strerror or error)
+        ) from None
+    finally:
+        bar.close()
+    return FilePredictions(path, rows, empty_rows, *names)
+
+
+def _check_target(path: Path, source: Path) -> None:
+    if path.exists() and source.exists() and path.samefile(source):
+        raise OutputError(
+            t("{path} is the file the texts come from; name another --output", path=path)
+        )
+    if path.is_dir():
+        raise OutputError(t("{path} is a folder; name a file with --output", path=path))
+    if not path.parent.is_dir():
+        raise OutputError(
+            t(
+                "there is no folder {folder} for {name}; make it first",
+                folder=path.parent,
+                name=path.name,
+            )
+        )
+    if path.suffix.lower() in NOT_WRITTEN:
+        raise OutputError(
+            t(
+                "cannot write {ending} files; name the output .csv, .tsv or .jsonl",
+                ending=path.suffix,
+            )
+        )
+
+
+def _check_columns(table: Table) -> None:
+    twice = [name for name in table.columns if table.columns.count(name) > 1]
+    if twice:
+        raise DataError(
+            t(
+                "{where}: several columns are called {name}; rename all but one",
+                where=table.where,
+                name=repr(twice[0]),
+            )
+        )
+
+
+def _answer_columns(table: Table) -> tuple[str, str]:
+    """label and score; other names where the table has such columns, to lose nothing of it."""
+    if {"label", "score"} & set(table.columns):
+        return "predicted_label", "predicted_score"
+    return "label", "score"
+
+
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        yield chunk
+
+
+def _answers(
+    classifier: Classifier, chunk: list[Row], where: list[int], name: str, batch_tokens: int
+) -> Iterator[tuple[Row, Prediction | None]]:
+    """Each row with its answer; None for a row whose text, or one of its pair, is empty."""
+    parts = [tuple(as_text(row[index], name) for index in where) for row in chunk]
+    filled = [index for index, words in enumerate(parts) if all(word.strip() for word in words)]
+    texts: list[Any] = [parts[index] if len(where) == 2 else parts[index][0] for index in filled]
+    found = classifier.predict(texts, batch_tokens=batch_tokens, progress=False) if texts else []
+    answers = dict(zip(filled, found, strict=True))
+    for index, row in enumerate(chunk):
+        yield row, answers.get(index)
+
+
+def _writer(path: Path, file: IO[str], names: list[str]) -> Callable[[list[Any]], None]:
+    if path.suffix.lower() in JSON_LINES:
+
+        def write_line(values: list[Any]) -> None:
+            row = plain(dict(zip(names, values, strict=True)))
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+        return write_line
+    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
+    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+    writer.writerow(names)
+    return lambda values: writer.writerow([_cell(value) for value in values])
+
+
+def _cell(value: Any) -> Any:
+    """A cell of a table: what JSON nests is written as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value

@@ -1,0 +1,610 @@
+"""One run from the table to the result folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.config import RunConfig
+from memfit.config.files import atomic_writer, is_disk_problem, plain, staged_files, why_not_written
+from memfit.config.training_fields import check_training, training_arguments
+from memfit.engine.half_on_cpu import half_on_cpu
+from memfit.errors import (
+    DeviceLostError,
+    LossError,
+    OutputError,
+    PlanMissedError,
+    RunStoppedError,
+    SaveError,
+    forget,
+)
+from memfit.models.loading import check_model_folder, start_reading_weights
+from memfit.records.evaluation import (
+    Evaluation,
+    best_metric,
+    compute_metrics_for,
+    evaluate_predictions,
+    worst_mistakes,
+)
+from memfit.records.results import (
+    MemorySummary,
+    OutputClaim,
+    RunFolder,
+    RunSummary,
+    claim_output_folder,
+    config_digest,
+    read_evaluation,
+    read_summary,
+    versions,
+    write_evaluation,
+    write_summary,
+)
+from memfit.report import plots, terminal
+from memfit.report import terminal as announce
+from memfit.run import announcements, preloading
+from memfit.run.prepare import last_checkpoint, with_absolute_paths
+from memfit.text import doing, language, t, telling
+from memfit.units import format_both, format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainingArguments
+
+    from memfit.data import TextData, TokenizedData
+    from memfit.memory.components import MemoryPeak
+    from memfit.planner.plans import Plan
+    from memfit.run.prepare import Choosing
+    from memfit.training.checkpoints import Search
+    from memfit.training.trainer import BudgetTrainer
+
+
+def evaluate_trained(
+    trainer: BudgetTrainer, text: TextData, tokens: TokenizedData, folder: Path
+) -> Evaluation:
+    """Metrics and the worst mistakes on the validation rows, written to evaluation.json."""
+    from memfit.engine.micro_batches import logits_and_labels
+
+    logits, labels = trainer.known_predictions() or (None, None)
+    if logits is None or labels is None:
+        logits, labels = logits_and_labels(trainer.predict(tokens.validation))
+    evaluation = evaluate_predictions(logits, labels, text.labels)
+    mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"])
+    write_evaluation(folder, evaluation, mistakes)
+    return evaluation
+
+
+def save_model(trainer: BudgetTrainer, target: Path) -> None:
+    """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    adapted = hasattr(model, "merge_and_unload")
+    if adapted:
+        trainer.widen_weights()
+        model = model.merge_and_unload()
+    tokenizer: Any = trainer.processing_class
+    with staged_files(target) as folder:
+        if adapted or not trainer.export_weights(folder):
+            checkpoint = None if adapted else _checkpoint_of(trainer)
+            if checkpoint is None or not _linked(checkpoint, folder):
+                model.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
+            # Written as a private file; the result should be as readable as the rest of it.
+            weights.chmod((folder / "config.json").stat().st_mode)
+        tokenizer.save_pretrained(folder)
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _checkpoint_of(trainer: BudgetTrainer) -> Path | None:
+    """The checkpoint that holds the weights as they are now, whole and under its name."""
+    try:
+        trainer.settle_checkpoint()
+    except RunStoppedError:
+        return None  # said once the model is saved
+    best = trainer.state.best_model_checkpoint
+    if best and trainer.args.load_best_model_at_end:
+        return Path(best)
+    return trainer.held_checkpoint()
+
+
+def _linked(checkpoint: Path, folder: Path) -> bool:
+    """Gives the files of a checkpoint's model a second name; whether that could be done.
+
+    Nothing is written twice. Where the disk has no links the model is saved once more.
+    """
+    weights = checkpoint / "model.safetensors"
+    config = checkpoint / "config.json"
+    if not weights.is_file() or weights.is_symlink() or not config.is_file():
+        return False
+    try:
+        shutil.copyfile(config, folder / config.name)
+        os.link(weights, folder / weights.name)
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended and where it lies."""
+
+    output_dir: Path
+    summary: RunSummary
+    evaluation: Evaluation
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The best model's metrics on the validation rows."""
+        return dict(self.summary.metrics)
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
+
+@dataclass
+class _Clock:
+    """Seconds of each part of the run."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds what the block takes."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def train_classifier(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    watch: bool = False,
+    callbacks: Sequence[Any] = (),
+    plan: Plan | None = None,
+) -> RunResult:
+    """Reads, trains, evaluates and saves; a run that fails early leaves nothing behind."""
+    from memfit.run.announcements import followed
+
+    if config.output_dir is None:
+        raise OutputError(t("no output folder given; name one with --output-dir"))
+    config = with_absolute_paths(config)
+    check_model_folder(config.model)
+    check_training(config.training)
+    say = announcements.voice(quiet)
+    if resume and (finished := _finished(Path(str(config.output_dir)))):
+        say(
+            t(
+                "the run in {folder} has already finished; nothing is left to do",
+                folder=config.output_dir,
+            )
+        )
+        return finished
+    with (
+        telling(quiet=quiet),
+        claim_output_folder(str(config.output_dir), resume=resume) as claim,
+        followed(claim, watch=watch),
+    ):
+        run = _Run(config, claim, say, quiet, resume, tuple(callbacks), given_plan=plan)
+        return run.finish()
+
+
+def _finished(folder: Path) -> RunResult | None:
+    """The result of a run that came to its end; the summary is written after all else."""
+    run = RunFolder(folder)
+    evaluated = read_evaluation(folder) if run.summary.is_file() else None
+    if evaluated is None:
+        return None
+    if not run.report.is_file():
+        _write_report(folder)
+    return RunResult(output_dir=folder, summary=read_summary(folder), evaluation=evaluated[0])
+
+
+def _write_report(folder: Path) -> None:
+    from memfit.report.page import write_report
+
+    write_report(folder)
+
+
+def _give_back_pinned_memory() -> None:
+    """What the strategies kept on the host: a process that ends with it ends seconds later."""
+    from memfit.strategies.offload.host_memory import give_back_unused
+
+    gc.collect()
+    give_back_unused()
+
+
+@dataclass
+class _Run:
+    """The state of one run while it lasts."""
+
+    config: RunConfig
+    claim: OutputClaim
+    say: Callable[[Any], None]
+    quiet: bool
+    resume: bool
+    callbacks: tuple[Any, ...]
+    clock: _Clock = field(default_factory=_Clock)
+    given_plan: Plan | None = None
+    plan: Plan | None = None
+    """None where memory could not be predicted."""
+    found: Search | None = None
+    """The checkpoint a resumed run goes on from."""
+    arguments: TrainingArguments = field(init=False)
+    settings: PretrainedConfig = field(init=False)
+    tokenizer: Any = field(init=False)
+    tokens: TokenizedData = field(init=False)
+    choosing: Choosing = field(init=False)
+
+    @property
+    def predicted(self) -> MemoryPeak | None:
+        """The highest moment of the run, as planned: what the process will hold then."""
+        price = self.plan.price if self.plan is not None else None
+        if price is None or self.arguments.device.type != "cuda":
+            return None if price is None else price.peak
+        return dataclasses.replace(price.peak, device_bytes=price.peak.held_bytes)
+
+    def finish(self) -> RunResult:
+        """Everything, in order; what stops it says how to go on."""
+        try:
+            return self._finish()
+        except RunStoppedError as error:
+            raise self._with_command(error) from error
+        except Exception as error:
+            if not is_disk_problem(error):
+                raise
+            what = t(
+                "the run could not be written: {why}", why=why_not_written(error, self.claim.path)
+            )
+            raise self._with_command(SaveError(what, self._last_good())) from error
+
+    def _with_command(self, error: RunStoppedError) -> RunStoppedError:
+        again = f"memfit train --resume --output-dir {shlex.quote(str(self.claim.path))}"
+        error.resume_with = again + " --on-nan skip" * isinstance(error, LossError)
+        return error
+
+    def _last_good(self) -> Path | None:
+        from memfit.training.checkpoints import newest_listed
+
+        return newest_listed(self.claim.folder.checkpoints_dir)
+
+    def _finish(self) -> RunResult:
+        started = time.perf_counter()
+        preloading.start_preloading()
+        start_reading_weights(self.config.model)
+        if self.resume:
+            with doing(t("loading libraries …")):
+                self.found = last_checkpoint(self.claim.folder, self.say)
+        with self.clock.measure("data"), doing(t("reading the table …")):
+            text = self._read()
+        with self.clock.measure("import"), doing(t("loading libraries …")):
+            preloading.finish_preloading()
+        with announcements.no_progress_bars():
+            self._prepare(text)
+            tokens = self.tokens
+            trainer = self._trained(text)
+            with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
+                evaluation = evaluate_trained(trainer, text, tokens, self.claim.path)
+            with self.clock.measure("save"), doing(t("saving the model …")):
+                # Disks need no interpreter: the library that draws the report is loaded meanwhile.
+                plots.load_soon()
+                save_model(trainer, self.claim.path)
+                self._settle(trainer)
+        # A resumed run took what its sessions took together.
+        self.clock.seconds["train"] += self.elapsed.earlier_seconds
+        total = time.perf_counter() - started + self.elapsed.earlier_seconds
+        self.clock.seconds["total"] = total
+        summary = self._summary(trainer, text, tokens, evaluation)
+        write_summary(self.claim.path, summary)
+        del trainer
+        with doing(t("writing the report …")):
+            if self.arguments.device.type == "cuda":
+                _give_back_pinned_memory()
+            _write_report(self.claim.path)
+        return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
+
+    @contextlib.contextmanager
+    def _model_kept(self, trainer: BudgetTrainer, *, ended: bool = False) -> Iterator[None]:
+        """Saves the model of a training that has `ended` or done all steps, if this fails."""
+        try:
+            yield
+        except (LossError, DeviceLostError):
+            raise  # there is no model worth keeping, or nothing to read it from
+        except Exception as error:
+            if not (ended or trainer.is_trained) or not self._is_saved(trainer):
+                raise
+            if isinstance(error, RunStoppedError):
+                error.model_in = self.claim.path
+                raise
+            what = f"{type(error).__name__}: {error}"
+            if is_disk_problem(error):
+                what = t(
+                    "the run could not be written: {why}",
+                    why=why_not_written(error, self.claim.path),
+                )
+            stopped = RunStoppedError(what, self._last_good())
+            stopped.model_in = self.claim.path
+            raise stopped from error
+
+    def _settle(self, trainer: BudgetTrainer) -> None:
+        """Waits for the last checkpoint, which was left unfinished to save the model beside it."""
+        try:
+            trainer.settle_checkpoint()
+        except RunStoppedError as error:
+            error.model_in = self.claim.path
+            raise
+
+    def _is_saved(self, trainer: BudgetTrainer) -> bool:
+        """Tries to save the model; where that fails too, what went wrong first says more."""
+        try:
+            save_model(trainer, self.claim.path)
+        except Exception:
+            return False
+        return True
+
+    def _read(self) -> TextData:
+        from memfit.data import read_table
+
+        return read_table(self.config.data)
+
+    def _prepare(self, text: TextData) -> None:
+        """Everything that is the same for every plan, and the first plan."""
+        from memfit.data import tokenize
+        from memfit.models.loading import load_settings
+
+        labels, max_length = text.labels, self.config.data.max_length
+        self.arguments = arguments = training_arguments(
+            self.config.training,
+            self.claim.folder.checkpoints_dir,
+            best_metric(labels.task)[0],
+            head_only=self.config.model.freeze == "encoder",
+            task=labels.task,
+        )
+        if arguments.device.type == "cpu":
+            with doing(t("trying half precision on this CPU, which is done once …")):
+                half_on_cpu()
+        with self.clock.measure("load"):
+            self.settings, self.tokenizer = load_settings(self.config.model, labels)
+            rows = f"{len(text.train) + len(text.validation):,}"
+            with doing(t("tokenizing {rows} rows …", rows=rows)):
+                self.tokens = tokenize(text, self.tokenizer, max_length)
+        self.budget_bytes = announcements.budget_bytes(self.config.budget, arguments.device)
+        with self.clock.measure("plan"):
+            self.choosing = self._choosing(text)
+            self.plan = self._plan()
+
+    def _trained(self, text: TextData) -> BudgetTrainer:
+        """Trains by the plan; by another where its rehearsal runs out of memory."""
+        while True:
+            self._write_settings()
+            trainer = self._trainer(text)
+            self._announce(trainer, text, self.tokens)
+            self.record.begin(self._summary(trainer, text, self.tokens, None))
+            try:
+                with self._model_kept(trainer), self.clock.measure("train"), doing(""):
+                    self._train(trainer)
+                return trainer
+            except PlanMissedError as error:
+                short_bytes = error.short_bytes
+                forget(error)
+                del trainer  # its memory is the next one's
+            self.say(
+                announce.fact_line(
+                    "note",
+                    t(
+                        "the rehearsal needed more memory than predicted; planned again with "
+                        "{bytes} less",
+                        bytes=format_bytes(short_bytes),
+                    ),
+                )
+            )
+            with self.clock.measure("plan"):
+                self.choosing.leave_free(short_bytes)
+                self.plan = self._plan()
+
+    def _trainer(self, text: TextData) -> BudgetTrainer:
+        from transformers import PrinterCallback, ProgressCallback, set_seed
+
+        from memfit.engine.micro_batches import MicroBatching
+        from memfit.memory.out_of_memory import free_memory
+        from memfit.models.loading import load_weights
+        from memfit.planner.workload import user_set_of
+        from memfit.training.trainer import BudgetTrainer
+
+        labels, max_length = text.labels, self.config.data.max_length
+        tokens, arguments, tokenizer = self.tokens, self.arguments, self.tokenizer
+        free_memory(arguments.device)
+        with self.clock.measure("load"), doing(t("loading the weights …")):
+            set_seed(arguments.seed)  # the head's first weights are random
+            model = load_weights(self.config.model, self.settings, tokenizer, max_length)
+            trainer = BudgetTrainer(
+                model,
+                arguments,
+                budget=self.config.budget,
+                plan=self.plan,
+                micro_batching=None if self.plan is not None else MicroBatching(),
+                user_set=user_set_of(self.config),
+                on_nan=self.config.on_nan,
+                train_dataset=tokens.train,
+                eval_dataset=tokens.validation,
+                processing_class=tokenizer,
+                compute_metrics=compute_metrics_for(labels.task, labels.names),
+                callbacks=self._callbacks(arguments.device.type),
+            )
+        if self.plan is not None and self.given_plan is None and self.config.plan is None:
+            trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
+            trainer.guard.adjuster.keeps_tokens = True
+            trainer.may_plan_again = self.choosing.may_plan_again
+        trainer.seals_last_later = not self.callbacks  # a user's callback may look into it
+        if self.quiet:
+            trainer.guard.adjustments.say = lambda _: None
+        for stock_bar in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(stock_bar)
+        return trainer
+
+    def _callbacks(self, device_type: str) -> list[Any]:
+        from memfit.run.callbacks import (
+            KeepElapsed,
+            MeasureOneStep,
+            RecordRun,
+            StopAfterStep,
+            elapsed_seconds,
+        )
+        from memfit.training.progress import MemfitProgress
+
+        self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
+        self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
+        self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
+        # On a CPU the bar shows the whole process, the budget counts tensors: no match.
+        shown_bytes = self.budget_bytes if device_type == "cuda" else None
+        bar = MemfitProgress(budget_bytes=shown_bytes, console=announcements.plain_console())
+        # The time is kept before a stop ends the run.
+        own = [self.elapsed, self.record, self.stop, self.probe]
+        return [*([] if self.quiet else [bar]), *own, *self.callbacks]
+
+    def _choosing(self, text: TextData) -> Choosing:
+        from memfit.engine.micro_batches import row_lengths
+        from memfit.planner.workload import workload_of_run
+        from memfit.run.prepare import Choosing
+
+        workload = workload_of_run(
+            self.config,
+            self.settings,
+            self.arguments,
+            text.labels,
+            row_lengths(self.tokens.train),
+            eval_rows=len(self.tokens.validation),
+        )
+        return Choosing(
+            config=self.config,
+            workload=workload,
+            device=self.arguments.device,
+            folder=self.claim.folder,
+            say=self.say,
+            checkpoint=self.found.good if self.found is not None else None,
+        )
+
+    def _plan(self) -> Plan | None:
+        with doing(t("planning …")):
+            plan = self.choosing.choose(self.given_plan)
+        return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
+
+    def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
+        """What will be done, before it is."""
+        self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
+        line, config, device = announce.fact_line, self.config, trainer.args.device
+        self.say(line("model", announcements.model_sentence(config.model.model, trainer)))
+        self.say(line("budget", announcements.budget_sentence(config.budget, device)))
+        if self.plan is not None:
+            plan_said = announcements.plan_sentence(self.plan)
+            kept = (
+                t("{plan}; kept from an earlier run", plan=plan_said)
+                if self.choosing.kept
+                else plan_said
+            )
+            self.say(line("plan", kept))
+        self.say(line("batch", announcements.batch_sentence(trainer)))
+        if self.predicted is not None:
+            share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
+            needs = format_both(self.predicted.device_bytes)
+            self.say(
+                line(
+                    "memory",
+                    t(
+                        "{needs} at the peak by prediction, {share} of the budget",
+                        needs=needs,
+                        share=share,
+                    ),
+                )
+            )
+
+    def _write_settings(self) -> None:
+        """What --resume needs, before there is a folder of checkpoints: a run may be killed."""
+        with atomic_writer(self.claim.folder.config) as file:
+            file.write(self.config.to_toml())
+        if self.plan is not None:
+            self.plan.write(self.claim.folder.plan, language())
+
+    def _train(self, trainer: BudgetTrainer) -> None:
+        self.claim.keep()
+        checkpoint: Any = trainer.args.resume_from_checkpoint
+        if self.found is not None:
+            checkpoint = self.found if self.found.good is not None else None
+            self.say(
+                t("resuming from the last checkpoint, {name}", name=self.found.good.name)
+                if self.found.good is not None
+                else t("no checkpoint was written yet; starting from the beginning")
+            )
+        try:
+            with self.stop.listening():
+                trainer.train(resume_from_checkpoint=checkpoint or None)
+        except KeyboardInterrupt:
+            again = f"memfit train --resume --output-dir {self.claim.path}"
+            state = trainer.state
+            self.say(
+                t(
+                    "stopped at step {step} of {steps}; go on with: {command}",
+                    step=state.global_step,
+                    steps=state.max_steps,
+                    command=again,
+                )
+            )
+            raise
+        finally:
+            self.probe.close()
+
+    def _summary(
+        self,
+        trainer: BudgetTrainer,
+        text: TextData,
+        tokens: TokenizedData,
+        evaluation: Evaluation | None,
+    ) -> RunSummary:
+        """What is known of the run; before it has been evaluated, what it begins with."""
+        total, learning = announcements.parameters(trainer)
+        arguments = trainer.user_args
+        best = trainer.state.best_model_checkpoint
+        return RunSummary(
+            model=self.config.model.model,
+            task=text.labels.task,
+            labels=text.labels.names,
+            status="finished" if evaluation else "running",
+            metrics=evaluation.metrics if evaluation else {},
+            averaging=evaluation.averaging if evaluation else "",
+            positive=evaluation.positive if evaluation else "",
+            training={
+                "steps": trainer.state.global_step,
+                "epochs": trainer.state.epoch,
+                "effective_batch": trainer.effective_rows,
+                "learning_rate": arguments.learning_rate,
+                "optim": str(getattr(arguments.optim, "value", arguments.optim)),
+                "seed": arguments.seed,
+                "parameters": total,
+                "learning_parameters": learning,
+            },
+            data=plain(text.counts),
+            lengths=plain(tokens.lengths),
+            seconds=self.clock.seconds,
+            memory=MemorySummary(
+                budget_bytes=self.budget_bytes,
+                predicted=self.predicted,
+                measured=self.probe.peak(trainer.args.device),
+                measured_step=None if trainer.args.device.type == "cuda" else self.probe.step,
+            ),
+            plan=self.plan.as_json() if self.plan is not None else {},
+            device=announcements.device_name(trainer.args.device),
+            best_checkpoint=Path(best).name if best else None,
+            config_digest=config_digest(self.config.to_toml()),
+            versions=versions(),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds") if evaluation else "",
+        )

@@ -1,0 +1,49 @@
+"""Small cuBLAS workspaces: on Hopper torch gives each of two handles 32 MiB of scratch memory.
+
+Products of a classifier's size run as fast in 8 MiB, where older cards have always been; what
+changes is which algorithm cuBLAS picks, so sums may round differently. The setting is an
+environment variable that torch parses anew before every product it launches, which takes longer
+than the launch; products that graphs replay cost nothing. So the planner has it beside graphs, and
+elsewhere where the memory is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from memfit.memory.cuda_context import SMALL, VARIABLE, small_workspaces
+from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.text import N_, Message
+
+SETTING = {VARIABLE: SMALL}
+"""What it puts into the environment."""
+
+_LARGE_FROM = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallWorkspace(Strategy):
+    """The workspace older cards get, on cards where the default is four times as large."""
+
+    name = "small_workspace"
+    title = N_("small workspaces")
+    reason = "some 50 MiB of scratch memory that small products do not need"
+    shrinks = ("workspace",)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.EXACT
+
+    def unavailable(self, setup: Setup) -> str:
+        if setup.device_type != "cuda":
+            return Message("a {device} has no cuBLAS", device=setup.device_type)
+        if os.environ.get(VARIABLE, SMALL) != SMALL:
+            return Message("you set {variable} yourself", variable=VARIABLE)
+        if setup.capability < _LARGE_FROM:
+            return Message("this card's workspace is small already")
+        return ""
+
+    def change(self, setup: Setup) -> None:
+        if setup.card is None:  # else this process has nothing to do with that card
+            setup.around_training.append(small_workspaces)

@@ -1,0 +1,445 @@
+"""The largest batch there can be, tried before the first step.
+
+try       forward and backward of the worst batch, made smaller until it fits
+    learn     half of it, recomputed otherwise: what a token takes, and what of it a layer keeps
+    dress     the whole step as it will be run: graphs captured, the update made with its gate shut
+    evaluate  the longest rows of an evaluation
+    time      a usual batch, warm
+
+Nothing of it leaves a trace: no weight and no state moves, random numbers are put back. After it
+the process holds all it will hold: kernels are compiled, libraries loaded, the largest graph
+captured. A plan that does not fit then is given up (PlanMissedError) where the trainer can be made
+anew with another plan, and made smaller here where it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.engine.executors import GraphedExecutor, StepExecutor
+from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
+from memfit.engine.step_state import preserved_rng
+from memfit.errors import DoesNotFitError, PlanMissedError
+from memfit.text import t
+from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, pieces_of
+from memfit.training.limits import LiveBytes
+from memfit.units import MIB
+
+if TYPE_CHECKING:
+    from memfit.training.guard.guarded_training import GuardedTraining
+
+_FORWARD_SHARE = 1 / 3
+"""A forward pass against forward and backward, which takes twice as long."""
+
+_UPDATE_BYTES = 40
+"""Of a parameter: its gradient is read for the norm, then read and scaled; AdamW reads weight,
+gradient and two moments, and writes three of them."""
+
+_SAVED_BYTES_PER_SECOND = 7.5e8
+"""Of a checkpoint: copied to the host, written, read for its checksum and flushed."""
+
+
+def update_seconds(trainer: GuardedTraining) -> float:
+    """What the optimizer needs after each backward, by how fast memory is read and written.
+
+    Nothing where the update is part of what was rehearsed, or is done elsewhere.
+    """
+    if trainer.setup.sink is not None or trainer.setup.make_optimizer is not None:
+        return 0.0
+    learning = [one for one in trainer.model.parameters() if one.requires_grad]
+    largest = max(learning, key=torch.Tensor.numel)
+    on_cuda = largest.device.type == "cuda"
+    seconds = []
+    with torch.no_grad():
+        for _ in range(2):  # the first loads the kernel
+            started = time.perf_counter()
+            largest.mul_(1)  # every bit stays as it is
+            if on_cuda:
+                torch.cuda.synchronize(largest.device)
+            seconds.append(time.perf_counter() - started)
+    each = min(seconds) / max(2 * largest.nbytes, 1)
+    return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
+
+
+def seconds_between_steps(trainer: GuardedTraining, step_seconds: float) -> float:
+    """Evaluations and checkpoints that come before the last step."""
+    args, state = trainer.args, trainer.state
+    steps = state.max_steps - state.global_step
+    an_epoch = max(round(state.max_steps / max(state.num_train_epochs, 1)), 1)
+    rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0  # type: ignore[arg-type]
+    batches = rows / max(args.per_device_train_batch_size, 1)
+    evaluation = batches * step_seconds * _FORWARD_SHARE
+    saving = trainer.checkpoint_bytes / _SAVED_BYTES_PER_SECOND
+    evaluations = _before_the_last(args.eval_strategy, state.eval_steps, steps, an_epoch)
+    saves = _before_the_last(args.save_strategy, state.save_steps, steps, an_epoch)
+    return evaluations * evaluation + saves * saving
+
+
+def _before_the_last(strategy: Any, every: int | None, steps: int, an_epoch: int) -> int:
+    kind = str(getattr(strategy, "value", strategy))
+    each = {"epoch": an_epoch, "steps": every or 0}.get(kind, 0)
+    return max(steps - 1, 0) // each if each else 0
+
+
+LONG_SECONDS = 5.0
+"""Nobody should wait for a second try of a step that takes this long."""
+
+_QUICK_SECONDS = 1.0
+"""On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
+
+_SHORT_SHARE = 0.02
+
+_SHORT_BYTES = 20 * MIB
+"""By how much a failed plan is taken to miss its limit, beside what its context has grown by; the
+bytes are a page of torch's allocator on a card."""
+
+_DRAWN = 200
+"""Batches drawn to see which sizes will come."""
+
+_ROOMY = 0.5
+"""A worst batch that needs no more than this of the limit leaves nothing to decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What was found out before the first step."""
+
+    step_seconds: float
+    """A usual step, warm; without a sink its update is not in it."""
+    peak_bytes: int
+    """The highest moment of the largest batch."""
+    worst_lengths: tuple[int, ...]
+    capture_seconds: float = 0.0
+    """What capturing the graphs takes that the steps will still need."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    pieces: int
+    tokens: int
+    """Of the largest micro-batch."""
+    all_tokens: int
+    peak_bytes: int
+    seconds: float
+
+
+def rehearse(trainer: GuardedTraining, loader: Any) -> Rehearsal | None:
+    """The effective batch of the longest rows; None where rows cannot be looked at beforehand."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not has_rows(dataset):
+        return None
+    stage = _Stage(trainer, dataset, loader.collate_fn)
+    trainer.guard.when_squeezed = stage.learn_if_tight
+    return stage.play()
+
+
+class _Stage:
+    def __init__(
+        self, trainer: GuardedTraining, dataset: Any, collate: Callable[..., Batch]
+    ) -> None:
+        self._trainer = trainer
+        self._guard = trainer.guard
+        self._dataset = dataset
+        self._collate = collate
+        self._device: torch.device = trainer.args.device
+        self._count = min(trainer.args.per_device_train_batch_size, len(dataset))
+        self._tried: _Tried | None = None
+        self._warmed: _Tried | None = None
+        self._captured = 0
+        """Graphs captured for `_warmed`."""
+
+    def play(self) -> Rehearsal:
+        model, guard = self._trainer.model, self._guard
+        model.train()
+        with preserved_rng():
+            worst = self._batch(self._longest())
+            lengths = lengths_of(worst, self._trainer.executor.trim)
+            guard.worst_lengths = lengths
+            self._tried = tried = self._until_it_fits(worst, lengths)
+            self.learn_if_tight()
+            if self._device.type == "cuda" or tried.seconds <= _QUICK_SECONDS:
+                self._dress(worst, lengths)
+            self._dress_fullest(tried)
+            self._evaluate()
+            guard.measure()
+            seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
+            capturing = self._capture_seconds(seconds)
+        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing)
+
+    def learn_if_tight(self) -> None:
+        """Find out what a token takes, once the limit could make a difference."""
+        guard, tried = self._guard, self._tried
+        if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
+            return
+        assert guard.worst_lengths is not None
+        with preserved_rng():
+            self._learn(guard.worst_lengths, tried)
+
+    # ---- the batches ----
+
+    def _longest(self) -> list[int]:
+        return longest_rows(self._dataset, self._count)
+
+    def _batch(self, rows: list[int]) -> Batch:
+        batch: Batch = self._collate([self._dataset[row] for row in rows])
+        return batch
+
+    # ---- trying ----
+
+    def _until_it_fits(self, batch: Batch, lengths: list[int]) -> _Tried:
+        guard = self._guard
+        while True:
+            way = guard.way_for(lengths)
+            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            tried, failed = self._try(batch, way)
+            if tried is not None:
+                return tried
+            self._make_smaller(way, pieces, failed)
+
+    def _make_smaller(self, way: Way, pieces: StepPieces, failed: str) -> None:
+        """What did not fit is run in another way from now on, or by another plan."""
+        guard = self._guard
+        if self._trainer.may_plan_again:
+            planned = guard.planned_way
+            if way != planned and way.needs_no_less_than(planned):
+                guard.adjuster.keep(planned)  # the plan itself was not tried yet
+                return
+            raise PlanMissedError(
+                t(
+                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                    "choose a shorter --max-length or a smaller model",
+                    way=way,
+                    failed=failed,
+                ),
+                self._short_bytes(),
+            )
+        smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
+        if smaller is None or smaller == way:
+            raise DoesNotFitError(
+                t(
+                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                    "choose a shorter --max-length or a smaller model",
+                    way=way,
+                    failed=failed,
+                )
+            )
+        tokens = replace(way, max_tokens=pieces.tokens)
+        guard.note(
+            t("the largest batch was tried and did not fit ({failed})", failed=failed),
+            str(tokens),
+            str(smaller),
+        )
+
+    def _short_bytes(self) -> int:
+        """How much less another plan should use than this one was allowed to."""
+        plan, context_bytes = self._trainer.plan, self._guard.context_bytes
+        grown_bytes = 0
+        if plan is not None and plan.context_bytes is not None and context_bytes is not None:
+            grown_bytes = max(context_bytes - plan.context_bytes, 0)
+        pages_bytes = _SHORT_BYTES if self._device.type == "cuda" else 0
+        return grown_bytes + pages_bytes + int(_SHORT_SHARE * self._guard.limit_bytes)
+
+    def _dress(self, worst: Batch, lengths: list[int]) -> None:
+        """The worst batch as it will be trained: with its update, and replayed where it will be."""
+        guard = self._guard
+        while True:
+            way = guard.way_for(lengths)
+            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            done, failed = self._try(worst, way, dressed=1)
+            guard.measure()
+            if done is not None:
+                return
+            self._make_smaller(way, pieces, failed)
+
+    def _dress_fullest(self, tried: _Tried) -> None:
+        """The largest micro-batch that is not cut: the worst batch is, into parts of even size."""
+        if self._device.type != "cuda" or tried.pieces == 1:
+            return
+        lengths = self._guard.worst_lengths
+        assert lengths is not None
+        limits = self._guard.way_for(lengths).micro_batching
+        count = next(
+            count
+            for count in range(len(lengths), 0, -1)
+            if count == 1 or pieces_of(lengths[:count], limits, packed=self._packed).count == 1
+        )
+        batch = self._batch(self._longest()[:count])
+        lengths = lengths_of(batch, self._trainer.executor.trim)
+        if pieces_of(lengths, limits, packed=self._packed).tokens > tried.tokens:
+            self._dress(batch, lengths)
+
+    def _evaluate(self) -> None:
+        """The longest rows that an evaluation will see; it is cut smaller where it must be."""
+        trainer = self._trainer
+        if self._device.type != "cuda" or trainer.args.eval_strategy == "no":
+            return
+        dataset = trainer.eval_dataset
+        if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__"):
+            return
+        loader: Any = trainer.get_eval_dataloader(dataset)
+        rows = longest_rows(loader.dataset, trainer.args.per_device_eval_batch_size)
+        batch = loader.collate_fn([loader.dataset[row] for row in rows])
+        model: Any = trainer.model
+        model.eval()
+        try:
+            with torch.no_grad():
+                trainer.prediction_step(model, batch, prediction_loss_only=False)
+        finally:
+            model.train()
+
+    def _try(
+        self, batch: Batch, way: Way, *, dressed: int = 0, metered: bool = True
+    ) -> tuple[_Tried | None, str]:
+        """Forward and backward, or so many whole steps; counting live bytes slows a CPU down."""
+        model, guard = self._trainer.model, self._guard
+        lengths = lengths_of(batch, self._trainer.executor.trim)
+        pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+        peak = PeakMeter(self._device, guard.standing_tensors)
+
+        def run(executor: StepExecutor) -> None:
+            with peak.measuring() if metered else contextlib.nullcontext():
+                if dressed:
+                    executor.dress(model, batch, dressed)
+                else:
+                    executor.rehearse(model, batch)
+
+        started = time.perf_counter()
+        failed = guard.attempt(run, way, pieces)
+        seconds = time.perf_counter() - started
+        guard.clear(model, free=bool(failed))
+        if failed:
+            return None, failed
+        if self._device.type == "cuda":
+            # Steps of other sizes leave gaps that the training's own would be laid around.
+            torch.cuda.empty_cache()
+        return _Tried(pieces.count, pieces.tokens, sum(lengths), peak.bytes, seconds), ""
+
+    # ---- learning ----
+
+    def _may_be_tight(self, tried: _Tried) -> bool:
+        """Whether the limit could make a difference to how some batch is run."""
+        guard = self._guard
+        if guard.watch is None or guard.cap is None:
+            return False
+        if self._device.type == "cuda":
+            return True  # later would take the allocator's record of the run's peak away
+        planned = guard.adjuster.plan
+        free = planned.max_tokens is None and not planned.recomputed
+        return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
+
+    def _learn(self, lengths: list[int], tried: _Tried) -> None:
+        """Two more tries, of half the rows: what a token takes, and what of it a layer keeps."""
+        guard, depth = self._guard, self._guard.adjuster.abilities.depth
+        way = guard.way_for(lengths)
+        half = self._batch(self._longest()[::2])
+        # Where batches were cut, half of them would be cut into the same pieces.
+        halved = replace(way, max_tokens=tried.tokens // 2 or 1) if tried.pieces > 1 else way
+        smaller, _ = self._try(half, halved)
+        if smaller is None or smaller.tokens >= tried.tokens:
+            return
+        gradients = self._gradient_bytes()
+        # Measured in several pieces, the gradients are in all numbers, and a batch in one piece is
+        # taken to need them, too: they come while its activations go.
+        high, low = tried.peak_bytes, smaller.peak_bytes
+        if tried.pieces > 1:
+            low += gradients if smaller.pieces == 1 else 0
+            gradients = 0
+        token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
+        fixed_bytes = high - token_bytes * tried.tokens
+        layer_bytes = 0.0
+        if depth:
+            other = depth if way.recomputed < depth else 0
+            again, _ = self._try(half, replace(halved, recomputed=other))
+            if again is not None:
+                saved = (smaller.peak_bytes - again.peak_bytes) / (other - way.recomputed)
+                layer_bytes = max(saved / smaller.tokens, 0.0)
+        token_bytes = max(token_bytes - layer_bytes * (depth - way.recomputed), 0.0)
+        guard.adjuster.learn(MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients))
+
+    def _gradient_bytes(self) -> int:
+        """What several micro-batches add up in, where that is the parameters' own gradient."""
+        sink = self._trainer.setup.sink
+        if sink is not None and getattr(sink, "hooked", True):
+            return 0
+        return sum(p.nbytes for p in self._trainer.model.parameters() if p.requires_grad)
+
+    def _usual_seconds(self, tried: _Tried) -> float:
+        """A batch of rows from all over the data, now that everything is warm."""
+        size = len(self._dataset)
+        usual = self._batch([index * size // self._count for index in range(self._count)])
+        lengths = lengths_of(usual, self._trainer.executor.trim)
+        on_cuda = self._device.type == "cuda"  # where the first try compiled its kernels
+        if on_cuda or tried.seconds <= LONG_SECONDS:
+            way = self._guard.way_for(lengths)
+            if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
+                graphs = self._trainer.executor.captured_graphs
+                self._warmed, _ = self._try(usual, way, dressed=2)
+                self._captured = self._trainer.executor.captured_graphs - graphs
+            again, _ = self._try(usual, way, dressed=int(on_cuda), metered=on_cuda)
+            if again is not None:
+                return again.seconds
+        return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
+
+    def _capture_seconds(self, step_seconds: float) -> float:
+        """What the graphs of batches to come will take, by the one that was captured last."""
+        executor = self._trainer.executor
+        if not isinstance(executor, GraphedExecutor) or not (self._captured and self._warmed):
+            return 0.0
+        each = max(self._warmed.seconds - 2 * step_seconds, 0.0) / self._captured
+        lengths = row_lengths(self._dataset)
+        draw = random.Random(0)
+        wanted: Counter[int] = Counter()
+        for _ in range(min(self._trainer.state.max_steps, _DRAWN)):
+            rows = draw.sample(lengths, self._count)
+            pieces = pieces_of(rows, self._guard.way_for(rows).micro_batching, packed=True)
+            wanted[executor.buckets.fit(pieces.tokens)] += 1
+        again = {tokens for tokens, times in wanted.items() if times > 1}
+        return each * len(again - executor.captured_tokens)
+
+    @property
+    def _packed(self) -> bool:
+        return self._trainer.executor.packed
+
+
+def longest_rows(dataset: Any, count: int) -> list[int]:
+    """The rows with most tokens; any where that cannot be told."""
+    try:
+        lengths = row_lengths(dataset)
+    except (KeyError, TypeError):  # rows of something else than tokens
+        lengths = []
+    order = range(len(dataset))
+    if len(lengths) == len(dataset):
+        order = sorted(order, key=lambda row: -lengths[row])  # type: ignore[assignment]
+    return list(order[:count])
+
+
+class PeakMeter:
+    """The most that tensors took while something ran."""
+
+    def __init__(self, device: torch.device, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._device = device
+        self._tensors = tensors
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """On CUDA the allocator's own peak is reset for it."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+            return
+        counter = LiveBytes()
+        counter.adopt(self._tensors())
+        with counter:
+            yield
+        self.bytes = counter.peak_bytes

@@ -1,0 +1,483 @@
+"""Every step stays inside the budget, or is run again until it does.
+
+Both are exact, so a step may have them and the next may not.
+
+look      how much memory is there for us now                            available.py
+    choose    micro-batches and recomputed layers for this batch             adjusting.py,
+    adjusting.py
+    run       the step, under the cap                                        limits.py
+    failed    gradients dropped, random state back, memory freed, smaller    here
+
+Nothing a step changes outlives its failure: weights, optimizer, schedule and sampler move once
+the gradient of the whole effective batch is there. (Where gradients are released inside backward
+they move earlier; layer_boundaries.py finishes such a step instead.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
+from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
+from memfit.engine.step_state import Buffers, BufferState, RandomState
+from memfit.errors import RunStoppedError
+from memfit.memory.available import Watch
+from memfit.memory.measured import state_tensors
+from memfit.memory.out_of_memory import (
+    end_of_training,
+    free_memory,
+    is_out_of_memory,
+    let_go,
+    retrying,
+)
+from memfit.models.layer_stack import stack_of, stack_problem
+from memfit.strategies import ActivationOffload, Checkpointing
+from memfit.text import N_, t
+from memfit.training.guard.adjusting import (
+    Abilities,
+    Adjuster,
+    Adjustment,
+    Adjustments,
+    StepPieces,
+    Way,
+    pieces_of,
+)
+from memfit.training.limits import Cap, SpillWatch
+from memfit.units import MIB, format_both
+
+if TYPE_CHECKING:
+    from memfit.strategies import Setup
+    from memfit.training.guard.guarded_training import GuardedTraining
+
+
+class LiveStrategies:
+    """What a set-up recomputes and offloads, changed between two steps."""
+
+    def __init__(self, setup: Setup, used: frozenset[str]) -> None:
+        self._setup = setup
+        self._used = used
+        self._offload: tuple[int, int] | None = None
+
+    @property
+    def recomputed(self) -> int:
+        """The layers that are recomputed now."""
+        turns = self._setup.recomputed
+        return 0 if turns is None else min(turns.limit, self.depth)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """The layers that could be; none where that cannot be changed here."""
+        setup = self._setup
+        if setup.recomputed is None and not self._may_recompute():
+            return 0
+        return 0 if stack_problem(setup.model, None) else stack_of(setup.model).depth
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations could be offloaded beside what is used."""
+        taken = {"activation_offload", "cuda_graphs", "optimizer_offload"}
+        return not (self._used & taken or ActivationOffload().unavailable(self._setup))
+
+    def apply(self, way: Way) -> bool:
+        """Have it this way from the next step on; whether anything changed."""
+        changed = False
+        if way.recomputed != self.recomputed and self.depth:
+            if self._setup.recomputed is None:
+                Checkpointing().apply(self._setup)
+            assert self._setup.recomputed is not None
+            self._setup.recomputed.limit = way.recomputed
+            changed = True
+        if way.offloaded and self._offload is None and self.offloads:
+            self._add_offload()
+            changed = True
+        elif not way.offloaded and self._offload is not None:
+            self._remove_offload()
+            changed = True
+        return changed
+
+    def _may_recompute(self) -> bool:
+        # These wrap the layers themselves, and recomputation belongs inside of them.
+        if self._used & {"activation_offload", "optimizer_offload", "frozen_features"}:
+            return False
+        return not Checkpointing().unavailable(self._setup)
+
+    def _add_offload(self) -> None:
+        before = len(self._setup.undo), len(self._setup.around_micro_batch)
+        ActivationOffload().apply(self._setup)
+        self._offload = before
+
+    def _remove_offload(self) -> None:
+        assert self._offload is not None
+        undone, around = self._offload
+        while len(self._setup.undo) > undone:
+            self._setup.undo.pop()()
+        del self._setup.around_micro_batch[around:]
+        self._offload = None
+
+
+_WAIT_SECONDS = 0.5
+"""Before a step with nothing left to change is tried again: a neighbour may be done by then."""
+
+_WITHOUT_GAPS = 0.97
+"""What of its reserved memory torch's allocator can fill with tensors of changing size."""
+
+_PAGES_BYTES = 2 * 20 * MIB
+"""And beside these gaps: the last page is never full, and another one is asked for as a whole."""
+
+_WITHOUT_ERROR = 0.98
+"""Where every byte is counted: a line through two measurements is not quite the truth."""
+
+_WITHIN_PLAN = 1.02
+"""By how much a batch may exceed what its plan predicts before it is run in smaller pieces."""
+
+_LAUNCHED_TOKENS = 40_000
+"""What launching a step from Python costs beside replaying it, in tokens computed; more than any
+recomputation does."""
+
+
+class Guard:
+    """Runs the steps of one trainer."""
+
+    def __init__(self, trainer: GuardedTraining, used: frozenset[str] = frozenset()) -> None:
+        self._trainer = trainer
+        self._device: torch.device = trainer.args.device
+        self.live = LiveStrategies(trainer.setup, used)
+        self.adjustments = Adjustments(lambda: trainer.state.log_history)
+        self.planned_way = self._planned()
+        """How the plan runs its worst batch."""
+        self.adjuster = Adjuster(self.planned_way, self._abilities())
+        self.watch: Watch | None = None
+        self.cap: Cap | None = None
+        self.spill = SpillWatch()
+        self.worst_lengths: list[int] | None = None
+        """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
+        self.when_squeezed: Callable[[], None] | None = None
+        """Called when the limit has fallen: the rehearsal may have more to find out."""
+        self.boundaries: LayerBoundaries | None = None
+        """Where gradients are released: how far backward has come."""
+        self.used: MicroBatching | None = None
+        """The limits of the last step that went well."""
+        self.tokens = 0
+        """Trained on so far, padding left out where it is known."""
+        self._evaluated: int | None = None
+        self._graphs = 0
+        self._buffers = Buffers()
+        self._before: BufferState | None = None
+
+    # ---- what the trainer calls ----
+
+    def replan(self) -> None:
+        """The micro-batching was changed from outside."""
+        self.planned_way = self._planned()
+        self.adjuster.replan(self.planned_way)
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """The limits in force: the planned ones, or those an adjustment put in their place."""
+        planned, now = self.adjuster.plan.micro_batching, self.adjuster.widest.micro_batching
+        return self._trainer.executor.micro_batching if now == planned else now
+
+    @contextlib.contextmanager
+    def held(self, cap: Cap | None, watch: Watch) -> Iterator[None]:
+        """Inside, the process keeps to the limit."""
+        if self.watch is not None:
+            yield  # an evaluation inside of a training
+            return
+        self.cap, self.watch = cap, watch
+        if cap is not None:
+            cap.move(watch.limit_bytes)
+        try:
+            yield
+        finally:
+            if cap is not None:
+                cap.release()
+            self.cap = self.watch = None
+            end_of_training()
+
+    def run(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
+        self.look()
+        executor = self._trainer.executor
+        with retrying(self._device):  # a stream's batches are on the device already
+            lengths = lengths_of(batch, executor.trim)
+        way = self.way_for(lengths)
+        start = RandomState.now(self._device)
+        while True:
+            pieces = pieces_of(lengths, way.micro_batching, packed=executor.packed)
+            loss, failed = self._attempt(lambda e: e.run(model, batch), way, pieces)
+            if loss is not None:
+                self.tokens += sum(lengths)
+                self.used = self.micro_batching
+                self._went_well()
+                return loss
+            self.clear(model)
+            start.restore(self._device)
+            way = self._smaller(model, way, pieces, failed)
+
+    def evaluate(self, batch: Batch, predict: Callable[[list[MicroBatch]], Any]) -> Any:
+        """Predictions for a batch, in smaller pieces where they do not fit."""
+        executor = self._trainer.evaluating_executor()
+        while True:
+            limits = executor.micro_batching
+            if self._evaluated is not None:
+                limits = MicroBatching(limits.max_rows, self._evaluated)
+            parts = replace(executor, micro_batching=limits).split(batch)
+            try:
+                return predict(parts)
+            except Exception as error:
+                if not is_out_of_memory(error) or max(len(part.rows) for part in parts) == 1:
+                    raise
+                let_go(error)
+            pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
+            self._evaluated = max(pieces.tokens // 2, 1)
+            self.note(t("out of memory in evaluation"), str(pieces.tokens), str(self._evaluated))
+            executor.drop()
+            free_memory(self._device)
+
+    def look(self) -> None:
+        """Follow the memory that others leave, before it is too late."""
+        moved = None if self.watch is None else self.watch.look()
+        if self.watch is None or self.cap is None:
+            return
+        if moved:
+            before, now = moved
+            if self.cap.move(now):  # captured graphs hold what no tensor does
+                self._trainer.executor.drop()
+                free_memory(self._device)
+            why = t(N_("less memory is free") if now < before else N_("more memory is free"))
+            self.note(why, t("a limit of {bytes}", bytes=format_both(before)), format_both(now))
+            if now < before and self.when_squeezed is not None:
+                self.when_squeezed()
+        else:
+            self._keep_limit()
+        if spilled := self.spill.spilled_bytes():
+            limit = max(self.watch.limit_bytes - spilled, 0)
+            why = t("{bytes} were moved to shared memory", bytes=format_both(spilled))
+            before_said = t("a limit of {bytes}", bytes=format_both(self.watch.limit_bytes))
+            self.note(why, before_said, format_both(limit))
+            self.watch.limit_bytes = limit
+            self.cap.move(limit)
+
+    def _keep_limit(self) -> None:
+        """Measure the context whenever another graph was captured: the driver keeps part of it."""
+        assert self.cap is not None
+        graphs = self._trainer.executor.captured_graphs
+        grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
+        self._graphs = graphs
+        if grown:
+            self._trainer.executor.drop()
+            free_memory(self._device)
+
+    def measure(self) -> None:
+        """Re-apply the limit with the context as it is now."""
+        if self.cap is not None and self.cap.measure():
+            free_memory(self._device)
+
+    def note(self, why: str, before: str, after: str) -> None:
+        """Write a change down."""
+        step = self._trainer.state.global_step + 1
+        self.adjustments.note(Adjustment(step, why, before, after))
+
+    # ---- one attempt ----
+
+    def attempt(self, run: Callable[[StepExecutor], None], way: Way, pieces: StepPieces) -> str:
+        """Something tried before the first step; empty where it went well, else what was said."""
+
+        def done(executor: StepExecutor) -> Tensor:
+            run(executor)
+            return torch.zeros(())
+
+        return self._attempt(done, way, pieces)[1]
+
+    def _attempt(
+        self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: StepPieces
+    ) -> tuple[Tensor | None, str]:
+        executor = self.executor_for(way)
+        with self._copying_buffers():
+            before = self._before = self._buffers.now(self._trainer.model)
+        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.cap is not None:
+            counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
+        try:
+            with counting:
+                outcome = run(executor)
+        except Exception as error:
+            if self._trainer.args.world_size > 1 or not is_out_of_memory(error):
+                raise  # the other ranks would wait for this one
+            return None, let_go(error)
+        with self._copying_buffers():
+            self._buffers.learn(before)
+        return outcome, ""
+
+    def _copying_buffers(self) -> contextlib.AbstractContextManager[None]:
+        """A copy that finds no memory is made again: the step is not to blame, nor run twice."""
+        may_move = self._buffers.may_move
+        return retrying(self._device) if may_move else contextlib.nullcontext()
+
+    def executor_for(self, way: Way) -> StepExecutor:
+        """The trainer's executor, running this way."""
+        executor = self._trainer.executor
+        if self.live.apply(way):
+            executor.drop()  # what was captured recomputes other layers
+        around = tuple(self._trainer.setup.around_micro_batch)
+        changes: dict[str, Any] = {"micro_batching": way.micro_batching, "around": around}
+        if isinstance(executor, SinkExecutor):
+            changes["boundaries"] = self.boundaries
+        if isinstance(executor, GraphedExecutor) and way.max_tokens is not None:
+            largest = min(executor.buckets.largest or way.max_tokens, way.max_tokens)
+            changes["buckets"] = replace(executor.buckets, largest=largest)
+        return dataclasses.replace(executor, **changes)
+
+    def clear(self, model: nn.Module, *, free: bool = True) -> None:
+        """As if the step had not begun, but for the random state."""
+        if self._before is not None:
+            self._before.restore()
+        sink = self._trainer.setup.sink
+        if sink is not None and hasattr(sink, "abandon"):
+            sink.abandon()
+        if self._trainer.optimizer is not None:
+            self._trainer.optimizer.zero_grad()
+        model.zero_grad()
+        if free:
+            self._trainer.executor.drop()
+            free_memory(self._device)
+
+    # ---- decisions ----
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the process may hold; 0 where nothing is known of it."""
+        return 0 if self.watch is None else self.watch.limit_bytes
+
+    def way_for(self, lengths: list[int]) -> Way:
+        """How a batch of rows of these lengths is run."""
+        by_batch = self.adjuster.abilities.by_batch or not self.worst_lengths
+        shown = lengths if by_batch else self.worst_lengths
+        assert shown is not None
+        limit = None if self.cap is None else min(self.judged_bytes, self._planned_bytes)
+        return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
+
+    @property
+    def context_bytes(self) -> int | None:
+        """What the process holds outside of torch's allocator; None on a CPU."""
+        return getattr(getattr(self.cap, "read", None), "context_bytes", None)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take: the context and the gaps between blocks left out."""
+        context_bytes = self.context_bytes
+        if context_bytes is None:
+            return int(self.limit_bytes * _WITHOUT_ERROR)
+        return max(int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS) - _PAGES_BYTES, 0)
+
+    @property
+    def _planned_bytes(self) -> int:
+        """What the plan takes of tensors, where it may be adjusted: more room is not a reason."""
+        plan = self._trainer.plan
+        if plan is None or plan.price is None or self.adjuster.keeps_plan:
+            return self.judged_bytes
+        return int(plan.price.peak.allocated_bytes * _WITHIN_PLAN)
+
+    @property
+    def judged_bytes(self) -> int:
+        """What failures and successes are held against: how much there was for them."""
+        return self.limit_bytes if self.cap is None else self.usable_bytes
+
+    def standing_tensors(self) -> Iterator[Tensor]:
+        """What is there between two steps: weights, gradients, the optimizer's state."""
+        model, optimizer = self._trainer.model, self._trainer.optimizer
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        yield from state_tensors(optimizer)
+
+    def _smaller(self, model: nn.Module, way: Way, pieces: StepPieces, failed: str) -> Way:
+        smaller = self.adjuster.failed(way, pieces, self.judged_bytes)
+        if smaller is None:
+            self._stop(model, way, failed)
+        assert smaller is not None
+        after = t("once more") if smaller == way else str(smaller)
+        before = str(replace(way, max_tokens=pieces.tokens))
+        self.note(t("out of memory ({failed})", failed=failed), before, after)
+        if smaller == way and self._device.type == "cuda":
+            time.sleep(_WAIT_SECONDS)
+        return smaller
+
+    def _went_well(self) -> None:
+        before = self.adjuster.widest
+        if wider := self.adjuster.succeeded(self.judged_bytes):
+            self.note(t("there is room"), str(before), str(wider))
+
+    def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
+        trainer = self._trainer
+        step = trainer.state.global_step
+        last = trainer.last_good_checkpoint
+        if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
+            trainer._save_checkpoint(model, None)
+        raise RunStoppedError(
+            t(
+                "out of memory in step {step}, with nothing left to make smaller ({way}): "
+                "{failed}; give it a larger --budget, a shorter --max-length or a smaller "
+                "model",
+                step=step + 1,
+                way=way,
+                failed=failed,
+            ),
+            trainer.last_good_checkpoint,
+        )
+
+    # ---- what there is to change ----
+
+    def _planned(self) -> Way:
+        limits = self._trainer.executor.micro_batching
+        return Way(limits.max_tokens, limits.max_rows, self.live.recomputed)
+
+    def _abilities(self) -> Abilities:
+        on_cuda = self._device.type == "cuda"
+        setup = self._trainer.setup
+        captured = isinstance(self._trainer.executor, GraphedExecutor)
+        return Abilities(
+            splits=not setup.single_micro_batch,
+            depth=self.live.depth,
+            offloads=self.live.offloads,
+            captured=captured,
+            piece_tokens=512 if on_cuda else 32,
+            cut_tokens=_LAUNCHED_TOKENS if captured and setup.make_sink is None else 0,
+        )
+
+    def watch_layers(self) -> None:
+        """Where backward moves weights, note how far it has come (layer_boundaries.py)."""
+        setup = self._trainer.setup
+        sink: Any = setup.sink
+        if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
+            return
+        if not self.live.depth and not self._has_layers():
+            return
+        self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._make_room)
+        setup.undo.append(self.boundaries.remove)
+
+    def _has_layers(self) -> bool:
+        from memfit.models.layer_stack import stack_problem
+
+        return not stack_problem(self._trainer.setup.model, None)
+
+    def _make_room(self, tries: int) -> None:
+        """Before a backward pass goes on where it failed: recompute all, then wait a little."""
+        turns = self._trainer.setup.recomputed
+        if turns is not None:
+            turns.limit = self.live.depth
+        free_memory(self._device)
+        if tries and self._device.type == "cuda":
+            time.sleep(_WAIT_SECONDS)

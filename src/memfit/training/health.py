@@ -1,0 +1,456 @@
+"""Watches the numbers of a training: losses that are not finite, updates that round to nothing.
+
+In bfloat16 a weight of 0.02 has neighbours 0.00006 away; an update of 2e-5 does not reach the
+middle between them, so without fp32 copies of the weights most of them never move. Looked at in
+three steps of the run at most, in a few thousand weights.
+
+A GPU is never made to wait for this. Every step leaves one number on its way to the host, and it
+is looked at when it has arrived, a step or two later; before a checkpoint is written all of them
+have been looked at, so no checkpoint holds what a bad batch made of the weights. On a CPU the
+number is there at once, and the weights are still those before the batch.
+
+Skipping, too, is decided where the gradient is. The update is left out as a whole: weights and
+optimizer state stay as they are; the step counts, the learning rate's schedule and the order of
+the rows go on as if it had been made. How:
+
+    no sink, an optimizer of torch that knows `found_inf`   the kernel looks at it itself
+    no sink, any other optimizer                            the host looks, once a step
+    a sink of the low-bit optimizer                         its gate, as for an fp16 overflow
+    another sink                                            refused before the run
+
+Gradients of fp16 are made of a loss that is multiplied by a scale. That they overflow is nothing
+unusual: the update is left out, the scale is halved, and nobody is told. Only where the scale has
+come down to 1 is such a gradient treated as one that is not finite.
+"""
+
+# ruff: noqa: ARG002 - the Trainer decides what its callbacks are given.
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from memfit.engine.loss import BatchNoise
+from memfit.errors import ConfigError, LossError
+from memfit.text import N_, t
+from memfit.training.saving import SafeSaving
+
+_LOOKS = 3
+"""All of them must show it: a single batch may have next to no gradient."""
+
+_STEPS_BETWEEN = 10
+
+_TENSORS, _ELEMENTS = 12, 512
+
+_MOVED_AT_LEAST = 0.5
+"""In fp32 practically all weights with a gradient move; in pure bf16 about a quarter do."""
+
+_OF_THE_LARGEST_RATE = 0.25
+"""Warm-up and the end of the schedule make small steps on purpose."""
+
+
+class StallWatch(TrainerCallback):
+    """Says once that the weights do not move, if they do not."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._shares: list[float] = []
+        self._next_step = 0
+        self._is_done = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Optimizers of our own keep what the weights have no bits for; torch's do not."""
+        optimizer = parts.get("optimizer")
+        inner = type(getattr(optimizer, "optimizer", optimizer)).__module__
+        self._shares, self._before = [], []
+        self._is_done = not inner.startswith(("torch.optim", "transformers."))
+        self._next_step = state.global_step + self._wait(state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Remember some weights that have a gradient."""
+        optimizer = parts.get("optimizer")
+        due = not self._is_done and state.global_step + 1 >= self._next_step
+        if due and _steps_in_earnest(optimizer):
+            self._before = _sample(optimizer)
+            self._next_step = state.global_step + 1 + self._wait(state)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """See how many of them are others now."""
+        if not self._before:
+            return
+        moved = sum(int((_picked(p, at) != was).sum()) for p, at, was in self._before)
+        count = sum(was.numel() for _, _, was in self._before)
+        kind = str(self._before[0][2].dtype).removeprefix("torch.")
+        self._before = []
+        self._shares.append(moved / count)
+        self._is_done = self._shares[-1] >= _MOVED_AT_LEAST or len(self._shares) == _LOOKS
+        if max(self._shares) < _MOVED_AT_LEAST and len(self._shares) == _LOOKS:
+            self._say(state.global_step + 1, kind, parts["optimizer"])
+
+    def _wait(self, state: TrainerState) -> int:
+        """Steps to the next look; in a short run a share of it."""
+        return max(min(_STEPS_BETWEEN, state.max_steps // (_LOOKS + 1)), 1)
+
+    def _say(self, step: int, kind: str, optimizer: Any) -> None:
+        rate = max(group["lr"] for group in optimizer.param_groups)
+        remedy = t("use a larger learning rate")
+        if kind in ("bfloat16", "float16"):
+            remedy = t(
+                "keep the weights in float32 (--bf16 still computes in bfloat16), or use an "
+                "optimizer with master weights"
+            )
+        warnings.warn(
+            t(
+                "the run stands still: in step {step} only {share:.0%} of the weights "
+                "with a gradient moved; at a learning rate of {rate:.1e} updates round "
+                "to nothing in {kind}; {remedy}",
+                step=step,
+                share=self._shares[-1],
+                rate=rate,
+                kind=kind,
+                remedy=remedy,
+            ),
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _steps_in_earnest(optimizer: Any) -> bool:
+    """Whether the learning rate is near its largest; each group's was noted by its schedule."""
+    return any(
+        group["lr"] >= _OF_THE_LARGEST_RATE * group.get("initial_lr", group["lr"]) > 0
+        for group in optimizer.param_groups
+    )
+
+
+def _sample(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """From the largest parameters: where, and what stands there; only with a gradient."""
+    learning = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None and not p.grad.is_sparse
+    ]
+    taken = []
+    for p in sorted(learning, key=lambda p: -p.numel())[:_TENSORS]:
+        step = max(p.numel() // _ELEMENTS, 1)
+        places = torch.arange(0, p.numel(), step, device=p.device)
+        places = places[_picked(p.grad, places) != 0]
+        if places.numel():
+            taken.append((p, places, _picked(p, places).clone()))
+    return taken
+
+
+def _picked(tensor: Tensor, places: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[places]
+
+
+ON_NAN = ("stop", "skip")
+
+SKIPS_IN_A_ROW = 20
+"""After so many the weights themselves are broken, and no batch will be better."""
+
+_SHOWN_ROWS = 64
+
+
+class GatedSink(Protocol):
+    """A sink whose optimizer leaves a step out when its gradient is not finite."""
+
+    loss_scale: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    step: int
+    numbers: Tensor
+    """Loss and gradient norm, on the host or on their way there."""
+    arrived: Any
+
+
+class LossWatch:
+    """Looks at every step's loss and gradient norm; `rows_of` names the rows of a step."""
+
+    def __init__(
+        self,
+        on_nan: str = "stop",
+        *,
+        rows_of: Callable[[int], Sequence[int] | None] = lambda _: None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        if on_nan not in ON_NAN:
+            said = {"flag": "on_nan", "value": repr(on_nan), "choices": ", ".join(ON_NAN)}
+            raise ConfigError(
+                t("{flag} is {value}; it is one of {choices}.{hint}", hint="", **said)
+            )
+        self.skips = on_nan == "skip"
+        self.rows_of = rows_of
+        self.record = record
+        self.skipped_steps: list[int] = []
+        self._pending: deque[_Watched] = deque()
+
+    def to_log(self, loss: Tensor, usual: Tensor) -> Tensor:
+        """What the log adds up: a step that is left out counts as the usual loss."""
+        return torch.where(torch.isfinite(loss), loss, usual)
+
+    def after_backward(
+        self, step: int, loss: Tensor, norm: Tensor | float | None, optimizer: Any
+    ) -> bool:
+        """Look at a step before its update; whether the host must leave the update out.
+
+        `norm` is None where a gradient that is not finite is nothing unusual.
+        """
+        numbers = _numbers(loss, norm)
+        if numbers.device.type == "cpu":
+            self._judge(step, numbers)
+            return bool(self.skipped_steps) and self.skipped_steps[-1] == step
+        left_out = False
+        if self.skips and optimizer is not None:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.found_inf = (~torch.isfinite(numbers).all()).float()
+            else:
+                left_out = not bool(torch.isfinite(numbers).all())
+        self._send(step, numbers)
+        return left_out
+
+    def _send(self, step: int, numbers: Tensor) -> None:
+        host = numbers.to("cpu", non_blocking=True)  # pinned: the copy waits for nothing
+        arrived = None
+        if numbers.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(numbers.device))
+        self._pending.append(_Watched(step, host, arrived))
+        while self._pending and (arrived := self._pending[0].arrived) and arrived.query():
+            first = self._pending.popleft()
+            self._judge(first.step, first.numbers)
+
+    def settle(self) -> None:
+        """Look at everything that is still on its way; a GPU is waited for here."""
+        while self._pending:
+            first = self._pending.popleft()
+            if first.arrived is not None:
+                first.arrived.synchronize()
+            elif torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            self._judge(first.step, first.numbers)
+
+    def _judge(self, step: int, numbers: Tensor) -> None:
+        loss, norm = numbers.tolist()
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        rows = self.rows_of(step)
+        finite = math.isfinite(loss)
+        what = (
+            t("the gradient is {value}", value=norm)
+            if finite
+            else t("the loss is {value}", value=loss)
+        )
+        where = _place(step, rows)
+        if not self.skips:
+            raise LossError(t("{what} in {where}", what=what, where=where))
+        self.skipped_steps.append(step)
+        if _in_a_row(self.skipped_steps) >= SKIPS_IN_A_ROW:
+            said = {"what": what, "where": where, "count": SKIPS_IN_A_ROW}
+            raise LossError(
+                t(
+                    "{what} in {where}, the {count}th step in a row: the weights no longer "
+                    "work; try a smaller learning rate",
+                    **said,
+                )
+            )
+        self.record({"step": step, "skipped": what, "rows": list(rows or ())})
+        warnings.warn(
+            t(
+                "{where} is skipped, {what}: weights and optimizer stay as they were, the "
+                "schedule and the order of the rows go on",
+                where=where,
+                what=what,
+            ),
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def gate_sink(sink: GatedSink, device: torch.device) -> None:
+    """Let a sink of the low-bit optimizer leave out steps whose gradient is not finite."""
+    from memfit.strategies.lowbit.step_scalars import LossScale
+
+    if not hasattr(sink, "loss_scale"):
+        raise ConfigError(
+            t(
+                "on_nan='skip' cannot be used here: this optimizer updates weights while "
+                "the gradient is still being made; leave it at 'stop'"
+            )
+        )
+    if sink.loss_scale is None:
+        # A scale of 1 that stays: only the gate of it is wanted.
+        sink.loss_scale = LossScale(device, initial=1.0, growth=1.0, backoff=1.0, largest=1.0)
+
+
+def check_weights(model: torch.nn.Module, step: int) -> None:
+    """LossError where a weight is not finite: such a checkpoint would be good for nothing."""
+    by_place: dict[Any, list[Tensor]] = {}
+    for weight in (p.detach() for p in model.parameters() if p.requires_grad):
+        # Weights that wait in host memory have an empty storage here.
+        if weight.numel() and weight.untyped_storage().nbytes():
+            by_place.setdefault((weight.device, weight.dtype), []).append(weight)
+    for alike in by_place.values():
+        sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
+        if not bool(torch.isfinite(sums).all()):
+            raise LossError(
+                t("after step {step} weights of the model are not finite numbers", step=step)
+            )
+
+
+def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
+    """The dataset's rows that a step learned from, drawn again from the loader's own sampler."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    try:
+        epoch, index = divmod(step - 1, len(dataloader))
+        drawn = _drawn(batches, epoch, index)
+    except (TypeError, ValueError, AttributeError):  # a stream, or a sampler of another kind
+        return None
+    return drawn
+
+
+def _drawn(batches: Any, epoch: int, index: int) -> list[int] | None:
+    """One batch of an epoch's order; the samplers are left as they were."""
+    before: list[tuple[Any, int, Any]] = []
+    part = batches
+    while part is not None:
+        if isinstance(getattr(part, "epoch", None), int):
+            generator = getattr(part, "generator", None)
+            state = generator.get_state() if isinstance(generator, torch.Generator) else None
+            before.append((part, part.epoch, state))
+            part.epoch = epoch
+        part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+    try:
+        found = next(islice(iter(batches), index, None), None)
+    finally:
+        for one, was, state in before:
+            one.epoch = was
+            if state is not None:
+                one.generator.set_state(state)
+    return None if found is None else [int(row) for row in found]
+
+
+def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
+    """Loss and norm as two fp32 numbers on the loss's device."""
+    if not isinstance(norm, Tensor):  # a fill carries its number along; a copy would be waited for
+        norm = torch.full((), norm or 0.0, device=loss.device)
+    other = norm.detach().to(loss.device, torch.float32)
+    return torch.stack([loss.detach().float().reshape(()), other.reshape(())])
+
+
+def _place(step: int, rows: Sequence[int] | None) -> str:
+    if not rows:
+        return t("step {step}", step=step)
+    more = len(rows) - _SHOWN_ROWS
+    shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
+    kind = (
+        N_("step {step} (rows {rows} and {more} more of the training dataset)")
+        if more > 0
+        else N_("step {step} (rows {rows} of the training dataset)")
+    )
+    return t(kind, step=step, rows=shown, more=more)
+
+
+def _in_a_row(steps: Sequence[int]) -> int:
+    count = 1
+    while count < len(steps) and steps[-count - 1] == steps[-count] - 1:
+        count += 1
+    return count
+
+
+class WatchedTraining(SafeSaving):
+    """What BudgetTrainer adds around each update; health.py says what is done and why."""
+
+    watch: LossWatch
+    noise: BatchNoise
+    _step_loss: Tensor | None = None
+    _tr_loss: Tensor
+    _globalstep_last_logged: int
+
+    def watch_training(self, on_nan: str) -> None:
+        """Begin, once the Trainer is made."""
+        self.watch = LossWatch(on_nan, rows_of=self._rows_of, record=self._record_skipped)
+        self.add_callback(StallWatch())
+        self.noise = BatchNoise()
+        self.add_callback(self.noise)
+
+    def _seen(self, loss: Tensor) -> Tensor:
+        """Keep a step's loss until its gradient is there, too; returns what the log adds up."""
+        self._step_loss = loss
+        if not self.watch.skips:
+            return loss
+        steps = 1 + self.state.global_step - self._globalstep_last_logged
+        return self.watch.to_log(loss, self._tr_loss / steps)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        loss, self._step_loss = self._step_loss, None
+        if loss is not None and self._leaves_out(loss, norm):
+            model.zero_grad()  # an optimizer without gradients does nothing
+            return torch.zeros_like(norm) if isinstance(norm, Tensor) else norm
+        return norm
+
+    def _leaves_out(self, loss: Tensor, norm: Any) -> bool:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if self.watch.skips and self.accelerator.num_processes > 1:
+            # All ranks must decide alike; the norm is that of all of them already.
+            loss = self.accelerator.reduce(loss.detach().clone(), reduction="mean")
+        inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        sink: Any = self.setup.sink
+        if (scale := getattr(sink, "loss_scale", None)) is not None:
+            norm = scale.judged(norm)
+        return self.watch.after_backward(
+            self.state.global_step + 1,
+            loss,
+            # An overflow of scaled gradients is nothing unusual: the scaler skips and scales down.
+            norm if scaler is None else None,
+            inner if sink is None and scaler is None else None,
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, without the norm of a step that overflowed: JSON has no word for it."""
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            logs = {name: value for name, value in logs.items() if name != "grad_norm"}
+        super().log(logs, *args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As the Trainer's; a sink is told to skip where that was asked for."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        if self.watch.skips and self.setup.sink is not None:
+            gate_sink(self.setup.sink, self.args.device)
+        return optimizer
+
+    def before_saving(self) -> None:
+        """No checkpoint holds what a batch that is not finite made of the weights."""
+        super().before_saving()
+        self.watch.settle()
+        assert self.model is not None
+        check_weights(self.model, self.state.global_step)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.settle()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _rows_of(self, step: int) -> list[int] | None:
+        return rows_of_step(self.callback_handler.train_dataloader, step)
+
+    def _record_skipped(self, entry: dict[str, Any]) -> None:
+        self.state.log_history.append(entry)

@@ -1,0 +1,312 @@
+"""The limit itself: what happens when a process would hold more memory than it may.
+
+A dispatch mode sees every operator's result and every storage's death. It costs some 5
+microseconds an operator (benchmarks say 1 to 3 % of a step of a small encoder), so step_guard.py
+counts
+only steps that may need more than any counted before, and a few others.
+
+Since driver 536.40 a CUDA allocation beyond the card's memory succeeds on Windows and lies in
+shared (host) memory, at a tenth of the speed. The counter of it is documented: the performance
+object "GPU Process Memory", instances "pid_<process>_luid_<adapter>_phys_<n>", counter "Shared
+Usage" (what Task Manager shows). It is read through pdh.dll.
+
+Written against the documentation and not yet run on Windows.
+
+CUDA   torch's allocator refuses, as it would on a card of that size; the context counts
+CPU    the live tensors are counted, and one too many is refused (limits.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.memory.available import CpuReader, CudaReader, Read
+from memfit.memory.out_of_memory import BudgetExceeded
+from memfit.memory.tracing.tracker import tensors_in
+from memfit.units import MIB, format_both
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts tensors from birth to death; one that goes beyond the limit is not handed out."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit_bytes = limit_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that are there now."""
+        for tensor in tensors:
+            self._born(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not _DEVICE:
+            self.adopt(tensors_in(out))
+        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+            size_bytes = self.live_bytes
+            del out
+            raise BudgetExceeded(
+                f"out of memory: {format_both(size_bytes)} of tensors, and the budget is "
+                f"{format_both(self.limit_bytes)}"
+            )
+        return out
+
+    def _born(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        nbytes = storage.nbytes()
+        if nbytes:
+            self._live[key] = (nbytes, weakref.ref(storage, lambda _: self._died(key)))
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _died(self, key: int) -> None:
+        nbytes, _ = self._live.pop(key)
+        self.live_bytes -= nbytes
+
+
+COUNTER = r"\GPU Process Memory(pid_{pid}_*)\Shared Usage"
+
+_LARGE = 0x00000400  # PDH_FMT_LARGE
+
+_MORE_DATA = 0x800007D2  # PDH_MORE_DATA
+
+_SPILLED_BYTES = 64 * MIB
+"""Command buffers and the like are shared from the start: what comes on top of that counts."""
+
+ReadShared = Callable[[], int | None]
+
+
+class SpillWatch:
+    """Says when this process' shared usage has grown beyond what it began with.
+
+    Pinned host memory is shared too, so what `pinned_bytes` says is taken off.
+    """
+
+    def __init__(self, read: ReadShared | None = None) -> None:
+        self._read = read or reader_for(sys.platform)
+        self._usual_bytes: int | None = None
+
+    def spilled_bytes(self, pinned_bytes: int = 0) -> int:
+        """What lies in host memory and should not; 0 where there is no such counter."""
+        shared = self._read()
+        if shared is None:
+            return 0
+        own = shared - pinned_bytes
+        if self._usual_bytes is None:
+            self._usual_bytes = own
+        beyond = own - self._usual_bytes
+        return beyond if beyond > _SPILLED_BYTES else 0
+
+
+def reader_for(platform: str) -> ReadShared:
+    """How the counter is read there; nothing is, outside of Windows."""
+    return SharedUsage() if platform == "win32" else lambda: None
+
+
+class _Value(ctypes.Structure):
+    """PDH_FMT_COUNTERVALUE_ITEM_W with a 64-bit value."""
+
+    _fields_ = (
+        ("name", ctypes.c_wchar_p),
+        ("status", ctypes.c_uint32),
+        ("large", ctypes.c_int64),
+    )
+
+
+class SharedUsage:
+    """The counter of this process, over all its adapters."""
+
+    def __init__(self, library: Any = None, pid: int | None = None) -> None:
+        self._pdh = library
+        self._pid = os.getpid() if pid is None else pid
+        self._query = ctypes.c_void_p()
+        self._counter = ctypes.c_void_p()
+        self._opened: bool | None = None
+
+    def __call__(self) -> int | None:
+        """Bytes in shared memory; None where the counter is not there."""
+        if self._opened is None:
+            self._opened = self._open()
+        if not self._opened or self._pdh.PdhCollectQueryData(self._query) != 0:
+            return None
+        size, count = ctypes.c_uint32(0), ctypes.c_uint32(0)
+        array = self._pdh.PdhGetFormattedCounterArrayW
+        sizes = (ctypes.byref(size), ctypes.byref(count))
+        if array(self._counter, _LARGE, *sizes, None) & 0xFFFFFFFF != _MORE_DATA:
+            return None
+        buffer = ctypes.create_string_buffer(size.value)
+        if array(self._counter, _LARGE, *sizes, buffer) != 0:
+            return None
+        values = ctypes.cast(buffer, ctypes.POINTER(_Value))
+        return int(sum(values[index].large for index in range(count.value)))
+
+    def _open(self) -> bool:
+        try:
+            self._pdh = self._pdh or ctypes.CDLL("pdh.dll")
+        except OSError:
+            return False
+        path = COUNTER.format(pid=self._pid)
+        if self._pdh.PdhOpenQueryW(None, 0, ctypes.byref(self._query)) != 0:
+            return False
+        # The English name works on every Windows, whatever its language.
+        add = self._pdh.PdhAddEnglishCounterW
+        return bool(add(self._query, path, 0, ctypes.byref(self._counter)) == 0)
+
+
+COUNT_EVERY = 50
+"""On a CPU, every so many steps are counted although they should fit."""
+
+
+class Cap(Protocol):
+    """Holds a process below a limit."""
+
+    @property
+    def read(self) -> Read:
+        """Says what there is."""
+
+    def move(self, limit_bytes: int) -> bool:
+        """From now on this is the limit; whether more than that is still held."""
+
+    def keep(self) -> bool:
+        """Re-applies the limit if the context has grown. Returns True if more than it is held."""
+
+    def measure(self) -> bool:
+        """Measures the context, then `keep`."""
+
+    def room_bytes(self) -> int | None:
+        """What is left of it now; None where only counting would tell."""
+
+    def counting(self, tokens: int, key: object) -> contextlib.AbstractContextManager[None]:
+        """Around a step whose largest micro-batch has so many tokens, run in the way `key`."""
+
+    def release(self) -> None:
+        """The process may hold as much as it could before."""
+
+
+class CudaCap:
+    """A share of the card that torch's allocator keeps to."""
+
+    def __init__(self, read: CudaReader) -> None:
+        self.read = read
+        self._index = read.index
+        self._before = torch.cuda.get_per_process_memory_fraction(self._index)
+        self._total_bytes = torch.cuda.mem_get_info(self._index)[1]
+        self._limit_bytes = 0
+        self._allowed_bytes: int | None = None
+
+    def move(self, limit_bytes: int) -> bool:
+        """The context is part of the limit, and torch's allocator does not know of it."""
+        self._limit_bytes = limit_bytes
+        self._allowed_bytes = max(limit_bytes - self.read.context_bytes, 0)
+        share = min(self._allowed_bytes / self._total_bytes, 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self._index)
+        if torch.cuda.memory_reserved(self._index) > self._allowed_bytes:
+            torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._index) > self._allowed_bytes
+
+    def keep(self) -> bool:
+        """The context may have grown."""
+        allowed_bytes = max(self._limit_bytes - self.read.context_bytes, 0)
+        if self._allowed_bytes is None or self._allowed_bytes == allowed_bytes:
+            return False
+        return self.move(self._limit_bytes)
+
+    def measure(self) -> bool:
+        """Kernels were loaded or graphs captured."""
+        self.read.measure()
+        return self.keep()
+
+    def room_bytes(self) -> int | None:
+        """Between what tensors take and what they may."""
+        if self._allowed_bytes is None:
+            return None
+        return max(self._allowed_bytes - torch.cuda.memory_allocated(self._index), 0)
+
+    @contextlib.contextmanager
+    def counting(self, tokens: int, key: object) -> Iterator[None]:  # noqa: ARG002
+        """The allocator counts by itself."""
+        yield
+
+    def release(self) -> None:
+        """As it was before."""
+        torch.cuda.set_per_process_memory_fraction(self._before, self._index)
+
+
+class CpuCap:
+    """Counts the steps that may need more than any counted before."""
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self.read: CpuReader = CpuReader(self.held_bytes)
+        self._limit_bytes: int | None = None
+        self._proven: dict[object, int] = {}
+        self._steps = 0
+        self.counted = 0
+        """Steps that were counted."""
+        self.peak_bytes = 0
+        """The most that was alive in any of them."""
+
+    def held_bytes(self) -> int:
+        """Bytes of the tensors that are there between two steps."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def move(self, limit_bytes: int) -> bool:
+        """What fitted before may not fit now."""
+        if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
+            self._proven.clear()
+        self._limit_bytes = limit_bytes
+        return False
+
+    def keep(self) -> bool:
+        """Nothing lies outside of it."""
+        return False
+
+    def measure(self) -> bool:
+        """Nothing lies outside of it."""
+        return False
+
+    def room_bytes(self) -> int | None:
+        """Not known without counting; the step as a whole is counted."""
+        return None
+
+    @contextlib.contextmanager
+    def counting(self, tokens: int, key: object) -> Iterator[None]:
+        """A batch no larger than one that fitted needs no more than that one."""
+        self._steps += 1
+        proven = tokens <= self._proven.get(key, 0) and self._steps % COUNT_EVERY
+        if self._limit_bytes is None or proven:
+            yield
+            return
+        counter = LiveBytes(self._limit_bytes)
+        counter.adopt(self._tensors())
+        with counter:
+            yield
+        self.counted += 1
+        self.peak_bytes = max(self.peak_bytes, counter.peak_bytes)
+        self._proven[key] = max(tokens, self._proven.get(key, 0))
+
+    def release(self) -> None:
+        """Nothing is counted any more."""
+        self._limit_bytes = None

@@ -1,0 +1,172 @@
+"""Loaders that hand out effective batches on the CPU, padded fast, in an order a resume repeats.
+
+Padding through a tokenizer looks at every token in Python, which takes about as long as a small
+model's step replayed on a fast card. Batches of plain rows are filled in here, to the same
+tensors; all others still go through the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from memfit.strategies import Setup
+
+_TOKENS = ("input_ids", "token_type_ids", "attention_mask")
+
+_LABELS = ("label", "labels", "label_ids")
+
+Row = Mapping[str, Any]
+
+
+def quick(collator: Any) -> Any:
+    """The same collator, quick where it is the stock one; any other stays as it is."""
+    if type(collator) is not DataCollatorWithPadding:
+        return collator
+    kind = type(collator.tokenizer)
+    stock = PreTrainedTokenizerBase
+    if getattr(kind, "pad", None) is not stock.pad or getattr(kind, "_pad", None) is not stock._pad:
+        return collator
+    return QuickPadding(collator)
+
+
+class QuickPadding:
+    """Pads rows of token ids to the longest of them."""
+
+    def __init__(self, stock: DataCollatorWithPadding) -> None:
+        self.stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        """What the stock collator has: its tokenizer, its settings."""
+        if name == "stock":  # not there yet, as while a copy is made
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def __call__(self, rows: Sequence[Row]) -> Any:
+        """As the stock one's."""
+        if not self._is_plain(rows):
+            return self.stock(list(rows))  # type: ignore[arg-type]
+        tokenizer = self.stock.tokenizer
+        fill = {
+            "input_ids": tokenizer.pad_token_id,
+            "token_type_ids": tokenizer.pad_token_type_id,
+            "attention_mask": 0,
+        }
+        lengths = [len(row["input_ids"]) for row in rows]
+        multiple = self.stock.pad_to_multiple_of or 1
+        width = -(-max(lengths) // multiple) * multiple
+        left = tokenizer.padding_side == "left"
+        made: dict[str, torch.Tensor] = {}
+        for name in rows[0]:
+            if name in _TOKENS:
+                table = np.full((len(rows), width), fill[name], dtype=np.int64)
+                for line, row, length in zip(table, rows, lengths, strict=True):
+                    line[width - length if left else 0 : width if left else length] = row[name]
+                made[name] = torch.from_numpy(table)
+            else:
+                made["labels"] = torch.tensor([row[name] for row in rows])
+        if "attention_mask" not in made and "attention_mask" in tokenizer.model_input_names:
+            places = np.arange(width)[::-1] if left else np.arange(width)
+            mask = places < np.array(lengths)[:, None]
+            made["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+        return BatchEncoding(made)
+
+    def _is_plain(self, rows: Sequence[Row]) -> bool:
+        """Whether rows hold lists of ids and a label, and nothing that wants to be looked at."""
+        stock = self.stock
+        if stock.padding not in (True, "longest") or stock.return_tensors != "pt" or not rows:
+            return False
+        if stock.tokenizer.pad_token_id is None:
+            return False
+        names = rows[0].keys()
+        known = all(name in _TOKENS or name in _LABELS for name in names)
+        if not known or "input_ids" not in names or sum(name in _LABELS for name in names) > 1:
+            return False
+        for row in rows:
+            if not isinstance(row, Mapping) or row.keys() != names:
+                return False
+            ids = row["input_ids"]
+            if not isinstance(ids, list) or not ids:
+                return False
+            if any(len(row[name]) != len(ids) for name in names if name in _TOKENS):
+                return False
+        return True
+
+
+class EffectiveLoading(transformers.Trainer):
+    """What BudgetTrainer changes in how rows are loaded."""
+
+    setup: Setup
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Effective batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Evaluation batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Test batches stay on the CPU; micro-batches go to the device."""
+        return _kept_on_cpu(super().get_test_dataloader(test_dataset))
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As the Trainer's, from the rows a strategy has put in the place of these."""
+        own = self.data_collator
+        dataset, self.data_collator = self.setup.data_for(dataset, own)
+        try:
+            loader: DataLoader[Any] = super()._get_dataloader(dataset, *args, **kwargs)
+            return loader
+        finally:
+            self.data_collator = own
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        data_seed = self.args.data_seed
+        seed = self.args.seed if data_seed is None else data_seed
+        return EpochLengthSampler(sampler.batch_size, list(sampler.lengths), seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        # The stock one shuffles evaluation too when training groups by length: predictions
+        # would come back in another order than the rows.
+        sampler = super()._get_eval_sampler(eval_dataset)
+        is_grouped = isinstance(sampler, LengthGroupedSampler)
+        return SequentialSampler(eval_dataset) if is_grouped else sampler
+
+
+def _kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:
+    if hasattr(dataloader, "device"):
+        dataloader.device = None
+    return dataloader
+
+
+class EpochLengthSampler(LengthGroupedSampler):
+    """Rows of similar length together, in an order that only the seed and the epoch decide.
+
+    The stock sampler draws from the global generator, whose state in the middle of an epoch
+    says nothing about the order the epoch began with: a resumed run would skip other rows
+    than were trained.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader at the start of every epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        indices: Iterator[int] = super().__iter__()  # type: ignore[no-untyped-call]
+        return indices

@@ -1,0 +1,561 @@
+"""The Trainer of transformers on effective batches, inside a memory budget."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+
+from memfit._compat import without_num_items
+from memfit.config.training_arguments import TrainingArguments
+from memfit.engine import micro_batches
+from memfit.engine.effective_batch import (
+    accumulation_steps,
+    effective_arguments,
+    leave_out_refused_half,
+    warn_of_conflicts,
+)
+from memfit.engine.executors import StepExecutor
+from memfit.engine.half_on_cpu import TYPES, half_on_cpu
+from memfit.engine.loss import ClassWeightedLoss, counted_items, counted_labels, shifts_labels
+from memfit.engine.micro_batches import (
+    Batch,
+    MicroBatch,
+    MicroBatching,
+    Trim,
+    logits_and_labels,
+    trimming_for,
+)
+from memfit.engine.step_state import preserved_rng
+from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
+from memfit.memory.allocator import use_expandable_segments
+from memfit.memory.out_of_memory import EVERY_STEPS, retrying, return_freed_memory
+from memfit.models.layer_stack import shows_tokens
+from memfit.strategies import Setup, Strategy
+from memfit.text import t
+from memfit.training.checkpoints import (
+    Search,
+    record_micro_batching,
+    recorded_micro_batching,
+    step_of,
+)
+from memfit.training.loaders import quick
+from memfit.training.model_changes import (
+    ModelChanges,
+    TrainerChoices,
+    by_name,
+    give_back,
+    let_go,
+    own_optimizer,
+)
+from memfit.training.progress import MemfitProgress
+from memfit.units import Budget, parse_budget
+
+if TYPE_CHECKING:
+    from memfit.planner.plans import Plan
+
+_STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
+
+
+class BudgetTrainer(ModelChanges):
+    """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
+
+    Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
+    accumulation rows, so 1 x 32 and 32 are the same training; what is on the device at once is
+    `micro_batching`, or what `budget` allows. `class_weights` are exact however batches are cut.
+    `strategies` are the memory techniques to use (memfit.strategies). With a budget and none given
+    the fastest plan that fits is made and run, what the arguments set being kept; `plan` is one
+    made before. `on_nan` says what a loss that is not finite does: `stop` the run, or `skip` the
+    update. `user_set` names the arguments that were chosen, if that is more than those which
+    differ from the defaults.
+    """
+
+    model: PreTrainedModel
+    _keeps_predictions = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *positional: Any,
+        budget: str | Budget | None = None,
+        micro_batching: MicroBatching | None = None,
+        class_weights: Sequence[float] | torch.Tensor | None = None,
+        strategies: Sequence[Strategy] | None = None,
+        plan: Plan | None = None,
+        user_set: frozenset[str] | None = None,
+        on_nan: str = "stop",
+        **named: Any,
+    ) -> None:
+        self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
+        self._args_seen = _fields(self.user_args)
+        if user_set is None:
+            warn_of_conflicts(self.user_args)
+        self._folded = accumulation_steps(self.user_args)
+        named = {**by_name(positional), **named}
+        if "tokenizer" in named:
+            named["processing_class"] = named.pop("tokenizer")
+            warnings.warn(
+                t("tokenizer is now called processing_class"), FutureWarning, stacklevel=2
+            )
+        if model is not None:
+            give_back(model)  # an earlier trainer's changes are none of this one's
+        effective = effective_arguments(self.user_args)
+        if effective.device.type == "cpu":
+            leave_out_refused_half(effective)
+        self._learning_flops: int | None = None
+        self._predictions: dict[int, tuple[Any, Any]] = {}
+        """By step: of the last evaluation, and of the best one."""
+        self._class_weights = class_weights
+        self._given_back = False
+        self.budget = parse_budget(budget) if isinstance(budget, str) else budget
+        self._asked = TrainerChoices(strategies, micro_batching, own_optimizer(self, named), on_nan)
+        self._setup_fields = self._fields_of(named, user_set)
+        self.setup = Setup(model=model, args=effective, **self._setup_fields)  # type: ignore[arg-type]
+        self.plan = plan
+        self._planned_for: Any = None
+        self._named = named
+        if self.budget is not None and effective.device.type == "cuda":
+            use_expandable_segments()
+        try:
+            if model is None and named.get("model_init") is not None:
+                self.model_init = named["model_init"]
+                self._make_model()
+            self._change_model()
+            given = None if model is None else self.setup.model
+            super().__init__(given, effective, **named)
+            self._prepare()
+            self._equip()
+            self.watch_training(on_nan)
+            self.guard_training(self._names, keeps_plan=self._keeps_plan)
+        except BaseException:
+            self.setup.restore()  # the user keeps the model that was given
+            if self.setup.model is not None:
+                let_go(self.setup.model)
+            raise
+
+    def _prepare(self) -> None:
+        if self.args.device.type == "cpu":
+            self._check_weights()
+        # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
+        self._shifts_labels = shifts_labels(self.model)
+        self._stock_counts_items = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = False
+        if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
+            self.compute_loss = tolerant  # type: ignore[method-assign]
+        if self._class_weights is not None:
+            self._use_class_weights(self._class_weights)
+        self.data_collator = quick(self.data_collator)
+
+    def _check_weights(self) -> None:
+        """Weights in half precision need a CPU that multiplies them."""
+        types = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}
+        for dtype in sorted(types & set(TYPES)):
+            if reason := half_on_cpu().reason(dtype):
+                raise ConfigError(
+                    t(
+                        "the weights are {dtype}, and {reason}; load them in float32 (leave "
+                        "--dtype out)",
+                        dtype=dtype,
+                        reason=reason,
+                    )
+                )
+
+    # ---- what memfit adds ----
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """What is on the device at once; may be changed between steps."""
+        return self.executor.micro_batching
+
+    @micro_batching.setter
+    def micro_batching(self, value: MicroBatching) -> None:
+        self.executor = dataclasses.replace(self.executor, micro_batching=value)
+        self.guard.replan()
+
+    @property
+    def effective_rows(self) -> int:
+        """Rows one optimizer step learns from, over all data-parallel ranks."""
+        return int(self.args.per_device_train_batch_size * self.args.world_size)
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
+    def loss_weight(self, inputs: Batch) -> float:
+        """What the mean loss over these rows is a mean of: their number, or their class weights.
+
+        Override it beside a `compute_loss` that divides by something else than the rows.
+        """
+        label_name = self.label_names[0] if self.label_names else "labels"
+        if isinstance(self.compute_loss_func, ClassWeightedLoss):
+            labels = inputs.get(label_name)
+            if labels is not None:
+                return self.compute_loss_func.weight_of(labels)
+        elif self.compute_loss_func is not None or self.setup.sees_inputs:
+            told = bool(getattr(self, "_loss_shifts_labels", False))
+            return counted_items(inputs, label_name, shifted=told)
+        return counted_labels(inputs, label_name, shifted=self._shifts_labels)
+
+    def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
+        """How an effective batch is run; override to run it another way."""
+        executor = StepExecutor(
+            micro_batching=micro_batching,
+            trim=self._trimming(),
+            weigh=self.loss_weight,
+            prepare=self._prepare_inputs,
+            loss=self._micro_batch_loss,
+            backward=lambda loss: self.accelerator.backward(loss),
+            no_sync=lambda model: self.accelerator.no_sync(model),
+            mean_over_ranks=self._mean_over_ranks,
+            around=tuple(self.setup.around_micro_batch),
+            packed=self.setup.packing is not None,
+        )
+        for wrap in self.setup.wrap_executor:
+            executor = wrap(executor)
+        return executor
+
+    # ---- the Trainer's own methods ----
+
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | Search | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """As the Trainer's; `True` takes the newest checkpoint that is whole."""
+        self._follow_arguments()
+        if self.model_init is not None:
+            self._remake_model(kwargs.get("trial", args[0] if args else None))
+        elif self._given_back:
+            self._take_again()
+        begun = self.state.global_step
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        except PlanMissedError:
+            raise  # the model is dropped, and in float32 it might not fit
+        except BaseException:
+            if self.state.global_step == begun and self.setup.model is not None:
+                self.give_back()  # nothing was trained: the model is left as it was
+            raise
+
+    def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ModelError(
+                t(
+                    "no parameter of the model can learn: every requires_grad is False; "
+                    "leave at least the classification head unfrozen"
+                )
+            )
+        checkpoint = self._continued_from(resume_from_checkpoint)
+        if checkpoint is not None:
+            self._compare_micro_batching(str(checkpoint))
+        bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
+        for bar in bars:
+            bar.read_tokens = lambda: self.guard.tokens
+        try:
+            with self._ending_in_words():
+                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+        except BaseException:
+            with contextlib.suppress(RunStoppedError):  # there is something worse to say
+                self.settle_checkpoint()
+            raise
+        finally:
+            for bar in bars:
+                bar.close()
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As the Trainer's."""
+        self._follow_arguments()
+        return super().predict(*args, **kwargs)
+
+    def _follow_arguments(self) -> None:
+        """Do what the Trainer does when its arguments are changed after it was made.
+
+        `args` are a copy of the user's with the accumulation folded into the batch.
+        """
+        now = _fields(self.user_args)
+        changed = {name for name, value in now.items() if value != self._args_seen[name]}
+        if changed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # said when the trainer was made
+                effective = effective_arguments(self.user_args)
+            # Like the Trainer's own, the rows of a batch are those it was made with.
+            for name in changed - {"per_device_train_batch_size"}:
+                setattr(self.args, name, getattr(effective, name))
+            self._args_seen = now
+        steps = accumulation_steps(self.user_args)
+        if "gradient_accumulation_steps" in changed and steps != self._folded:
+            self.args.gradient_accumulation_steps = 1
+            self._fold(steps)
+        elif self.args.gradient_accumulation_steps != 1:  # set on trainer.args
+            self._fold(self.args.gradient_accumulation_steps)
+
+    def _fold(self, steps: int) -> None:
+        """Effective batches of so many device batches."""
+        rows = self.args.per_device_train_batch_size // self._folded
+        self.args.per_device_train_batch_size = rows * steps
+        self.args.gradient_accumulation_steps = 1
+        self._folded = steps
+        self._train_batch_size = self.args.train_batch_size
+        self.accelerator.gradient_accumulation_steps = 1
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """As the Trainer's; a batch size that is searched for is that of a device, too."""
+        if self.hp_search_backend is None or trial is None:
+            super()._hp_search_setup(trial)
+            return
+        self.args.per_device_train_batch_size //= self._folded
+        self.args.gradient_accumulation_steps = self._folded
+        super()._hp_search_setup(trial)
+        steps, self._folded = self.args.gradient_accumulation_steps, 1
+        self._fold(steps)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        num_items_in_batch: Any = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """The gradient of one effective batch, however many micro-batches it takes."""
+        model.train()
+        if callable(to_training := getattr(self.optimizer, "train", None)):
+            to_training()  # schedule-free optimizers keep two sets of weights
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
+            return_freed_memory()
+        self.noise.begin_step(inputs)
+        return self._seen(self.guard.run(model, inputs))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        for before_move in self.setup.before_move:
+            before_move(device)
+        super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the Trainer's, or the optimizer a strategy brings."""
+        if self.optimizer is None and self.setup.make_optimizer is not None:
+            self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.setup.sink is not None:
+            return self._measured_norm()
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
+            return None  # which the Trainer does not log
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _measured_norm(self) -> torch.Tensor | None:
+        """The norm of what the sink has taken, if it has one; the optimizer's step moves weights.
+
+        (Those that backward has not moved already: docs/python-api.md says which.)
+        """
+        sink = self.setup.sink
+        assert sink is not None
+        with retrying(self.args.device, last_resort=self._drop_graphs):
+            norm = sink.measure()
+        return norm if getattr(sink, "measures", True) else None
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """As the Trainer's, which walks through all parameters at every step."""
+        if self._learning_flops is None:
+            one = {"input_ids": torch.zeros(1, 1, dtype=torch.long)}
+            self._learning_flops = int(super().floating_point_ops(one))
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        return self._learning_flops * (ids.numel() if isinstance(ids, torch.Tensor) else 0)
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """As the Trainer's; packed first, where that strategy is used."""
+        if self._packs_here and isinstance(inputs, Mapping) and "input_ids" in inputs:
+            assert self.setup.packing is not None
+            inputs = dict(self.setup.packing.inputs_of(inputs))
+        prepared: Batch = super()._prepare_inputs(inputs)
+        return prepared
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> micro_batches.Prediction:
+        """The same micro-batches as in training; what comes out does not stay on the device."""
+        step = super().prediction_step
+
+        def predict(parts: list[MicroBatch]) -> micro_batches.Prediction:
+            outcomes = []
+            for part in parts:
+                outcome = step(model, part.inputs, prediction_loss_only, ignore_keys)
+                # Several ranks gather on the device first; eval_accumulation_steps bounds that.
+                alone = self.accelerator.num_processes == 1
+                outcomes.append(micro_batches.to_cpu(outcome) if alone else outcome)
+            weights = [self.loss_weight(part.inputs) for part in parts]
+            return micro_batches.merged_predictions(parts, weights, outcomes)
+
+        predicted: micro_batches.Prediction = self.guard.evaluate(inputs, predict)
+        return predicted
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's; what its own rows were predicted to be is kept."""
+        self._follow_arguments()
+        self._keeps_predictions = eval_dataset is None
+        try:
+            metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
+            return metrics
+        finally:
+            self._keeps_predictions = False
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the Trainer's, without a trace in the random numbers of the training."""
+        with preserved_rng():
+            output = super().evaluation_loop(*args, **kwargs)
+        if self._keeps_predictions:
+            best = self.state.best_global_step
+            kept = {step: one for step, one in self._predictions.items() if step == best}
+            self._predictions = kept | {self.state.global_step: logits_and_labels(output)}
+        return output
+
+    def known_predictions(self) -> tuple[Any, Any] | None:
+        """Logits and labels of the evaluation rows by the model as it is now, if it was evaluated.
+
+        After a training that loads its best model, that is the evaluation of the best step.
+        """
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or best is None:
+            return self._predictions.get(self.state.global_step)
+        return self._predictions.get(step_of(Path(best)) or -1)
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """As the Trainer's; memfit's progress bar takes the place of the stock one."""
+        super().add_callback(callback)
+        callbacks = list(self.callback_handler.callbacks)
+        if any(isinstance(one, MemfitProgress) for one in callbacks):
+            for one in callbacks:
+                if type(one).__name__ in _STOCK_BARS:
+                    self.remove_callback(one)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; a checkpoint also says how its batches are run."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and self._writing:
+            record_micro_batching(str(output_dir), self.guard.used or self.micro_batching)
+
+    # ---- inside ----
+
+    @property
+    def _packs_here(self) -> bool:
+        """Whether batches are packed before they go to the device."""
+        packing, inside = self.setup.packing, self.setup.sees_inputs
+        return packing is not None and not inside and not shows_tokens(self.model)
+
+    def _trimming(self) -> Trim:
+        """What may be cut off: nothing that a loss or an output of this training can show."""
+        if self.setup.sees_inputs or shows_tokens(self.model):
+            return Trim.COUNTED if self.setup.packing is not None else Trim.NONE
+        return trimming_for(self.model)
+
+    def evaluating_executor(self) -> StepExecutor:
+        """How a batch is cut to be predicted: as in training, unless the outputs show padding."""
+        if shows_tokens(self.model):
+            return dataclasses.replace(self.executor, trim=Trim.NONE, packed=False)
+        return self.executor
+
+    def _micro_batch_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        weight: float,  # noqa: ARG002
+    ) -> torch.Tensor:
+        # What divides a sum by the number of items gets this micro-batch's own: that is a mean.
+        items = self._items_in(inputs)
+        with self.compute_loss_context_manager():
+            if items is None:
+                loss = self.compute_loss(model, inputs)
+            else:
+                loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+        assert isinstance(loss, torch.Tensor)
+        # 1, unless accumulation was set on trainer.args after the trainer was made.
+        return loss / getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _items_in(self, inputs: Batch) -> Any:
+        """`num_items_in_batch` for a loss of the user's own; None for the model's, a mean."""
+        if self.compute_loss_func is None and not self.setup.sees_inputs:
+            return None
+        return self._get_num_items_in_batch([inputs], self.args.device)
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """What learns, with weight decay and without, as the Trainer groups it."""
+        decayed = set(self.get_decay_parameter_names(self.model))
+        learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        return [
+            {
+                "params": [p for n, p in learning if n in decayed],
+                "weight_decay": self.args.weight_decay,
+            },
+            {"params": [p for n, p in learning if n not in decayed], "weight_decay": 0.0},
+        ]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As the Trainer's, whose model is told; here it is not, and takes a mean."""
+        accepted = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = self._stock_counts_items
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self.model_accepts_loss_kwargs = accepted
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """As the Trainer's, without counting: every micro-batch counts its own."""
+        del device
+        return list(itertools.islice(epoch_iterator, num_batches)), None
+
+    def _mean_over_ranks(self, total: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return total
+        value = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+        return float(self.accelerator.reduce(value, reduction="mean"))
+
+    def _use_class_weights(self, class_weights: Sequence[float] | torch.Tensor) -> None:
+        if self.compute_loss_func is not None:
+            raise ConfigError(t("give class_weights or compute_loss_func, not both"))
+        self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
+
+    def _compare_micro_batching(self, checkpoint: str) -> None:
+        recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching
+        if recorded not in (None, now):
+            warnings.warn(
+                t(
+                    "{checkpoint} was trained with {recorded}, this run goes on with "
+                    "{now}: the same training up to rounding and dropout's random "
+                    "numbers, not bit for bit",
+                    checkpoint=checkpoint,
+                    recorded=recorded,
+                    now=now,
+                ),
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
