@@ -51,7 +51,7 @@ def driver() -> Driver | None:
             return None
         try:
             return _described(pynvml)
-        except pynvml.NVMLError:
+        except (pynvml.NVMLError, OSError):
             return None
 
 
@@ -83,8 +83,11 @@ class Nvml:
         self._handle = handle
 
     def use(self) -> DeviceUse:
-        """Returns what the device holds now."""
-        memory = self._memory()
+        """Returns what the device holds now; OSError where the driver does not answer."""
+        try:
+            memory = self._memory()
+        except self._pynvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from error
         return DeviceUse(memory.total, memory.used, self._own_bytes())
 
     def _memory(self) -> Any:
