@@ -2,16 +2,18 @@
 
     python benchmarks/whole_runs.py --stock --data ChnSentiCorp_htl_all.csv --vocab vocab.txt
 
-After a warm-up of each. One more run of memfit notes when its imports were done, and so how long
-the first step of a task that was run before takes to come.
+After a warm-up. memfit's runs also note when their imports were done, and so how long the first
+step of a task that was run before takes to come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,27 +54,27 @@ def compare(bench: Bench, results: ResultFile) -> None:
 
 
 def compared(bench: Bench, pair: Case) -> dict[str, Any]:
-    """Both warmed up, then in turns."""
+    """A warm-up, which compiles memfit's kernels, then both in turns."""
     runs: list[dict[str, Any]] = []
-    for kind in ("A", "B", *ORDER):
+    for kind in ("A", *ORDER):
         run = one_run(bench, pair, kind)
-        run["warm_up"] = len(runs) < 2
+        run["warm_up"] = not runs
         runs.append(run)
         print(f"{pair.name}: {run['who']} {run['seconds']:.1f} s", flush=True)
-    again = after_imports(bench, pair)
     timed = [run for run in runs if not run["warm_up"]]
-    ours, stock = (
-        [run["seconds"] for run in timed if run["who"] == who] for who in ("memfit", "stock")
-    )
-    failed = [run["exit_code"] for run in runs if run["exit_code"] != 0]
+    ours = [run for run in timed if run["who"] == "memfit"]
+    stock = [run for run in timed if run["who"] == "stock"]
+    seconds = [[run["seconds"] for run in side] for side in (ours, stock)]
     said = {
-        "memfit_seconds": ours, "stock_seconds": stock, "ratio": round(sum(ours) / sum(stock), 3),
-        "failed": failed, "first_step_after_imports_seconds": again["after_imports_seconds"],
-        "memfit_held_bytes": [run["held_bytes"] for run in timed if run["who"] == "memfit"],
-        "stock_held_bytes": [run["held_bytes"] for run in timed if run["who"] == "stock"],
-        "said_over_taken": [run["time"].get("said_over_taken") for run in timed if "time" in run],
+        "memfit_seconds": seconds[0], "stock_seconds": seconds[1],
+        "ratio": round(sum(seconds[0]) / sum(seconds[1]), 3),
+        "failed": [run["exit_code"] for run in runs if run["exit_code"] != 0],
+        "first_step_after_imports_seconds": [run["after_imports_seconds"] for run in ours],
+        "memfit_held_bytes": [run["held_bytes"] for run in ours],
+        "stock_held_bytes": [run["held_bytes"] for run in stock],
+        "said_over_taken": [run["time"].get("said_over_taken") for run in ours],
     }  # fmt: skip
-    return {"name": pair.name, "said": said, "runs": runs, "again": again}
+    return {"name": pair.name, "said": said, "runs": runs}
 
 
 def one_run(bench: Bench, pair: Case, kind: str) -> dict[str, Any]:
@@ -82,8 +84,13 @@ def one_run(bench: Bench, pair: Case, kind: str) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     table, model = str(bench.tables["single"]), bench.model(pair.model)
     if kind == "A":
-        ended = bench.memfit(pair.command(table, model, str(folder)), folder)
-        more = {"f1": _f1(folder), "detail": ended.as_json(), "time": _said(ended)}
+        with _imports_noted(bench) as noted:
+            started = time.time()
+            ended = bench.memfit(pair.command(table, model, str(folder)), folder)
+        more = {
+            "f1": _f1(folder), "detail": ended.as_json(), "time": _said(ended),
+            **_after_imports(ended, noted, started),
+        }  # fmt: skip
     else:
         words = [table, model, str(folder), str(pair.epochs), str(pair.length)]
         ended = bench.run([sys.executable, str(HERE / "_whole_stock.py"), *words], folder)
@@ -96,8 +103,9 @@ def one_run(bench: Bench, pair: Case, kind: str) -> dict[str, Any]:
     return {**found, "exit_code": ended.exit_code, "held_bytes": held, **more}
 
 
-def after_imports(bench: Bench, pair: Case) -> dict[str, Any]:
-    """The same task once more: seconds from the end of its imports to the end of its first step."""
+@contextlib.contextmanager
+def _imports_noted(bench: Bench) -> Iterator[Path]:
+    """Runs started inside write down when their imports were done."""
     noted = bench.work / "imports.txt"
     noted.unlink(missing_ok=True)
     before = dict(bench.environment)
@@ -105,22 +113,21 @@ def after_imports(bench: Bench, pair: Case) -> dict[str, Any]:
         "WHOLE_RUNS_IMPORTS": str(noted),
         "PYTHONPATH": f"{HERE / '_whole_hook'}:{before['PYTHONPATH']}",
     }
-    folder = bench.work / "runs" / "again"
-    shutil.rmtree(folder, ignore_errors=True)
-    words = pair.command(str(bench.tables["single"]), bench.model(pair.model), str(folder))
-    started = time.time()
     try:
-        ended = bench.memfit(words, folder)
+        yield noted
     finally:
         bench.environment.clear()
         bench.environment.update(before)
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _after_imports(ended: Ended, noted: Path, started: float) -> dict[str, Any]:
+    """Seconds from the end of its imports to the end of its first step."""
     first_step = ended.progress.first_step_at
     lines = [line.split() for line in noted.read_text().splitlines()] if noted.is_file() else []
     imports = {name: round(float(at) - started, 2) for name, at in lines}
     done = max((at for at in imports.values() if at <= (first_step or 0.0)), default=None)
     after = None if done is None or first_step is None else round(first_step - done, 2)
-    return {"imports_done_at": imports, "after_imports_seconds": after, **ended.as_json()}
+    return {"imports_done_at": imports, "after_imports_seconds": after}
 
 
 def _told(ended: Ended) -> dict[str, Any]:
