@@ -14,12 +14,12 @@ def test_everything_a_run_needs_is_there_afterwards() -> None:
     """In a process of its own: here torch is loaded already."""
     script = """
 import sys, threading
-from memfit import preloading
+from memfit.run import preloading
 assert "torch" not in sys.modules
-preloading.start()
-preloading.start()
+preloading.start_preloading()
+preloading.start_preloading()
 import datasets
-preloading.finish()
+preloading.finish_preloading()
 assert not [one for one in threading.enumerate() if one.name.startswith("memfit_load")]
 for name in ("torch", "sympy", "sklearn.metrics", "transformers", "memfit.training.trainer"):
     assert name in sys.modules, name

@@ -280,7 +280,6 @@ class _Run:
 
     def _finish(self) -> RunResult:
         started = time.perf_counter()
-        preloading.start_preloading()
         start_reading_weights(self.config.model)
         if self.resume:
             with doing(t("loading libraries …")):
@@ -355,7 +354,7 @@ class _Run:
     def _read(self) -> TextData:
         from memfit.data import read_table
 
-        return read_table(self.config.data)
+        return read_table(self.config.data, preloading.start_preloading)
 
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""

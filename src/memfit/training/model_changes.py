@@ -9,6 +9,7 @@ given or made by model_init  ->  planned for  ->  strategies applied  ->  traine
 
 from __future__ import annotations
 
+import sys
 import inspect
 import warnings
 import weakref
@@ -281,6 +282,8 @@ class ModelChanges(GuardedTraining):
             return
         if self.plan is None or self._planned_for not in (None, _shape_of(model, self.setup.args)):
             self.plan = plan_for(self, self._asked, self._named.get("eval_dataset"))
+            if "IPython" in sys.modules:
+                import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
             self._planned_for = _shape_of(model, self.setup.args)
         used = self._asked.strategies(self.plan)
         self._names = frozenset(strategy.name for strategy in used)
