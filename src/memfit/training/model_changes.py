@@ -9,8 +9,8 @@ given or made by model_init  ->  planned for  ->  strategies applied  ->  traine
 
 from __future__ import annotations
 
-import sys
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
