@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import threading
+from collections.abc import Iterator
 
 _THREADS: list[threading.Thread] = []
 
@@ -34,13 +35,19 @@ def start_preloading() -> None:
 
 def finish_preloading() -> None:
     """Loads the rest, once the threads are done. What failed in them is raised here again."""
+    for thread in _THREADS:
+        thread.join()
+    for name in ("torch", *_LEAVES, *_LAST):
+        importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Around imports: modules are no garbage, and collections look through them again and again."""
     collects = gc.isenabled()
-    gc.disable()  # modules are no garbage, and are looked through again and again
+    gc.disable()
     try:
-        for thread in _THREADS:
-            thread.join()
-        for name in ("torch", *_LEAVES, *_LAST):
-            importlib.import_module(name)
+        yield
     finally:
         if collects:
             gc.enable()

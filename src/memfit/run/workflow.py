@@ -284,10 +284,11 @@ class _Run:
         if self.resume:
             with doing(t("loading libraries …")):
                 self.found = last_checkpoint(self.claim.folder, self.say)
-        with self.clock.measure("data"), doing(t("reading the table …")):
-            text = self._read()
-        with self.clock.measure("import"), doing(t("loading libraries …")):
-            preloading.finish_preloading()
+        with preloading.without_collecting():
+            with self.clock.measure("data"), doing(t("reading the table …")):
+                text = self._read()
+            with self.clock.measure("import"), doing(t("loading libraries …")):
+                preloading.finish_preloading()
         with announcements.no_progress_bars():
             self._prepare(text)
             tokens = self.tokens
