@@ -1,7 +1,7 @@
 """The `memfit` command. One file a command; torch is imported only when one runs.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 nothing fits; 130 after Ctrl-C and
-143 after SIGTERM, once a checkpoint is saved.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 3 nothing fits; 130 after Ctrl-C and 143
+after SIGTERM, once a checkpoint is saved.
 """
 
 from __future__ import annotations

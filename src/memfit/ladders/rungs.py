@@ -1,8 +1,9 @@
 """The rungs: what tutorials do one after the other, memfit's plans, and how each turned out.
 
-A classic rung is a line of `CLASSIC`: a name (its sentences are in show.py), what it is meant
-to shrink, what it does to the result, and what it changes on top of the rung before. To add one,
-add a line. A rung that would change nothing, since the user asked for it anyway, is left out.
+A classic rung is a line of `CLASSIC`: a name (its sentences are in show.py), what it is meant to
+shrink, what it does to the result, and what it changes on top of the rung before. To add one, add a
+line here, its label in show.py and its name in the help of cli/ladder.py. A rung that would change
+nothing, since the user asked for it anyway, is left out.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 SHA-256, because anybody can check it (`sha256sum`) and processors of the last years have
 instructions for it: 1.8 GB/s on one core, faster than the disks that checkpoints go to.
 
-A checkpoint is good when its files are those its manifest lists (training/checkpoints.py), byte for
-byte. One that another Trainer wrote has no manifest: it is taken where there are no others.
+A checkpoint is good when its files are those its manifest lists, byte for byte. One that another
+Trainer wrote has no manifest: it is taken where there are no others.
 
-Everything unfinished lies in one hidden folder beside the checkpoints. Whatever a process that
-was killed left in it is put right by the next one (`tidy`).
+Everything unfinished lies in one hidden folder beside the checkpoints. Whatever a process that was
+killed left in it is put right by the next one (`tidy`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Activations, optimizer state and weights that wait in host memory.
 
 Two strategies (`activation_offload`, `optimizer_offload`), and `host_memory`: pinned memory with
-the
-copies beside the computation.
+the copies beside the computation.
 """

@@ -1,12 +1,11 @@
 """Every step stays inside the budget, or is run again until it does.
 
-Both are exact, so a step may have them and the next may not.
-
-look      how much memory is there for us now                            available.py
-    choose    micro-batches and recomputed layers for this batch             adjusting.py,
-    adjusting.py
+    look      how much memory is there for us now                            available.py
+    choose    micro-batches and recomputed layers for this batch             adjusting.py
     run       the step, under the cap                                        limits.py
     failed    gradients dropped, random state back, memory freed, smaller    here
+
+Smaller micro-batches and recomputed layers are exact: the next step may do without them.
 
 Nothing a step changes outlives its failure: weights, optimizer, schedule and sampler move once
 the gradient of the whole effective batch is there. (Where gradients are released inside backward
