@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,23 @@ def test_a_last_checkpoint_that_cannot_be_sealed_leaves_the_model(
     said = capsys.readouterr().err
     assert f"checkpoint-{STEPS} could not be written: No space left on device" in said
     assert_model_is_kept(tmp_path / "out", whole, said)
+
+
+@pytest.mark.parametrize("more", [["--save-total-limit", "1"], ["--report-to", "tensorboard"]])
+def test_a_last_checkpoint_that_others_look_at_has_its_name_before_they_do(
+    tmp_path: Path, by_plan: list[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """With one checkpoint to keep the Trainer compares folders; a tracker may upload the last."""
+    if "tensorboard" in more:
+        pytest.importorskip("tensorboard")
+    write, threads = saving.write_manifest, []
+
+    def noted(folder: Path) -> Path:
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
+        return write(folder)
+
+    monkeypatch.setattr(saving, "write_manifest", noted)
+    words = [*by_plan, "--epochs", "2", "--quiet", "--output-dir", str(tmp_path / "out"), *more]
+    assert run(words) == 0
+    assert set(threads) == {threading.main_thread()}

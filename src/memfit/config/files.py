@@ -71,6 +71,23 @@ def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
         raise
 
 
+def write_bytes(path: Path, *parts: Any) -> None:
+    """Writes a file that appears under its name only when it is complete and on the disk."""
+    with tempfile.NamedTemporaryFile(
+        "wb", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as handle:
+        try:
+            for part in parts:
+                handle.write(part)
+            handle.flush()
+            os.fsync(handle.fileno())
+        except BaseException:
+            handle.close()
+            Path(handle.name).unlink(missing_ok=True)
+            raise
+    os.replace(handle.name, path)
+
+
 @contextmanager
 def staged_files(folder: Path) -> Iterator[Path]:
     """A place to write several files; they come to the folder when all are complete.
@@ -287,7 +304,8 @@ def tidy_cache(pattern: str, *, most_bytes: float = math.inf) -> None:
         for count, one in enumerate(files, 1):
             total_bytes += one.stat().st_size
             if count > _MOST_FILES or total_bytes > most_bytes:
-                one.unlink()
+                with suppress(OSError):  # Windows removes no file that is open
+                    one.unlink()
 
 
 def remembered(name: str) -> dict[str, Any] | None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _FOLDER = "tokens"
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+"""A file ends with the checksum of its rows: after a power cut its end may be zeros."""
+
 _MOST_FILE_BYTES = 500_000_000
 
 _MOST_BYTES = 2_000_000_000
@@ -59,18 +62,25 @@ def place_of_tokens(dataset: Dataset, tokenizer: Any, max_length: int) -> Path |
 
 
 def read_kept_tokens(place: Path | None) -> Dataset | None:
-    """The rows kept there, mapped from the disk; None where there are none."""
-    if place is None or not files.cache_is_used() or not place.is_file():
+    """The rows kept there; None where there are none, or not as they were written.
+
+    They are read, not mapped: another run may replace or remove the file meanwhile.
+    """
+    if place is None or not files.cache_is_used():
         return None
+    try:
+        stored = place.read_bytes()
+    except OSError:
+        return None
+    rows, digest = memoryview(stored)[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
+    if hashlib.sha256(rows).digest() != digest:
+        return None
+    import pyarrow as pa
     from datasets import Dataset
 
-    try:
-        kept = Dataset.from_file(str(place))
-    except Exception:  # damaged: pyarrow and datasets raise what they like
-        return None
     with suppress(OSError):
         os.utime(place)  # the newest stay longest
-    return kept
+    return Dataset.from_buffer(pa.py_buffer(rows))
 
 
 def keep_tokens(place: Path | None, tokenized: Dataset) -> None:
@@ -79,18 +89,15 @@ def keep_tokens(place: Path | None, tokenized: Dataset) -> None:
         return
     import pyarrow as pa
 
-    part = place.with_name(f"{place.name}.{os.getpid()}.part")
-    try:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, tokenized.data.schema) as writer:
+        for batch in tokenized.data.to_batches():
+            writer.write_batch(batch)
+    rows = sink.getvalue()
+    with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        schema = tokenized.data.schema
-        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for batch in tokenized.data.to_batches():
-                writer.write_batch(batch)
-        part.replace(place)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-    files.tidy_cache(f"{_FOLDER}/*.arrow", most_bytes=_MOST_BYTES)
+        files.write_bytes(place, rows, hashlib.sha256(rows).digest())
+    files.tidy_cache(f"{_FOLDER}/*", most_bytes=_MOST_BYTES)
 
 
 def _digest_of_rows(dataset: Dataset) -> str:

@@ -114,7 +114,13 @@ def open_device(index: int = 0) -> Iterator[Nvml | None]:
     """Opens the counters of the device torch calls `index`; None where the driver has none."""
     with _started() as pynvml:
         handle = None if pynvml is None else _handle(pynvml, index)
-        yield None if handle is None else Nvml(pynvml, handle)
+        device = None if handle is None else Nvml(pynvml, handle)
+        if device is not None:
+            try:
+                device.use()
+            except OSError:  # cards that share the host's memory have no counters
+                device = None
+        yield device
 
 
 @contextmanager

@@ -22,11 +22,14 @@ _LEAVES = ("sympy", "sklearn.metrics")
 _LAST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
 
-def start_preloading() -> None:
-    """Begins; called once the settings are known to be right. Later calls change nothing."""
+def start_preloading(*, card: bool = True) -> None:
+    """Begins; called once the settings are known to be right. Later calls change nothing.
+
+    A run that stays on the CPU leaves the `card` alone.
+    """
     if _THREADS:
         return
-    for work in (_load_torch, _load_leaves):
+    for work in (_load_torch_and_card if card else _load_torch, _load_leaves):
         # Not a daemon: an interpreter that ends while torch is being loaded may crash.
         thread = threading.Thread(target=_quietly, args=(work,), name=f"memfit{work.__name__}")
         _THREADS.append(thread)
@@ -65,6 +68,10 @@ def _load_leaves() -> None:
 
 
 def _load_torch() -> None:
+    importlib.import_module("torch")
+
+
+def _load_torch_and_card() -> None:
     """Also creates the CUDA context, which takes a second and no interpreter."""
     import torch
 
@@ -72,4 +79,5 @@ def _load_torch() -> None:
         return  # of several cards, the Trainer decides which is this process's
     from memfit.memory.cuda_context import measured_context_bytes
 
-    measured_context_bytes(torch.cuda.current_device())
+    # Asking torch for the current device would create the context before it is measured.
+    measured_context_bytes(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import shlex
@@ -293,13 +294,14 @@ class _Run:
             self._prepare(text)
             tokens = self.tokens
             trainer = self._trained(text)
-            with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
-                evaluation = evaluate_trained(trainer, text, tokens, self.claim.path)
-            with self.clock.measure("save"), doing(t("saving the model …")):
-                # Disks need no interpreter: the library that draws the report is loaded meanwhile.
-                plots.load_soon()
-                save_model(trainer, self.claim.path)
-                self._settle(trainer)
+            with self._sealed_whatever_happens(trainer):
+                with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
+                    evaluation = evaluate_trained(trainer, text, tokens, self.claim.path)
+                with self.clock.measure("save"), doing(t("saving the model …")):
+                    # Disks need no interpreter: what draws the report is loaded meanwhile.
+                    plots.load_soon()
+                    save_model(trainer, self.claim.path)
+                    self._settle(trainer)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
         total = time.perf_counter() - started + self.elapsed.earlier_seconds
@@ -336,6 +338,16 @@ class _Run:
             stopped.model_in = self.claim.path
             raise stopped from error
 
+    @contextlib.contextmanager
+    def _sealed_whatever_happens(self, trainer: BudgetTrainer) -> Iterator[None]:
+        """Waits for the last checkpoint where this fails, too: --resume may follow at once."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RunStoppedError):
+                trainer.settle_checkpoint()
+            raise
+
     def _settle(self, trainer: BudgetTrainer) -> None:
         """Waits for the last checkpoint, which was left unfinished to save the model beside it."""
         try:
@@ -355,7 +367,9 @@ class _Run:
     def _read(self) -> TextData:
         from memfit.data import read_table
 
-        return read_table(self.config.data, preloading.start_preloading)
+        on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
+        start = functools.partial(preloading.start_preloading, card=not on_cpu)
+        return read_table(self.config.data, start)
 
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""
@@ -445,7 +459,13 @@ class _Run:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
             trainer.guard.adjuster.keeps_tokens = True
             trainer.may_plan_again = self.choosing.may_plan_again
-        trainer.seals_last_later = not self.callbacks  # a user's callback may look into it
+        # A callback of the user's, or a tracker, may look into the last checkpoint; and where only
+        # one is kept, the Trainer itself does.
+        own = ("memfit.", "transformers.trainer_callback")
+        looked_at = any(
+            not type(one).__module__.startswith(own) for one in trainer.callback_handler.callbacks
+        )
+        trainer.seals_last_later = not looked_at and arguments.save_total_limit != 1
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):

@@ -15,6 +15,7 @@ and one command goes on from there once there is room.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import json
@@ -293,7 +294,8 @@ class SafeSaving(EffectiveLoading):
             last = self.state.global_step >= self.state.max_steps
             if self.seals_last_later and last and not self._push_due:
                 pool = ThreadPoolExecutor(1, "memfit-sealing")
-                self._sealing = pool.submit(self._seal, final, best_before)
+                speaking = contextvars.copy_context()  # an error is said in the run's language
+                self._sealing = pool.submit(speaking.run, self._seal, final, best_before)
                 pool.shutdown(wait=False)
             else:
                 self._seal(final, best_before)

@@ -167,7 +167,7 @@ class _Stage:
             self.learn_if_tight()
             if self._device.type == "cuda" or tried.seconds <= _QUICK_SECONDS:
                 self._dress(worst, lengths)
-            self._dress_fullest(tried)
+            self._dress_fullest()
             self._evaluate()
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
@@ -259,13 +259,14 @@ class _Stage:
                 return
             self._make_smaller(way, pieces, failed)
 
-    def _dress_fullest(self, tried: _Tried) -> None:
+    def _dress_fullest(self) -> None:
         """The largest micro-batch that is not cut: the worst batch is, into parts of even size."""
-        if self._device.type != "cuda" or tried.pieces == 1:
-            return
         lengths = self._guard.worst_lengths
         assert lengths is not None
         limits = self._guard.way_for(lengths).micro_batching
+        parts = pieces_of(lengths, limits, packed=self._packed)
+        if self._device.type != "cuda" or parts.count == 1:
+            return
         count = next(
             count
             for count in range(len(lengths), 0, -1)
@@ -273,7 +274,7 @@ class _Stage:
         )
         batch = self._batch(self._longest()[:count])
         lengths = lengths_of(batch, self._trainer.executor.trim)
-        if pieces_of(lengths, limits, packed=self._packed).tokens > tried.tokens:
+        if pieces_of(lengths, limits, packed=self._packed).tokens > parts.tokens:
             self._dress(batch, lengths)
 
     def _evaluate(self) -> None:
