@@ -151,12 +151,14 @@ def test_a_file_the_system_refuses_in_any_phase(
 # ---- and at every call that ends a save: fsync, rename ----
 
 
-def failing_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> list[int]:
-    """The n-th call from now on finds no room."""
+def failing_at(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: int, under: Path | None = None
+) -> list[int]:
+    """The n-th call from now on finds no room; of those to a path `under` that one, if given."""
     real, calls = getattr(os, name), [0]
 
     def maybe(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
+        calls[0] += under is None or Path(args[-1]).is_relative_to(under)
         if calls[0] == call:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **kwargs)
@@ -228,7 +230,7 @@ def test_the_result_itself_may_find_no_room(
     words = [*by_plan, "--max-steps", "2", "--save-strategy", "no", "--quiet"]
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        failing_at(patch, "replace", call)
+        failing_at(patch, "replace", call, under=output)
         code = run([*words, "--output-dir", str(output)])
     said = capsys.readouterr().err
     assert code == 1, said
@@ -237,6 +239,18 @@ def test_the_result_itself_may_find_no_room(
     left = {item.name for item in output.iterdir()} if output.exists() else set()
     assert not {name for name in left if name.startswith(".")}
     assert "summary.json" not in left
+
+
+def test_tokens_that_cannot_be_kept_for_the_next_run_cost_none(
+    tmp_path: Path, by_plan: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("MEMFIT_CACHE", str(cache))
+    calls = failing_at(monkeypatch, "replace", 1, under=cache / "tokens")
+    words = [*by_plan, "--max-steps", "2", "--quiet", "--output-dir", str(tmp_path / "out")]
+    assert run(words) == 0
+    assert calls[0] == 2
+    assert len(list((cache / "tokens").iterdir())) == 1
 
 
 def test_the_model_of_these_tests_is_the_one_that_is_saved(tmp_path: Path) -> None:

@@ -73,19 +73,19 @@ def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
 
 def write_bytes(path: Path, *parts: Any) -> None:
     """Writes a file that appears under its name only when it is complete and on the disk."""
-    with tempfile.NamedTemporaryFile(
+    handle = tempfile.NamedTemporaryFile(  # noqa: SIM115 (it outlives the block, to be renamed)
         "wb", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as handle:
-        try:
+    )
+    try:
+        with handle:
             for part in parts:
                 handle.write(part)
             handle.flush()
             os.fsync(handle.fileno())
-        except BaseException:
-            handle.close()
-            Path(handle.name).unlink(missing_ok=True)
-            raise
-    os.replace(handle.name, path)
+        os.replace(handle.name, path)
+    except BaseException:
+        Path(handle.name).unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
