@@ -225,9 +225,10 @@ def plan_here(
     reserve_bytes: int = 0,
     pricer: Pricer | None = None,
 ) -> Planning:
-    """The fastest plan inside the budget; `folder` is where checkpoints will go.
+    """Returns the fastest plan inside the budget.
 
-    `reserve_bytes` of the budget are left free; `pricer` is that of an earlier plan for the same.
+    `folder` is where checkpoints will go. `reserve_bytes` of the budget stay free. `pricer` comes
+    from an earlier plan for the same task, with the traces it has made.
     """
     card = card_here(device)
     with preserved_rng():

@@ -1,9 +1,10 @@
 """Loads libraries and starts the card in the background while a run reads its table.
 
-Half of an import is waiting for files, on slow disks more, and Python's lock is free meanwhile. Two
-threads load what the main thread needs later. The groups share only packages that each of them
-enters by their top name (numpy, pandas), so no thread sees a package half loaded; transformers,
-which imports all of them, is loaded when both threads are done.
+An import that waits for a file, and a driver that creates a context, leave the interpreter free.
+One thread loads torch, another the libraries that need no torch, while the main thread reads the
+table. The threads share only packages that each of them imports by their top name (numpy, pandas):
+the second one waits until the package is complete. transformers imports all of them, so it is
+loaded when both threads are done.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import gc
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _THREADS: list[threading.Thread] = []
 
@@ -23,9 +24,9 @@ _LAST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
 
 def start_preloading(*, card: bool = True) -> None:
-    """Begins; called once the settings are known to be right. Later calls change nothing.
+    """Starts the threads; a second call does nothing.
 
-    A run that stays on the CPU leaves the `card` alone.
+    Without `card` no CUDA context is created: the run stays on the CPU.
     """
     if _THREADS:
         return
@@ -37,7 +38,7 @@ def start_preloading(*, card: bool = True) -> None:
 
 
 def finish_preloading() -> None:
-    """Loads the rest, once the threads are done. What failed in them is raised here again."""
+    """Waits for the threads and loads the rest. Raises what failed in a thread."""
     for thread in _THREADS:
         thread.join()
     for name in ("torch", *_LEAVES, *_LAST):
@@ -46,7 +47,7 @@ def finish_preloading() -> None:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Around imports: modules are no garbage, and collections look through them again and again."""
+    """Switches garbage collection off around imports, which create no garbage to find."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -56,9 +57,9 @@ def without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _quietly(work: object) -> None:
+def _quietly(work: Callable[[], None]) -> None:
+    """Runs the work. `finish_preloading` repeats an import that failed, and raises its error."""
     with contextlib.suppress(Exception):
-        assert callable(work)
         work()
 
 

@@ -204,9 +204,9 @@ class ModelChanges(GuardedTraining):
     _shifts_labels: bool
     _learning_flops: int | None
 
-    def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
-        """How an effective batch is run."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # BudgetTrainer has it
+
+        def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor: ...
 
     def _fields_of(self, named: Mapping[str, Any], user_set: frozenset[str] | None) -> Any:
         """What a set-up must know, whatever the model."""
