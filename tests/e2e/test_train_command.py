@@ -20,6 +20,7 @@ from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.errors import OutputError
 from memfit.planner.plans import Plan
+from memfit.report.formatting import named
 from memfit.training.checkpoints import write_manifest
 from waits import without_waits
 
@@ -77,6 +78,14 @@ def same_weights(one: Path, other: Path) -> bool:
 def summary_of(folder: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return loaded
+
+
+def test_the_report_names_every_part_whose_time_was_measured(trained: Path) -> None:
+    page = (trained / "report.html").read_text(encoding="utf-8")
+    for part in summary_of(trained)["seconds"]:
+        called = named("work", part)
+        assert called.startswith("time ")
+        assert called in page
 
 
 def test_the_result_folder_holds_everything(trained: Path) -> None:

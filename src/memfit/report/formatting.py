@@ -38,6 +38,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "work": {
         "data": N_("time reading the data"),
+        "import": N_("time loading libraries"),
         "load": N_("time loading"),
         "plan": N_("time planning"),
         "train": N_("time training"),
