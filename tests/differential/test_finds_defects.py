@@ -38,12 +38,12 @@ def test_an_own_loss_that_is_handed_packed_inputs(monkeypatch: pytest.MonkeyPatc
             and c.collator != "maskless" and not c.outputs
         )
     )  # fmt: skip
-    fields_of = BudgetTrainer._fields_of
+    fields_of = model_changes.ModelChanges._fields_of
 
     def unseen(self: Any, *args: Any) -> Any:
         return {**fields_of(self, *args), "sees_inputs": False}
 
-    monkeypatch.setattr(BudgetTrainer, "_fields_of", unseen)
+    monkeypatch.setattr(model_changes.ModelChanges, "_fields_of", unseen)
     assert all(map(reported, cases))
 
 

@@ -72,7 +72,7 @@ def test_a_cell_run_again_trains_on_from_the_weights_that_are_there(way, tmp_pat
     first.train()
     after_one = first._joined(model) or state_of(model)
     again = trainer_of(tmp_path, model, strategies=WAYS[way])
-    before = again._asked and state_of(model)
+    before = again.changes and state_of(model)
     for name, value in before.items():  # what low bits hold of the same numbers
         torch.testing.assert_close(value.float(), after_one[name], rtol=2**-8, atol=1e-6)
     again.train()

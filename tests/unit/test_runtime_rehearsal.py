@@ -86,7 +86,7 @@ def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
         trainer.train()
     assert trainer.state.global_step == 0
     assert caught.value.short_bytes > 0.01 * 10e9
-    assert not trainer._given_back  # undone, the weights would take more than they may
+    assert not trainer.changes.given_back  # undone, the weights would take more than they may
 
 
 def no_memory(*_: Any, **__: Any) -> None:

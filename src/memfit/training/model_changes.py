@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -28,15 +27,11 @@ from transformers import (
     set_seed,
 )
 
-from memfit.engine.executors import StepExecutor
-from memfit.engine.loss import shifts_labels
 from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.step_state import RandomState
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.text import t
-from memfit.training.guard.guarded_training import GuardedTraining
-from memfit.training.guard.step_guard import Guard
 
 if TYPE_CHECKING:
     from memfit.planner.candidates import Workload
@@ -51,6 +46,8 @@ class TrainerChoices:
     given: Sequence[Strategy] | None
     limits: MicroBatching | None
     own_optimizer: str = ""
+    own_loss: bool = False
+    """Whether the loss is computed by a function or class weights of the user."""
     on_nan: str = "stop"
 
     def strategies(self, plan: Plan | None) -> Sequence[Strategy]:
@@ -74,7 +71,7 @@ def by_name(positional: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, positional, strict=False))
 
 
-def own_optimizer(trainer: BudgetTrainer, named: dict[str, Any]) -> str:
+def own_optimizer(trainer: BudgetTrainer, named: Mapping[str, Any]) -> str:
     """The name of an optimizer the user made or makes; empty where the arguments say which."""
     made, _ = named.get("optimizers") or (None, None)
     if made is not None:
@@ -85,7 +82,7 @@ def own_optimizer(trainer: BudgetTrainer, named: dict[str, Any]) -> str:
     return "" if makes.startswith(("memfit.", "transformers.")) else "of your own"
 
 
-def plan_for(trainer: ModelChanges, asked: TrainerChoices, eval_dataset: Any) -> Plan | None:
+def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -> Plan | None:
     """The plan for the trainer's budget; None where nothing is left to plan."""
     budget, model = trainer.budget, trainer.setup.model
     if budget is None or model is None or asked.limits is not None:
@@ -106,7 +103,7 @@ def plan_for(trainer: ModelChanges, asked: TrainerChoices, eval_dataset: Any) ->
             stock_loss=trainer.setup.stock_loss,
             eval_rows=len(eval_dataset) if hasattr(eval_dataset, "__len__") else 0,
             skips_bad_steps=asked.on_nan == "skip",
-            collate=trainer.collate_rows,
+            collate=trainer.changes.collate_rows,
         )
         if asked.given is None and trainer.setup.args.world_size == 1:
             if workload.given is None:
@@ -145,21 +142,16 @@ class Held:
     """
 
     def __init__(
-        self, undo: list[Callable[[], None]] | None = None, trainer: ModelChanges | None = None
+        self, undo: list[Callable[[], None]] | None = None, changes: ModelChanges | None = None
     ) -> None:
         self.undo = [] if undo is None else undo
-        self.trainer = None if trainer is None else weakref.ref(trainer)
+        self.changes = None if changes is None else weakref.ref(changes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Held:
         return Held()
 
     def __reduce__(self) -> Any:
         return Held, ()
-
-
-def hold(model: nn.Module, undo: list[Callable[[], None]], trainer: ModelChanges) -> None:
-    """Note that this trainer changed the model."""
-    vars(model)[_ATTRIBUTE] = Held(undo, trainer)
 
 
 def let_go(model: nn.Module) -> None:
@@ -172,9 +164,9 @@ def give_back(model: nn.Module) -> None:
     held: Held | None = vars(model).get(_ATTRIBUTE)
     if held is None:
         return
-    trainer = None if held.trainer is None else held.trainer()
-    if trainer is not None:
-        trainer.give_back()
+    changes = None if held.changes is None else held.changes()
+    if changes is not None:
+        changes.give_back()
     while held.undo:
         held.undo.pop()()
     let_go(model)
@@ -183,131 +175,120 @@ def give_back(model: nn.Module) -> None:
 _LABEL_COLUMNS = ("label", "label_ids", "labels")
 
 
-class ModelChanges(GuardedTraining):
-    """What BudgetTrainer does to its model, and how it is undone (model_changes.py)."""
+class ModelChanges:
+    """Plans for the model of a trainer, changes it by the strategies, and undoes the changes."""
 
-    user_args: transformers.TrainingArguments
-    model_init: Any
-    hp_search_backend: Any
-    _asked: TrainerChoices
-    _named: Mapping[str, Any]
-    """The Trainer's own arguments, as they were given."""
-    _class_weights: Sequence[float] | torch.Tensor | None
-    _setup_fields: Mapping[str, Any]
-    _planned_for: Any = None
-    """What the plan was made for; None where it was given."""
-    _names: frozenset[str]
-    _given_back: bool = False
-    _made: nn.Module | None = None
-    """By `model_init` for the plan, until the Trainer asks for it."""
-    _made_with: RandomState
-    _shifts_labels: bool
-    _learning_flops: int | None
-
-    if TYPE_CHECKING:  # BudgetTrainer has it
-
-        def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor: ...
+    def __init__(
+        self,
+        trainer: BudgetTrainer,
+        model: nn.Module | None,
+        args: transformers.TrainingArguments,
+        asked: TrainerChoices,
+        plan: Plan | None,
+        named: Mapping[str, Any],
+        user_set: frozenset[str] | None,
+    ) -> None:
+        self._trainer = trainer
+        self.asked = asked
+        self._fields = self._fields_of(named, user_set)
+        self.setup = self._new_setup(model, args)
+        self.plan = plan
+        self.names: frozenset[str] = frozenset()
+        """The strategies in use."""
+        self.given_back = False
+        """Whether the model is without its strategies until the next `train()`."""
+        self._named = named
+        self._planned_for: Any = None
+        """What the plan was made for; None where it was given."""
+        self._made: nn.Module | None = None
+        """By `model_init` for the plan, until the Trainer asks for it."""
+        self._made_with: RandomState
 
     def _fields_of(self, named: Mapping[str, Any], user_set: frozenset[str] | None) -> Any:
         """What a set-up must know, whatever the model."""
-        sees_inputs = type(self).compute_loss is not transformers.Trainer.compute_loss
-        own = self._class_weights is not None or named.get("compute_loss_func") is not None
-        smooths = self.user_args.label_smoothing_factor != 0
+        trainer = self._trainer
+        sees_inputs = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+        smooths = trainer.user_args.label_smoothing_factor != 0
         return {
-            "device": self.user_args.device,
+            "device": trainer.user_args.device,
             "train_dataset": named.get("train_dataset"),
-            "stock_loss": not sees_inputs and not own and not smooths,
+            "stock_loss": not sees_inputs and not self.asked.own_loss and not smooths,
             "sees_inputs": sees_inputs,
             "user_set": user_set,
         }
 
-    def _make_model(self, trial: Any = None) -> None:
-        """Before the Trainer asks for it: a plan is made for a model, and may change arguments."""
-        args = self.setup.args
-        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
-        self.setup.model = self._made = super().call_model_init(trial)
-        self._made_with = RandomState.now(args.device)
+    def _new_setup(self, model: nn.Module | None, args: transformers.TrainingArguments) -> Setup:
+        return Setup(model=model, args=args, **self._fields)  # type: ignore[arg-type]
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the Trainer's; the model was made already, and the random numbers go on from there."""
-        if self._made is None:
-            self._make_model(trial)
-        self._made = None
-        self._made_with.restore(self.args.device)
-        return self.setup.model
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether the user said how batches are run."""
+        by_hand = self.plan is not None and self._planned_for is None
+        return self.asked.limits is not None or by_hand
 
-    def _remake_model(self, trial: Any) -> None:
-        """A new model for another training, changed as the one before it, which goes first."""
-        self._drop_model()
-        self.setup = Setup(model=None, args=self.args, **self._setup_fields)  # type: ignore[arg-type]
-        self._make_model(trial)
-        self._hp_search_setup(trial)  # a plan is made for the batches of this trial
-        self._change_model()
-        self._refit(self.setup.model)
-
-    def _drop_model(self) -> None:
-        """Hold no model and nothing that belongs to one: two would not fit."""
-        if hasattr(self, "executor"):
-            self.executor.drop()
-            del self.guard, self.executor  # which know it, too
-        self.setup.restore()
-        handler = self.callback_handler
-        handler.model = handler.optimizer = handler.lr_scheduler = None
-        self.optimizer = self.lr_scheduler = None
-        self.model = self.model_wrapped = self.setup.model = None  # type: ignore[assignment]
-        self.accelerator.free_memory()
-
-    def collate_rows(self, rows: list[Any]) -> Any:
-        """A batch of these rows, as the Trainer's loader makes it."""
-        own = self._named.get("data_collator")
-        if own is None:
-            tokenizer: Any = self._named.get("processing_class")
-            padding = isinstance(tokenizer, PreTrainedTokenizerBase)
-            own = DataCollatorWithPadding(tokenizer) if padding else default_data_collator
-        if self.user_args.remove_unused_columns:
-            known = {*inspect.signature(self.setup.model.forward).parameters, *_LABEL_COLUMNS}
-            known |= set(self.user_args.label_names or ())
-            rows = [
-                {name: row[name] for name in row if name in known}
-                if isinstance(row, Mapping)
-                else row
-                for row in rows
-            ]
-        return own(rows)
-
-    def _change_model(self) -> None:
+    def apply(self) -> None:
         """Plan where there is something to plan, and apply the strategies."""
         model: Any = self.setup.model
         if model is None:
             return
         if self.plan is None or self._planned_for not in (None, _shape_of(model, self.setup.args)):
-            self.plan = plan_for(self, self._asked, self._named.get("eval_dataset"))
+            self.plan = plan_for(self._trainer, self.asked, self._named.get("eval_dataset"))
             if "IPython" in sys.modules:
                 import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
             self._planned_for = _shape_of(model, self.setup.args)
-        used = self._asked.strategies(self.plan)
-        self._names = frozenset(strategy.name for strategy in used)
-        hold(model, self.setup.undo, self)
+        used = self.asked.strategies(self.plan)
+        self.names = frozenset(strategy.name for strategy in used)
+        vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
         apply_all(used, self.setup)
 
-    def _equip(self) -> None:
-        """What runs the steps of the model as it is now."""
-        limits = self._asked.micro_batches(self.plan)
-        self.executor = self.create_step_executor(limits)
+    def cancel(self) -> None:
+        """Undo the changes of a trainer that cannot be made: the user keeps the model given."""
+        self.setup.restore()
+        if self.setup.model is not None:
+            let_go(self.setup.model)
 
-    def _refit(self, model: nn.Module) -> None:
-        """The same for a model that came after the first."""
-        self.model = model  # type: ignore[assignment]
-        self._shifts_labels = shifts_labels(model)
-        self._cap, self._learning_flops = None, None
-        self._equip()
-        self.guard = Guard(self, self._names)
-        self.guard.adjuster.keeps_plan = self._keeps_plan
+    # ---- models made by model_init ----
 
-    @property
-    def _keeps_plan(self) -> bool:
-        by_hand = self.plan is not None and self._planned_for is None
-        return self._asked.limits is not None or by_hand
+    def make_model(self, trial: Any = None) -> None:
+        """Before the Trainer asks for it: a plan is made for a model, and may change arguments."""
+        args = self.setup.args
+        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
+        # BudgetTrainer's own call_model_init hands out the model that is made here.
+        self._made = transformers.Trainer.call_model_init(self._trainer, trial)
+        self.setup.model = self._made
+        self._made_with = RandomState.now(args.device)
+
+    def hand_out_model(self, trial: Any = None) -> nn.Module:
+        """The model made before, or a new one; random numbers go on from its making."""
+        if self._made is None:
+            self.make_model(trial)
+        self._made = None
+        self._made_with.restore(self.setup.args.device)
+        return self.setup.model
+
+    def remake_model(self, trial: Any) -> None:
+        """A new model for another training, changed as the one before it, which goes first."""
+        self._drop_model()
+        self.setup = self._new_setup(None, self._trainer.args)
+        self.make_model(trial)
+        self._trainer._hp_search_setup(trial)  # a plan is made for the batches of this trial
+        self.apply()
+        self._trainer.equip(self.setup.model)
+
+    def _drop_model(self) -> None:
+        """Hold no model and nothing that belongs to one: two would not fit."""
+        trainer = self._trainer
+        if hasattr(trainer, "executor"):
+            trainer.executor.drop()
+            del trainer.guard, trainer.executor  # which know it, too
+        self.setup.restore()
+        handler = trainer.callback_handler
+        handler.model = handler.optimizer = handler.lr_scheduler = None
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.model = trainer.model_wrapped = self.setup.model = None  # type: ignore[assignment]
+        trainer.accelerator.free_memory()
+
+    # ---- giving the model back ----
 
     def give_back(self) -> None:
         """Undo what strategies did to the model, with all the bits that were trained.
@@ -315,33 +296,56 @@ class ModelChanges(GuardedTraining):
         Called when another trainer is made for it. This one still predicts, and `train()` begins
         with its strategies anew.
         """
-        if self._given_back:
+        if self.given_back:
             return
-        self.executor.drop()
-        weights = self._joined(self.accelerator.unwrap_model(self.model)) or {}
+        trainer = self._trainer
+        trainer.executor.drop()
+        weights = trainer._joined(trainer.accelerator.unwrap_model(trainer.model)) or {}
         self.setup.restore()
         model = self.setup.model
         _without_autocast(model)
         for name, parameter in model.named_parameters():
             if name in weights:
                 parameter.data = weights[name].to(parameter.device)
-        self._given_back = True
+        self.given_back = True
         let_go(model)
-        self.setup = Setup(model=model, args=self.args, **self._setup_fields)
-        self.model_wrapped = model
-        self.optimizer = self.lr_scheduler = None
-        self._names = frozenset()
-        self._refit(model)
+        self.setup = self._new_setup(model, trainer.args)
+        trainer.model_wrapped = model
+        trainer.optimizer = trainer.lr_scheduler = None
+        self.names = frozenset()
+        trainer.equip(model)
 
-    def _take_again(self) -> None:
+    def take_again(self) -> None:
         """Have the strategies back in a model that was given back."""
-        give_back(self.model)
-        self._given_back = False
-        self._change_model()
-        self._refit(self.setup.model)
-        if self.place_model_on_device:
-            self._move_model_to_device(self.model, self.args.device)
-        self.model_wrapped = self.model
+        trainer = self._trainer
+        give_back(trainer.model)
+        self.given_back = False
+        self.apply()
+        trainer.equip(self.setup.model)
+        if trainer.place_model_on_device:
+            trainer._move_model_to_device(trainer.model, trainer.args.device)
+        trainer.model_wrapped = trainer.model
+
+    # ---- what the plan is made for ----
+
+    def collate_rows(self, rows: list[Any]) -> Any:
+        """A batch of these rows, as the Trainer's loader makes it."""
+        user_args = self._trainer.user_args
+        own = self._named.get("data_collator")
+        if own is None:
+            tokenizer: Any = self._named.get("processing_class")
+            padding = isinstance(tokenizer, PreTrainedTokenizerBase)
+            own = DataCollatorWithPadding(tokenizer) if padding else default_data_collator
+        if user_args.remove_unused_columns:
+            known = {*inspect.signature(self.setup.model.forward).parameters, *_LABEL_COLUMNS}
+            known |= set(user_args.label_names or ())
+            rows = [
+                {name: row[name] for name in row if name in known}
+                if isinstance(row, Mapping)
+                else row
+                for row in rows
+            ]
+        return own(rows)
 
 
 def _shape_of(model: nn.Module, args: transformers.TrainingArguments) -> Any:

@@ -50,13 +50,14 @@ from memfit.training.checkpoints import (
     recorded_micro_batching,
     step_of,
 )
+from memfit.training.guard.guarded_training import GuardedTraining
+from memfit.training.guard.step_guard import Guard
 from memfit.training.loaders import quick
 from memfit.training.model_changes import (
     ModelChanges,
     TrainerChoices,
     by_name,
     give_back,
-    let_go,
     own_optimizer,
 )
 from memfit.training.progress import MemfitProgress
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
 
-class BudgetTrainer(ModelChanges):
+class BudgetTrainer(GuardedTraining):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -82,6 +83,8 @@ class BudgetTrainer(ModelChanges):
     """
 
     model: PreTrainedModel
+    model_init: Any
+    hp_search_backend: Any
     _keeps_predictions = False
 
     def __init__(
@@ -114,48 +117,47 @@ class BudgetTrainer(ModelChanges):
         effective = effective_arguments(self.user_args)
         if effective.device.type == "cpu":
             leave_out_refused_half(effective)
-        self._learning_flops: int | None = None
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
-        self._class_weights = class_weights
-        self._given_back = False
         self.budget = parse_budget(budget) if isinstance(budget, str) else budget
-        self._asked = TrainerChoices(strategies, micro_batching, own_optimizer(self, named), on_nan)
-        self._setup_fields = self._fields_of(named, user_set)
-        self.setup = Setup(model=model, args=effective, **self._setup_fields)  # type: ignore[arg-type]
-        self.plan = plan
-        self._planned_for: Any = None
-        self._named = named
+        choices = TrainerChoices(
+            strategies,
+            micro_batching,
+            own_optimizer(self, named),
+            own_loss=class_weights is not None or named.get("compute_loss_func") is not None,
+            on_nan=on_nan,
+        )
+        self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
         if self.budget is not None and effective.device.type == "cuda":
             use_expandable_segments()
         try:
             if model is None and named.get("model_init") is not None:
                 self.model_init = named["model_init"]
-                self._make_model()
-            self._change_model()
+                self.changes.make_model()
+            self.changes.apply()
             given = None if model is None else self.setup.model
             super().__init__(given, effective, **named)
-            self._prepare()
-            self._equip()
+            self._prepare(class_weights)
+            self.equip(self.model)
             self.watch_training(on_nan)
-            self.guard_training(self._names, keeps_plan=self._keeps_plan)
+            self.guard_training()
         except BaseException:
-            self.setup.restore()  # the user keeps the model that was given
-            if self.setup.model is not None:
-                let_go(self.setup.model)
+            self.changes.cancel()
             raise
 
-    def _prepare(self) -> None:
+    def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
         if self.args.device.type == "cpu":
             self._check_weights()
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
-        self._shifts_labels = shifts_labels(self.model)
         self._stock_counts_items = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = False
         if (tolerant := without_num_items(self.compute_loss)) != self.compute_loss:
             self.compute_loss = tolerant  # type: ignore[method-assign]
-        if self._class_weights is not None:
-            self._use_class_weights(self._class_weights)
+        if class_weights is not None:
+            if self.compute_loss_func is not None:
+                raise ConfigError(t("give class_weights or compute_loss_func, not both"))
+            smoothing = self.args.label_smoothing_factor
+            self.compute_loss_func = ClassWeightedLoss(class_weights, smoothing)
         self.data_collator = quick(self.data_collator)
 
     def _check_weights(self) -> None:
@@ -172,7 +174,27 @@ class BudgetTrainer(ModelChanges):
                     )
                 )
 
+    def equip(self, model: nn.Module) -> None:
+        """Make what runs the steps of this model, as it is now."""
+        self.model = model  # type: ignore[assignment]
+        self._shifts_labels = shifts_labels(model)
+        self._learning_flops: int | None = None
+        self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
+        self._cap = None
+        self.guard = Guard(self, self.changes.names)
+        self.guard.adjuster.keeps_plan = self.changes.keeps_plan
+
     # ---- what memfit adds ----
+
+    @property
+    def setup(self) -> Setup:  # type: ignore[override]
+        """What the strategies have changed."""
+        return self.changes.setup
+
+    @property
+    def plan(self) -> Plan | None:  # type: ignore[override]
+        """What was planned for the budget; None where the user chose everything."""
+        return self.changes.plan
 
     @property
     def micro_batching(self) -> MicroBatching:
@@ -238,9 +260,9 @@ class BudgetTrainer(ModelChanges):
         """As the Trainer's; `True` takes the newest checkpoint that is whole."""
         self._follow_arguments()
         if self.model_init is not None:
-            self._remake_model(kwargs.get("trial", args[0] if args else None))
-        elif self._given_back:
-            self._take_again()
+            self.changes.remake_model(kwargs.get("trial", args[0] if args else None))
+        elif self.changes.given_back:
+            self.changes.take_again()
         begun = self.state.global_step
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
@@ -248,7 +270,7 @@ class BudgetTrainer(ModelChanges):
             raise  # the model is dropped, and in float32 it might not fit
         except BaseException:
             if self.state.global_step == begun and self.setup.model is not None:
-                self.give_back()  # nothing was trained: the model is left as it was
+                self.changes.give_back()  # nothing was trained: the model is left as it was
             raise
 
     def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -311,6 +333,10 @@ class BudgetTrainer(ModelChanges):
         self._folded = steps
         self._train_batch_size = self.args.train_batch_size
         self.accelerator.gradient_accumulation_steps = 1
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the Trainer's, called once a training; the plan may have needed the model earlier."""
+        return self.changes.hand_out_model(trial)
 
     def _hp_search_setup(self, trial: Any) -> None:
         """As the Trainer's; a batch size that is searched for is that of a device, too."""
@@ -534,11 +560,6 @@ class BudgetTrainer(ModelChanges):
             return total
         value = torch.tensor(total, dtype=torch.float64, device=self.args.device)
         return float(self.accelerator.reduce(value, reduction="mean"))
-
-    def _use_class_weights(self, class_weights: Sequence[float] | torch.Tensor) -> None:
-        if self.compute_loss_func is not None:
-            raise ConfigError(t("give class_weights or compute_loss_func, not both"))
-        self.compute_loss_func = ClassWeightedLoss(class_weights, self.args.label_smoothing_factor)
 
     def _compare_micro_batching(self, checkpoint: str) -> None:
         recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching

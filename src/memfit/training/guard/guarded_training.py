@@ -181,11 +181,8 @@ class GuardedTraining(FullPrecisionExport):
         """How a batch is cut to be predicted."""
         return self.executor
 
-    def guard_training(self, used: frozenset[str], *, keeps_plan: bool) -> None:
-        """Begin, once the executor is made; `used` are the names of the strategies."""
-        self._used = used
-        self.guard = Guard(self, used)
-        self.guard.adjuster.keeps_plan = keeps_plan
+    def guard_training(self) -> None:
+        """Begin, once the executor is made."""
         # First of all callbacks: what it finds out is what the others announce.
         self.callback_handler.callbacks.insert(0, _BeforeTraining(self))
         # Imported here: it reads the progress bar's meter, and stands beside the runtime.
@@ -282,7 +279,7 @@ class GuardedTraining(FullPrecisionExport):
 
     def _reader(self) -> CudaReader:
         expected_bytes = None if self.plan is None else self.plan.context_bytes
-        return CudaReader(self.args.device, expected_bytes, self._used)
+        return CudaReader(self.args.device, expected_bytes, self.guard.used_strategies)
 
 
 class _BeforeTraining(TrainerCallback):

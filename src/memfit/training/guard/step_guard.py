@@ -151,6 +151,7 @@ class Guard:
     def __init__(self, trainer: GuardedTraining, used: frozenset[str] = frozenset()) -> None:
         self._trainer = trainer
         self._device: torch.device = trainer.args.device
+        self.used_strategies = used
         self.live = LiveStrategies(trainer.setup, used)
         self.adjustments = Adjustments(lambda: trainer.state.log_history)
         self.planned_way = self._planned()
