@@ -21,6 +21,11 @@ _FACTORS = {
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
+_BARE = re.compile(r"[\s\d.]+")
+
+_LEAST_BARE_BYTES = 10**5
+"""A smaller number without a unit was not meant in bytes."""
+
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 DISPLAY_HEADROOM_BYTES = 256 * MIB
@@ -67,8 +72,9 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * factor)
 
 
-def parse_budget(text: str) -> Budget:
-    """'4GB', '3.5GiB', '80%' or 'auto'."""
+def parse_budget(given: str | int) -> Budget:
+    """'4GB', '3.5GiB', '80%' or 'auto'; a number without a unit is bytes, if that makes sense."""
+    text = str(given)
     if text.strip().lower() == "auto":
         return Budget()
     if match := _PERCENT.fullmatch(text):
@@ -87,6 +93,15 @@ def parse_budget(text: str) -> Budget:
                 text=repr(text),
             )
         ) from None
+    if 0 < size < _LEAST_BARE_BYTES and _BARE.fullmatch(text):
+        meant = text.strip() + ("GB" if size < 1000 else "MB")
+        raise BudgetError(
+            t(
+                "a budget of {text} has no unit and would be {text} bytes; did you mean {meant}?",
+                text=text.strip(),
+                meant=meant,
+            )
+        )
     if size <= 0:
         raise BudgetError(
             t("a budget of {text} leaves no memory; write a size such as 4GB", text=text.strip())

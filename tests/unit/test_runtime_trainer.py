@@ -237,8 +237,9 @@ def test_a_budget_is_planned_for_and_the_plan_is_run(tmp_path):
     assert trainer.plan.candidate.get("packing") is not None
     assert trainer.setup.packing is not None
     trainer.train()
-    with pytest.raises(BudgetError):
-        trainer_of(tmp_path, named={"budget": "4 apples"})
+    for budget, match in (("4 apples", "cannot read"), (4, "did you mean 4GB")):
+        with pytest.raises(BudgetError, match=match):
+            trainer_of(tmp_path, named={"budget": budget})
 
 
 def test_the_longest_row_is_found_in_every_kind_of_dataset():

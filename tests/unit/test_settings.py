@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import IntervalStrategy
 
 from memfit.config import training_fields
 from memfit.config.training_fields import DEFAULTS, METRICS, training_arguments, with_defaults
@@ -39,6 +40,16 @@ def test_the_best_regression_has_the_smallest_error(tmp_path: Path) -> None:
     [
         ({"eval_strategy": "steps", "eval_steps": 50},
          {"save_strategy": "steps", "save_steps": 50, "load_best_model_at_end": True}),
+        ({"eval_steps": 50},
+         {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 50}),
+        ({"save_steps": 10},
+         {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 10,
+          "load_best_model_at_end": True}),
+        ({"save_steps": 10, "eval_strategy": "epoch"},
+         {"save_strategy": "steps", "eval_strategy": "epoch", "load_best_model_at_end": False}),
+        ({"save_steps": 10, "save_strategy": "steps"}, {"eval_strategy": "epoch"}),
+        ({"eval_steps": 10, "save_strategy": "epoch"},
+         {"eval_strategy": "steps", "load_best_model_at_end": False}),
         ({"eval_strategy": "no"}, {"save_strategy": "epoch", "load_best_model_at_end": False}),
         ({"save_strategy": "no"}, {"eval_strategy": "epoch", "load_best_model_at_end": False}),
         ({"save_strategy": "best"}, {"load_best_model_at_end": True,
@@ -53,6 +64,15 @@ def test_fields_that_belong_together_follow_the_one_that_was_set(
     fields = with_defaults(given, "f1")
     assert {key: fields[key] for key in expected} == expected
     training_arguments(given, tmp_path, "f1")  # and transformers takes them
+
+
+@pytest.mark.parametrize("kind", ["logging", "eval", "save"])
+def test_steps_beside_another_strategy_are_refused_and_not_ignored(
+    kind: str, tmp_path: Path
+) -> None:
+    given = {f"{kind}_strategy": IntervalStrategy.EPOCH, f"{kind}_steps": 10}
+    with pytest.raises(ConfigError, match=f"--{kind}-steps is 10, and --{kind}-strategy epoch"):
+        training_arguments(given, tmp_path, "f1")
 
 
 def test_what_transformers_refuses_is_a_config_error(tmp_path: Path) -> None:

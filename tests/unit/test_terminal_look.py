@@ -143,7 +143,7 @@ def test_progress_in_chinese() -> None:
     said = "第 500 步：[b]CUDA：一次 4,096 个词元 -> 一次 2,048 个词元，12 层重计算"
     assert said in lines
     last = next(line for line in lines if line.startswith("第 950/1000 步"))
-    assert "显存 3.10 GiB（峰值 3.70 GiB，预算 4.00 GiB）" in last
+    assert "占用 3.10 GiB（峰值 3.70 GiB，预算 4.00 GiB）" in last
     assert last.endswith("  50,000 词元/秒  剩余 1 分 40 秒")
 
 

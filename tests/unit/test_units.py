@@ -39,6 +39,15 @@ def test_a_budget_is_a_size_a_share_or_auto():
     assert parse_budget("Auto") == Budget()
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("4", "4GB"), (" 3.5 ", "3.5GB"), (4, "4GB"), ("4000", "4000MB")]
+)
+def test_a_budget_without_a_unit_is_refused_with_what_was_meant(given, meant):
+    with pytest.raises(BudgetError, match=f"did you mean {meant}"):
+        parse_budget(given)
+    assert parse_budget("4000000000") == parse_budget(4 * 10**9) == Budget(bytes=4 * 10**9)
+
+
 def test_a_budget_beyond_the_device_is_cut_to_it():
     assert parse_budget("8GB").resolve(total_bytes=4 * GIB, free_bytes=GIB) == 4 * GIB
 

@@ -16,7 +16,8 @@ parsed instead, and the import is only the way out should transformers move it e
 | logging_steps | 2 % of the steps | 500 |
 | dataloader_pin_memory | with a GPU | yes |
 
-Where the whole encoder is frozen the learning rate is 1e-3, unless you give one.
+eval_steps or save_steps make both strategies "steps", unless you give one. Where the whole
+encoder is frozen the learning rate is 1e-3, unless you give one.
 """
 
 from __future__ import annotations
@@ -218,6 +219,18 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
         if isinstance(every, int | float) and every <= 0:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(t("{flag} is {value}; write more than 0", flag=flag, value=every))
+    for kind in ("logging", "eval", "save"):
+        strategy = _value(training.get(f"{kind}_strategy", "steps"))
+        if training.get(f"{kind}_steps") is not None and strategy != "steps":
+            raise ConfigError(
+                t(
+                    "--{kind}-steps is {steps}, and --{kind}-strategy {strategy} takes no notice "
+                    "of it; leave one of them out",
+                    kind=kind,
+                    steps=training[f"{kind}_steps"],
+                    strategy=strategy,
+                )
+            )
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")
@@ -264,17 +277,30 @@ def _refusal(text: str) -> str:
 def with_defaults(training: Mapping[str, Any], best_metric: str) -> dict[str, Any]:
     """Fields that belong together follow the one the user set."""
     fields = {**DEFAULTS, **training}
-    evaluates = str(fields["eval_strategy"])
+    if "eval_strategy" not in training:
+        if "save_steps" in training and "save_strategy" not in training:
+            # The best model is chosen among those that are both evaluated and saved.
+            fields.setdefault("eval_steps", training["save_steps"])
+        if fields.get("eval_steps") is not None:
+            fields["eval_strategy"] = "steps"
+    evaluates = _value(fields["eval_strategy"])
     if "save_strategy" not in fields:
         # Without evaluation there are still checkpoints, for --resume.
         fields["save_strategy"] = "epoch" if evaluates == "no" else evaluates
+        if "save_steps" in training:
+            fields["save_strategy"] = "steps"
     if fields.get("eval_steps") is not None:
         fields.setdefault("save_steps", fields["eval_steps"])
-    together = evaluates != "no" and str(fields["save_strategy"]) in (evaluates, "best")
+    together = evaluates != "no" and _value(fields["save_strategy"]) in (evaluates, "best")
     fields.setdefault("load_best_model_at_end", together)
-    if fields["load_best_model_at_end"] or str(fields["save_strategy"]) == "best":
+    if fields["load_best_model_at_end"] or _value(fields["save_strategy"]) == "best":
         fields.setdefault("metric_for_best_model", best_metric)
     return fields
+
+
+def _value(strategy: Any) -> str:
+    """A strategy as it is written; transformers has enumerations of them."""
+    return str(getattr(strategy, "value", strategy))
 
 
 def check_seed(flag: str, seed: object) -> None:

@@ -92,7 +92,7 @@ class BudgetTrainer(GuardedTraining):
         model: PreTrainedModel | nn.Module | None = None,
         args: transformers.TrainingArguments | None = None,
         *positional: Any,
-        budget: str | Budget | None = None,
+        budget: str | int | Budget | None = None,
         micro_batching: MicroBatching | None = None,
         class_weights: Sequence[float] | torch.Tensor | None = None,
         strategies: Sequence[Strategy] | None = None,
@@ -119,7 +119,9 @@ class BudgetTrainer(GuardedTraining):
             leave_out_refused_half(effective)
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
-        self.budget = parse_budget(budget) if isinstance(budget, str) else budget
+        if budget is not None and not isinstance(budget, Budget):
+            budget = parse_budget(budget)
+        self.budget = budget
         choices = TrainerChoices(
             strategies,
             micro_batching,

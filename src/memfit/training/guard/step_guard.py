@@ -171,6 +171,8 @@ class Guard:
         self.tokens = 0
         """Trained on so far, padding left out where it is known."""
         self._evaluated: int | None = None
+        self._squeezed = False
+        """Whether the largest batch, run as planned, no longer fits the limit."""
         self._graphs = 0
         self._buffers = Buffers()
         self._before: BufferState | None = None
@@ -252,11 +254,13 @@ class Guard:
             return
         if moved:
             before, now = moved
-            if self.cap.move(now):  # captured graphs hold what no tensor does
+            holds_more = self.cap.move(now)
+            if holds_more:  # captured graphs hold what no tensor does
                 self._trainer.executor.drop()
                 free_memory(self._device)
-            why = t(N_("less memory is free") if now < before else N_("more memory is free"))
-            self.note(why, t("a limit of {bytes}", bytes=format_both(before)), format_both(now))
+            self._note_move(
+                before, now, squeezed=holds_more or self._needed_bytes > self.usable_bytes
+            )
             if now < before and self.when_squeezed is not None:
                 self.when_squeezed()
         else:
@@ -268,6 +272,24 @@ class Guard:
             self.note(why, before_said, format_both(limit))
             self.watch.limit_bytes = limit
             self.cap.move(limit)
+
+    def _note_move(self, before: int, now: int, *, squeezed: bool) -> None:
+        """Notes a new limit if it changes whether the plan fits; all others change nothing."""
+        if squeezed == self._squeezed:
+            return
+        self._squeezed = squeezed
+        on_card = self._device.type == "cuda"
+        if squeezed:
+            why = N_("less memory is free") if on_card else N_("less main memory is free")
+        else:
+            why = N_("more memory is free") if on_card else N_("more main memory is free")
+        self.note(t(why), t("a limit of {bytes}", bytes=format_both(before)), format_both(now))
+
+    @property
+    def _needed_bytes(self) -> int:
+        """The highest moment of the largest batch, run as planned; 0 where nothing is known."""
+        rehearsal = self._trainer.rehearsal
+        return 0 if rehearsal is None else rehearsal.peak_bytes
 
     def _keep_limit(self) -> None:
         """Measure the context whenever another graph was captured: the driver keeps part of it."""
