@@ -113,6 +113,9 @@ def test_where_attention_pads_again_short_texts_beside_a_long_one_are_the_worst(
     )
     assert whole.parts == 1
     assert len(whole.lengths) * max(whole.lengths) > 2 * 130
+    # Both are priced, also where no part can be larger than a whole batch by its tokens.
+    _, _, trace = price_memory(task, candidate(Packing(), limits=limits), H200)
+    assert (trace.rows.parts, len(trace.rows.lengths)) == (1, 8)
 
 
 def test_a_batch_that_is_not_cut_is_priced_beside_parts_and_evaluates_as_the_run_does() -> None:

@@ -334,11 +334,13 @@ def _largest(
     packed = candidate.get("packing") is not None
     limits = candidate.micro_batching
     cutting = batches_of(workload, candidate.strategies).cut(limits, packed=packed)
+    if packed and limits.max_tokens is not None and not _has_flash(candidate, workload, card):
+        # Attention is padded again: many short rows beside a long one, in a batch that is not cut,
+        # may need more than the few long rows of a part, whatever their sums.
+        return [(cutting.worst_tokens, True), (None, False)]
     if cutting.worst_part_tokens == cutting.worst_tokens:
         return [(None, False)]
-    # Where attention is padded again, which rows come together matters more than their sum.
-    even = cutting.worst_part_tokens if _has_flash(candidate, workload, card) else None
-    return [(cutting.worst_tokens, True), (even, False)]
+    return [(cutting.worst_tokens, True), (cutting.worst_part_tokens, False)]
 
 
 def highest(phases: Iterable[MemoryPeak]) -> MemoryPeak:
