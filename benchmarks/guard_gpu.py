@@ -128,7 +128,7 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
     trainer.guard.adjuster.keeps_plan = False
     if disturbed:
         ready.wait(60)
-    cap = trainer._cap = CudaCap(trainer._reader())
+    cap = trainer.guard.budget_cap = CudaCap(trainer.guard.reader())
     context = cap.read.context_bytes
 
     def read() -> MemoryReading:
@@ -154,7 +154,7 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
         "above_cap": meter.highest_bytes > CAP_BYTES,
         "adjustments": [str(one) for one in trainer.guard.adjustments.made],
         "num_ooms": torch.cuda.memory_stats().get("num_ooms", 0),
-        "micro_batches_of_the_largest": [*trainer.rehearsal.worst_lengths][:3],
+        "micro_batches_of_the_largest": [*trainer.guard.rehearsal.worst_lengths][:3],
     }  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def test_every_head_can_be_given_a_budget(head, tmp_path):
     assert_same(ours, stock)
     (trainer,) = planned
     assert (trainer.plan is None) == (head in UNPREDICTED)
-    assert trainer.rehearsal is not None
+    assert trainer.guard.rehearsal is not None
     if trainer.plan is not None:
         packs = trainer.plan.candidate.get("packing") is not None
         assert packs == (head == "classes")
@@ -247,7 +247,7 @@ def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path
 
         def train(self, *args, **kwargs):
             output = super().train(*args, **kwargs)
-            peaks.append(self.rehearsal.peak_bytes)
+            peaks.append(self.guard.rehearsal.peak_bytes)
             return output
 
     stock = run(transformers.Trainer, *built(head), tmp_path)

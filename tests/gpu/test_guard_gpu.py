@@ -184,7 +184,7 @@ def run_freely(folder: Path, strategies: list[Strategy], clip: float) -> tuple[i
     """The highest moment of the largest batch with nothing in its way, and the losses."""
     trainer = trainer_of(folder, strategies, max_grad_norm=clip, budget="40GB")
     trainer.train()
-    peak_bytes, seen = trainer.rehearsal.peak_bytes, losses(trainer)
+    peak_bytes, seen = trainer.guard.rehearsal.peak_bytes, losses(trainer)
     trainer.setup.restore()
     return peak_bytes, seen
 
@@ -237,9 +237,9 @@ def test_graphs_captured_anew_recompute_more_when_a_neighbour_takes_memory(tmp_p
                 taken["bytes"] = 40 * 10**9 - room - context if short else 0
 
     trainer.add_callback(Neighbour())
-    trainer._cap = CudaCap(trainer._reader())
+    trainer.guard.budget_cap = CudaCap(trainer.guard.reader())
 
-    context = trainer._cap.read.context_bytes
+    context = trainer.guard.budget_cap.read.context_bytes
 
     class Shared(CudaReader):
         """A card of 40 GB of which a neighbour holds some."""
@@ -248,7 +248,7 @@ def test_graphs_captured_anew_recompute_more_when_a_neighbour_takes_memory(tmp_p
             own = torch.cuda.memory_reserved() + context
             return MemoryReading(40 * 10**9, 40 * 10**9 - own - taken["bytes"], own)
 
-    trainer._cap.read = Shared(CUDA, context)
+    trainer.guard.budget_cap.read = Shared(CUDA, context)
     graphs: set[int] = set()
 
     class Graphs(transformers.TrainerCallback):

@@ -206,12 +206,12 @@ def test_the_budget_of_a_cpu_holds_and_its_run_ends_where_the_others_do(tmp_path
     free = trainer_of(tmp_path, budget="10GB", fields=sgd)
     free.train()
     assert free.guard.adjustments.made == []
-    held_bytes = free._cap.held_bytes()
-    budget = held_bytes + (free.rehearsal.peak_bytes - held_bytes) // 2
+    held_bytes = free.guard.budget_cap.held_bytes()
+    budget = held_bytes + (free.guard.rehearsal.peak_bytes - held_bytes) // 2
     tight = trainer_of(tmp_path, budget=str(budget), fields=sgd)
     tight.train()
-    assert tight._cap.counted > 0
-    assert tight._cap.peak_bytes <= budget < free._cap.peak_bytes
+    assert tight.guard.budget_cap.counted > 0
+    assert tight.guard.budget_cap.peak_bytes <= budget < free.guard.budget_cap.peak_bytes
     for mine, theirs in zip(tight.model.parameters(), free.model.parameters(), strict=True):
         assert float((mine - theirs).detach().abs().max()) < 1e-6
 
@@ -220,8 +220,8 @@ def test_every_batch_is_cut_and_recomputed_by_its_own_tokens(tmp_path):
     """Inside a budget for three quarters of the largest batch's activations."""
     free = trainer_of(tmp_path, budget="10GB", strategies=[Packing()])
     free.train()
-    held_bytes = free._cap.held_bytes()
-    budget = held_bytes + (free.rehearsal.peak_bytes - held_bytes) * 3 // 4
+    held_bytes = free.guard.budget_cap.held_bytes()
+    budget = held_bytes + (free.guard.rehearsal.peak_bytes - held_bytes) * 3 // 4
     tight = trainer_of(
         tmp_path, budget=str(budget), strategies=[Packing()], fields={"max_steps": 12}
     )
@@ -237,7 +237,7 @@ def test_every_batch_is_cut_and_recomputed_by_its_own_tokens(tmp_path):
 
     tight.guard.way_for = noted
     tight.train()
-    assert tight._cap.peak_bytes <= budget
+    assert tight.guard.budget_cap.peak_bytes <= budget
     whole = [tokens for tokens, way in ways if way.max_tokens is None and not way.recomputed]
     helped = [tokens for tokens, way in ways if way.max_tokens or way.recomputed]
     assert whole
@@ -249,7 +249,7 @@ def test_only_steps_that_may_need_more_than_those_before_are_counted(tmp_path):
     trainer = trainer_of(tmp_path, budget="10GB", fields={"max_steps": 12})
     trainer.train()
     # The largest batch in the rehearsal; then, at most, one usual one there and step 50.
-    assert 1 <= trainer._cap.counted <= 3
+    assert 1 <= trainer.guard.budget_cap.counted <= 3
 
 
 # ---- neighbours ----
@@ -296,7 +296,7 @@ def test_with_auto_every_step_looks_and_beside_a_size_some_times_a_second():
 def test_auto_is_what_looks_at_every_step(tmp_path):
     for budget, every_step in (("auto", True), ("4GB", False), (None, False)):
         trainer = trainer_of(tmp_path, budget=budget)
-        assert trainer._limits()[1]._every_step is every_step
+        assert trainer.guard.limits()[1]._every_step is every_step
 
 
 def test_auto_takes_what_is_free_but_for_the_display():
@@ -313,7 +313,7 @@ class SharedMemory:
 
     def __init__(self, trainer: Any, free_bytes: int) -> None:
         self.free_bytes = free_bytes
-        self._cap = trainer._cap = CpuCap(trainer.guard.standing_tensors)
+        self._cap = trainer.guard.budget_cap = CpuCap(trainer.guard.standing_tensors)
         self._cap.read = self.read
 
     def read(self) -> MemoryReading:
@@ -342,7 +342,7 @@ def test_the_plan_moves_before_the_wall_when_a_neighbour_takes_memory(tmp_path, 
     """With `auto` the budget is what is free, looked at before every step."""
     roomy = trainer_of(tmp_path, budget="10GB", strategies=[Packing()])
     roomy.train()
-    needed_bytes, held_bytes = roomy.rehearsal.peak_bytes, roomy._cap.held_bytes()
+    needed_bytes, held_bytes = roomy.guard.rehearsal.peak_bytes, roomy.guard.budget_cap.held_bytes()
     tight_bytes = (needed_bytes + held_bytes) // 2
     free_bytes = {0: 2 * needed_bytes, 2: tight_bytes, 3: tight_bytes * 97 // 100,
                   5: 2 * needed_bytes}  # fmt: skip

@@ -174,7 +174,7 @@ def test_a_budget_is_kept_for_the_model_that_is_trained(tmp_path):
     assert trainer.plan.candidate.get("packing") is not None
     trainer.train()
     assert trainer.setup.packing.model is trainer.model
-    assert trainer.rehearsal is not None
+    assert trainer.guard.rehearsal is not None
 
 
 def test_a_made_model_trains_as_with_the_stock_trainer(tmp_path):

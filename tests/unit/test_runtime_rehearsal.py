@@ -50,7 +50,7 @@ def test_a_rehearsed_run_ends_with_the_weights_of_one_that_was_not(tmp_path, nam
         trainer = trainer_of(tmp_path, SINKS[name], budget, micro_batching=limits)
         torch.manual_seed(7)
         trainer.train()
-        assert (trainer.rehearsal is None) == (budget is None)
+        assert (trainer.guard.rehearsal is None) == (budget is None)
         ended.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(plain, rehearsed) for plain, rehearsed in zip(*ended, strict=True))
 
@@ -59,8 +59,8 @@ def test_the_longest_rows_are_what_is_tried(tmp_path):
     trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching())
     trainer.train()
     longest = sorted((len(row["input_ids"]) for row in ROWS), reverse=True)[:8]
-    assert trainer.rehearsal is not None
-    assert list(trainer.rehearsal.worst_lengths) == longest
+    assert trainer.guard.rehearsal is not None
+    assert list(trainer.guard.rehearsal.worst_lengths) == longest
 
 
 def test_the_time_it_took_is_announced(tmp_path):
@@ -68,8 +68,8 @@ def test_the_time_it_took_is_announced(tmp_path):
     bar = MemfitProgress(console=Console(file=written))
     trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching(), callbacks=[bar])
     trainer.train()
-    assert trainer.rehearsal is not None
-    assert 0 < trainer.rehearsal.step_seconds < 60
+    assert trainer.guard.rehearsal is not None
+    assert 0 < trainer.guard.rehearsal.step_seconds < 60
     assert "training: 4 steps, about" in written.getvalue()
 
 
@@ -79,7 +79,7 @@ def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
     from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer as Optimizer
 
     trainer = trainer_of(tmp_path, SINKS[name], "10GB", micro_batching=MicroBatching())
-    trainer.may_plan_again = True
+    trainer.guard.may_plan_again = True
     monkeypatch.setattr(Optimizer, "update_many", no_memory)
     monkeypatch.setattr(rehearsal, "_QUICK_SECONDS", 60.0)  # however busy the machine is
     with pytest.raises(PlanMissedError) as caught:
@@ -96,9 +96,9 @@ def no_memory(*_: Any, **__: Any) -> None:
 def test_what_does_not_fit_is_made_smaller_before_the_first_step(tmp_path, caplog):
     whole = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching())
     whole.train()
-    assert whole.rehearsal is not None
-    held_bytes = whole.guard._trainer._cap.held_bytes()
-    needed_bytes = whole.rehearsal.peak_bytes
+    assert whole.guard.rehearsal is not None
+    held_bytes = whole.guard.budget_cap.held_bytes()
+    needed_bytes = whole.guard.rehearsal.peak_bytes
     # Room for the weights and their state, and half of what else the whole batch takes.
     budget = held_bytes + (needed_bytes - held_bytes) * 2 // 3
     tight = trainer_of(tmp_path, [], str(budget), micro_batching=MicroBatching())
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_made_smaller_before_the_first_step(tmp_path, caplo
     made = tight.guard.adjustments.made
     assert made[0].step == 1
     assert made[0].why.startswith("the largest batch was tried and did not fit")
-    assert tight._cap.peak_bytes <= budget
+    assert tight.guard.budget_cap.peak_bytes <= budget
     assert "did not fit" in caplog.text
 
 
@@ -128,12 +128,12 @@ def test_what_a_token_takes_is_learnt_from_it(tmp_path, sink):
     assert memory is not None
     assert memory.depth == 4
     assert memory.layer_bytes > 5 * 32 * 2  # far more than the input of a layer of 32
-    assert trainer.rehearsal is not None
+    assert trainer.guard.rehearsal is not None
     from memfit.training.guard.adjusting import StepPieces
 
-    tokens = sum(trainer.rehearsal.worst_lengths)
+    tokens = sum(trainer.guard.rehearsal.worst_lengths)
     predicted = memory.peak_bytes(StepPieces(1, tokens, 8), 2)
-    assert predicted == pytest.approx(trainer.rehearsal.peak_bytes, rel=1e-6)
+    assert predicted == pytest.approx(trainer.guard.rehearsal.peak_bytes, rel=1e-6)
 
 
 def test_a_stream_cannot_be_rehearsed_and_trains(tmp_path):
@@ -145,5 +145,5 @@ def test_a_stream_cannot_be_rehearsed_and_trains(tmp_path):
         tmp_path, [], "10GB", micro_batching=MicroBatching(), train_dataset=Stream()
     )
     trainer.train()
-    assert trainer.rehearsal is None
+    assert trainer.guard.rehearsal is None
     assert trainer.state.global_step == 4

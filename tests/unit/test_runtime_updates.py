@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.memory.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
-from memfit.training.guard.guarded_training import allocate_state, careful
+from memfit.training.guard.updates import allocate_state, careful
 from small_training import collate, model_of, texts
 
 CPU = torch.device("cpu")
@@ -238,7 +238,7 @@ def test_a_trainer_trains_a_second_time_with_little_room(tmp_path, optim):
     )  # fmt: skip
     trainer = BudgetTrainer(model_of(), args, collate, texts())
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer._room_bytes = lambda: 4096  # type: ignore[method-assign]
+    trainer.guard.room_bytes = lambda: 4096  # type: ignore[method-assign]
     for _ in range(2):
         before = trainer.model.classifier.weight.detach().clone()
         assert trainer.train().global_step == 2

@@ -458,7 +458,7 @@ class _Run:
         if self.plan is not None and self.given_plan is None and self.config.plan is None:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
             trainer.guard.adjuster.keeps_tokens = True
-            trainer.may_plan_again = self.choosing.may_plan_again
+            trainer.guard.may_plan_again = self.choosing.may_plan_again
         # A callback of the user's, or a tracker, may look into the last checkpoint; and where only
         # one is kept, the Trainer itself does.
         own = ("memfit.", "transformers.trainer_callback")

@@ -40,18 +40,19 @@ from memfit.engine.micro_batches import (
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.memory.allocator import use_expandable_segments
-from memfit.memory.out_of_memory import EVERY_STEPS, retrying, return_freed_memory
+from memfit.memory.out_of_memory import EVERY_STEPS, return_freed_memory
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
-from memfit.text import t
+from memfit.text import doing, t
 from memfit.training.checkpoints import (
     Search,
     record_micro_batching,
     recorded_micro_batching,
     step_of,
 )
-from memfit.training.guard.guarded_training import GuardedTraining
+from memfit.training.export import FullPrecisionExport
 from memfit.training.guard.step_guard import Guard
+from memfit.training.guard.updates import allocate_state, careful, unwrapped
 from memfit.training.loaders import quick
 from memfit.training.model_changes import (
     ModelChanges,
@@ -60,7 +61,8 @@ from memfit.training.model_changes import (
     give_back,
     own_optimizer,
 )
-from memfit.training.progress import MemfitProgress
+from memfit.training.progress import MemfitProgress, register_memory_logging
+from memfit.training.saving import check_savable
 from memfit.units import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
 
-class BudgetTrainer(GuardedTraining):
+class BudgetTrainer(FullPrecisionExport):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -85,6 +87,10 @@ class BudgetTrainer(GuardedTraining):
     model: PreTrainedModel
     model_init: Any
     hp_search_backend: Any
+    guard: Guard
+    executor: StepExecutor
+    checkpoint_bytes: int = 0
+    """What a checkpoint takes on the disk, known before the first step; 0 where none is written."""
     _keeps_predictions = False
 
     def __init__(
@@ -142,7 +148,9 @@ class BudgetTrainer(GuardedTraining):
             self._prepare(class_weights)
             self.equip(self.model)
             self.watch_training(on_nan)
-            self.guard_training()
+            # First of all callbacks: what it finds out is what the others announce.
+            self.callback_handler.callbacks.insert(0, _BeforeTraining(self))
+            register_memory_logging(self, self.budget)
         except BaseException:
             self.changes.cancel()
             raise
@@ -182,9 +190,7 @@ class BudgetTrainer(GuardedTraining):
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
-        self._cap = None
-        self.guard = Guard(self, self.changes.names)
-        self.guard.adjuster.keeps_plan = self.changes.keeps_plan
+        self.guard = Guard(self, self.changes.names, keeps_plan=self.changes.keeps_plan)
 
     # ---- what memfit adds ----
 
@@ -194,7 +200,7 @@ class BudgetTrainer(GuardedTraining):
         return self.changes.setup
 
     @property
-    def plan(self) -> Plan | None:  # type: ignore[override]
+    def plan(self) -> Plan | None:
         """What was planned for the budget; None where the user chose everything."""
         return self.changes.plan
 
@@ -290,7 +296,12 @@ class BudgetTrainer(GuardedTraining):
         for bar in bars:
             bar.read_tokens = lambda: self.guard.tokens
         try:
-            with self._ending_in_words():
+            with self._ending_in_words(), contextlib.ExitStack() as around:
+                for context in self.setup.around_training:
+                    around.enter_context(context())
+                around.enter_context(self.guard.held())
+                # Graphs hold the libraries' workspaces by their addresses, and memory.
+                around.callback(self.guard.drop_graphs)
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         except BaseException:
             with contextlib.suppress(RunStoppedError):  # there is something worse to say
@@ -299,6 +310,14 @@ class BudgetTrainer(GuardedTraining):
         finally:
             for bar in bars:
                 bar.close()
+
+    def prepare_steps(self, loader: Any) -> None:
+        """All that is done between loading and the first step."""
+        if self.optimizer is not None:
+            allocate_state(unwrapped(self.optimizer))
+        if self.args.should_save:
+            self.checkpoint_bytes = check_savable(self)
+        self.guard.prepare(loader)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As the Trainer's."""
@@ -375,21 +394,25 @@ class BudgetTrainer(GuardedTraining):
         super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As the Trainer's, or the optimizer a strategy brings."""
+        """As the Trainer's, or the optimizer a strategy brings; its updates end once begun."""
         if self.optimizer is None and self.setup.make_optimizer is not None:
             self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
+        careful(optimizer, self.args.device, room_bytes, drop_graphs)
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self.setup.sink is not None:
-            return self._measured_norm()
-        return super()._clip_grad_norm(model)
+        with self.guard.retrying():
+            if self.setup.sink is not None:
+                return self._measured_norm()
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
-            return None  # which the Trainer does not log
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
+        with self.guard.retrying():
+            if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
+                return None  # which the Trainer does not log
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _measured_norm(self) -> torch.Tensor | None:
         """The norm of what the sink has taken, if it has one; the optimizer's step moves weights.
@@ -398,8 +421,7 @@ class BudgetTrainer(GuardedTraining):
         """
         sink = self.setup.sink
         assert sink is not None
-        with retrying(self.args.device, last_resort=self._drop_graphs):
-            norm = sink.measure()
+        norm = sink.measure()
         return norm if getattr(sink, "measures", True) else None
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -452,8 +474,11 @@ class BudgetTrainer(GuardedTraining):
             self._keeps_predictions = False
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As the Trainer's, without a trace in the random numbers of the training."""
-        with preserved_rng():
+        """As the Trainer's, in the budget, without a trace in the training's random numbers."""
+        loader: Any = kwargs.get("dataloader", args[0] if args else None)
+        rows = len(loader.dataset) if hasattr(getattr(loader, "dataset", None), "__len__") else 0
+        said = t("evaluating {rows} rows …", rows=f"{rows:,}")
+        with preserved_rng(), self.guard.held(), doing(said):
             output = super().evaluation_loop(*args, **kwargs)
         if self._keeps_predictions:
             best = self.state.best_global_step
@@ -479,6 +504,10 @@ class BudgetTrainer(GuardedTraining):
             for one in callbacks:
                 if type(one).__name__ in _STOCK_BARS:
                     self.remove_callback(one)
+
+    def make_room(self) -> None:
+        """A checkpoint is worth more than the graphs that make steps faster."""
+        self.guard.make_room()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; a checkpoint also says how its batches are run."""
@@ -578,6 +607,17 @@ class BudgetTrainer(GuardedTraining):
                 UserWarning,
                 stacklevel=3,
             )
+
+
+class _BeforeTraining(TrainerCallback):
+    """Prepares the steps when everything is loaded and nothing has begun."""
+
+    def __init__(self, trainer: BudgetTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **parts: Any) -> None:
+        """Called by the Trainer."""
+        self._trainer.prepare_steps(parts.get("train_dataloader"))
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:

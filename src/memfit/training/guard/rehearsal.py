@@ -34,7 +34,7 @@ from memfit.training.limits import LiveBytes
 from memfit.units import MIB
 
 if TYPE_CHECKING:
-    from memfit.training.guard.guarded_training import GuardedTraining
+    from memfit.training.guard.step_guard import Guard, GuardedTrainer
 
 _FORWARD_SHARE = 1 / 3
 """A forward pass against forward and backward, which takes twice as long."""
@@ -47,7 +47,7 @@ _SAVED_BYTES_PER_SECOND = 7.5e8
 """Of a checkpoint: copied to the host, written, read for its checksum and flushed."""
 
 
-def update_seconds(trainer: GuardedTraining) -> float:
+def update_seconds(trainer: GuardedTrainer) -> float:
     """What the optimizer needs after each backward, by how fast memory is read and written.
 
     Nothing where the update is part of what was rehearsed, or is done elsewhere.
@@ -69,12 +69,12 @@ def update_seconds(trainer: GuardedTraining) -> float:
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
 
 
-def seconds_between_steps(trainer: GuardedTraining, step_seconds: float) -> float:
+def seconds_between_steps(trainer: GuardedTrainer, step_seconds: float) -> float:
     """Evaluations and checkpoints that come before the last step."""
     args, state = trainer.args, trainer.state
     steps = state.max_steps - state.global_step
     an_epoch = max(round(state.max_steps / max(state.num_train_epochs, 1)), 1)
-    rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0  # type: ignore[arg-type]
+    rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
     batches = rows / max(args.per_device_train_batch_size, 1)
     evaluation = batches * step_seconds * _FORWARD_SHARE
     saving = trainer.checkpoint_bytes / _SAVED_BYTES_PER_SECOND
@@ -131,22 +131,20 @@ class _Tried:
     seconds: float
 
 
-def rehearse(trainer: GuardedTraining, loader: Any) -> Rehearsal | None:
+def rehearse(guard: Guard, loader: Any) -> Rehearsal | None:
     """The effective batch of the longest rows; None where rows cannot be looked at beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
     if not has_rows(dataset):
         return None
-    stage = _Stage(trainer, dataset, loader.collate_fn)
-    trainer.guard.when_squeezed = stage.learn_if_tight
+    stage = _Stage(guard, dataset, loader.collate_fn)
+    guard.when_squeezed = stage.learn_if_tight
     return stage.play()
 
 
 class _Stage:
-    def __init__(
-        self, trainer: GuardedTraining, dataset: Any, collate: Callable[..., Batch]
-    ) -> None:
-        self._trainer = trainer
-        self._guard = trainer.guard
+    def __init__(self, guard: Guard, dataset: Any, collate: Callable[..., Batch]) -> None:
+        self._guard = guard
+        self._trainer = trainer = guard.trainer
         self._dataset = dataset
         self._collate = collate
         self._device: torch.device = trainer.args.device
@@ -207,7 +205,7 @@ class _Stage:
     def _make_smaller(self, way: Way, pieces: StepPieces, failed: str) -> None:
         """What did not fit is run in another way from now on, or by another plan."""
         guard = self._guard
-        if self._trainer.may_plan_again:
+        if guard.may_plan_again:
             planned = guard.planned_way
             if way != planned and way.needs_no_less_than(planned):
                 guard.adjuster.keep(planned)  # the plan itself was not tried yet

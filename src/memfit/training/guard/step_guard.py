@@ -21,17 +21,20 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
 from memfit.errors import RunStoppedError
-from memfit.memory.available import Watch
+from memfit.memory.available import CpuReader, CudaReader, Read, Watch
+from memfit.memory.cuda_context import take_workspaces
 from memfit.memory.measured import state_tensors
 from memfit.memory.out_of_memory import (
     end_of_training,
@@ -42,7 +45,7 @@ from memfit.memory.out_of_memory import (
 )
 from memfit.models.layer_stack import stack_of, stack_problem
 from memfit.strategies import ActivationOffload, Checkpointing
-from memfit.text import N_, t
+from memfit.text import N_, doing, t
 from memfit.training.guard.adjusting import (
     Abilities,
     Adjuster,
@@ -52,12 +55,52 @@ from memfit.training.guard.adjusting import (
     Way,
     pieces_of,
 )
-from memfit.training.limits import Cap, SpillWatch
-from memfit.units import MIB, format_both
+from memfit.training.guard.rehearsal import Rehearsal, rehearse, seconds_between_steps
+from memfit.training.limits import Cap, CpuCap, CudaCap, SpillWatch
+from memfit.training.progress import MemfitProgress
+from memfit.units import MIB, Budget, format_both
 
 if TYPE_CHECKING:
+    from memfit.planner.plans import Plan
     from memfit.strategies import Setup
-    from memfit.training.guard.guarded_training import GuardedTraining
+
+
+class GuardedTrainer(Protocol):
+    """What the guard and its rehearsal need of a trainer."""
+
+    executor: StepExecutor
+    args: TrainingArguments
+    state: TrainerState
+    model: PreTrainedModel
+    optimizer: Any
+    eval_dataset: Any
+    budget: Budget | None
+    callback_handler: Any
+    checkpoint_bytes: int
+
+    @property
+    def setup(self) -> Setup:
+        """What the strategies have changed."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was planned for the budget."""
+
+    @property
+    def last_good_checkpoint(self) -> Path | None:
+        """The newest one that is whole."""
+
+    def evaluating_executor(self) -> StepExecutor:
+        """How a batch is cut to be predicted."""
+
+    def prediction_step(self, model: nn.Module, inputs: Batch, prediction_loss_only: bool) -> Any:
+        """Predicts one batch."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Loads what is evaluated."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes a checkpoint."""
 
 
 class LiveStrategies:
@@ -148,17 +191,31 @@ recomputation does."""
 class Guard:
     """Runs the steps of one trainer."""
 
-    def __init__(self, trainer: GuardedTraining, used: frozenset[str] = frozenset()) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        trainer: GuardedTrainer,
+        used: frozenset[str] = frozenset(),
+        *,
+        keeps_plan: bool = False,
+    ) -> None:
+        self.trainer = trainer
         self._device: torch.device = trainer.args.device
-        self.used_strategies = used
+        self._used_strategies = used
         self.live = LiveStrategies(trainer.setup, used)
         self.adjustments = Adjustments(lambda: trainer.state.log_history)
         self.planned_way = self._planned()
         """How the plan runs its worst batch."""
         self.adjuster = Adjuster(self.planned_way, self._abilities())
+        self.adjuster.keeps_plan = keeps_plan
+        self.may_plan_again = False
+        """Whether a plan whose rehearsal fails is given up, not adjusted: another can be made."""
+        self.rehearsal: Rehearsal | None = None
+        """What the largest batch showed before the first step."""
         self.watch: Watch | None = None
         self.cap: Cap | None = None
+        """In force, while the process is held to a budget."""
+        self.budget_cap: Cap | None = None
+        """The cap of the budget, made when it is first needed."""
         self.spill = SpillWatch()
         self.worst_lengths: list[int] | None = None
         """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
@@ -188,15 +245,38 @@ class Guard:
     def micro_batching(self) -> MicroBatching:
         """The limits in force: the planned ones, or those an adjustment put in their place."""
         planned, now = self.adjuster.plan.micro_batching, self.adjuster.widest.micro_batching
-        return self._trainer.executor.micro_batching if now == planned else now
+        return self.trainer.executor.micro_batching if now == planned else now
+
+    def prepare(self, loader: Any) -> None:
+        """What is done between loading and the first step: measured, watched, rehearsed."""
+        trainer = self.trainer
+        if self._device.type == "cuda":
+            trainer.executor.drop()
+            with trainer.executor.on_stream():
+                take_workspaces(self._device)
+            self.measure()
+        self.watch_layers()
+        callbacks = trainer.callback_handler.callbacks
+        bars = [bar for bar in callbacks if isinstance(bar, MemfitProgress)]
+        if bars:
+            self.adjustments.say = bars[0].say
+        if trainer.budget is None or trainer.args.torch_compile or trainer.args.world_size > 1:
+            return  # a compiled step wants the same shapes, and ranks want to fail together
+        with doing(t("compiling, capturing and trying the largest batch …")):
+            self.rehearsal = found = rehearse(self, loader)
+        for bar in bars:
+            if found is not None and bar.step_seconds is None:
+                between = seconds_between_steps(trainer, found.step_seconds)
+                bar.step_seconds = found.step_seconds
+                bar.between_seconds = between + found.capture_seconds
 
     @contextlib.contextmanager
-    def held(self, cap: Cap | None, watch: Watch) -> Iterator[None]:
-        """Inside, the process keeps to the limit."""
+    def held(self) -> Iterator[None]:
+        """Inside, the process keeps to the budget."""
         if self.watch is not None:
             yield  # an evaluation inside of a training
             return
-        self.cap, self.watch = cap, watch
+        cap, watch = self.cap, self.watch = self.limits()
         if cap is not None:
             cap.move(watch.limit_bytes)
         try:
@@ -207,10 +287,47 @@ class Guard:
             self.cap = self.watch = None
             end_of_training()
 
+    def limits(self) -> tuple[Cap | None, Watch]:
+        """The cap where a budget was given; what is free is watched in any case."""
+        budget, on_cuda = self.trainer.budget, self._device.type == "cuda"
+        if budget is not None and self.budget_cap is None:
+            tensors = self.standing_tensors
+            self.budget_cap = CudaCap(self.reader()) if on_cuda else CpuCap(tensors)
+        read: Read
+        if self.budget_cap is not None:
+            read = self.budget_cap.read
+        else:
+            read = self.reader() if on_cuda else CpuReader(lambda: 0)
+        return self.budget_cap, Watch(budget or Budget(), read, every_step=budget == Budget())
+
+    def reader(self) -> CudaReader:
+        """Says what the card has free and what the context takes."""
+        plan = self.trainer.plan
+        expected_bytes = None if plan is None else plan.context_bytes
+        return CudaReader(self._device, expected_bytes, self._used_strategies)
+
+    def room_bytes(self) -> int | None:
+        """What is left of the budget now; None where only counting would tell."""
+        return None if self.cap is None else self.cap.room_bytes()
+
+    def retrying(self) -> contextlib.AbstractContextManager[None]:
+        """Every operator inside that finds no memory is run again, at last without graphs."""
+        return retrying(self._device, last_resort=self.drop_graphs)
+
+    def drop_graphs(self) -> None:
+        """Give back what is only held to be faster."""
+        with contextlib.suppress(RuntimeError):  # of a card that no longer answers
+            self.trainer.executor.drop()
+
+    def make_room(self) -> None:
+        """Give back the graphs and what the allocator keeps."""
+        self.drop_graphs()
+        free_memory(self._device)
+
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
         """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
         self.look()
-        executor = self._trainer.executor
+        executor = self.trainer.executor
         with retrying(self._device):  # a stream's batches are on the device already
             lengths = lengths_of(batch, executor.trim)
         way = self.way_for(lengths)
@@ -229,7 +346,7 @@ class Guard:
 
     def evaluate(self, batch: Batch, predict: Callable[[list[MicroBatch]], Any]) -> Any:
         """Predictions for a batch, in smaller pieces where they do not fit."""
-        executor = self._trainer.evaluating_executor()
+        executor = self.trainer.evaluating_executor()
         while True:
             limits = executor.micro_batching
             if self._evaluated is not None:
@@ -256,7 +373,7 @@ class Guard:
             before, now = moved
             holds_more = self.cap.move(now)
             if holds_more:  # captured graphs hold what no tensor does
-                self._trainer.executor.drop()
+                self.trainer.executor.drop()
                 free_memory(self._device)
             self._note_move(
                 before, now, squeezed=holds_more or self._needed_bytes > self.usable_bytes
@@ -288,17 +405,17 @@ class Guard:
     @property
     def _needed_bytes(self) -> int:
         """The highest moment of the largest batch, run as planned; 0 where nothing is known."""
-        rehearsal = self._trainer.rehearsal
+        rehearsal = self.rehearsal
         return 0 if rehearsal is None else rehearsal.peak_bytes
 
     def _keep_limit(self) -> None:
         """Measure the context whenever another graph was captured: the driver keeps part of it."""
         assert self.cap is not None
-        graphs = self._trainer.executor.captured_graphs
+        graphs = self.trainer.executor.captured_graphs
         grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
         self._graphs = graphs
         if grown:
-            self._trainer.executor.drop()
+            self.trainer.executor.drop()
             free_memory(self._device)
 
     def measure(self) -> None:
@@ -308,7 +425,7 @@ class Guard:
 
     def note(self, why: str, before: str, after: str) -> None:
         """Write a change down."""
-        step = self._trainer.state.global_step + 1
+        step = self.trainer.state.global_step + 1
         self.adjustments.note(Adjustment(step, why, before, after))
 
     # ---- one attempt ----
@@ -327,7 +444,7 @@ class Guard:
     ) -> tuple[Tensor | None, str]:
         executor = self.executor_for(way)
         with self._copying_buffers():
-            before = self._before = self._buffers.now(self._trainer.model)
+            before = self._before = self._buffers.now(self.trainer.model)
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.cap is not None:
             counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
@@ -335,7 +452,7 @@ class Guard:
             with counting:
                 outcome = run(executor)
         except Exception as error:
-            if self._trainer.args.world_size > 1 or not is_out_of_memory(error):
+            if self.trainer.args.world_size > 1 or not is_out_of_memory(error):
                 raise  # the other ranks would wait for this one
             return None, let_go(error)
         with self._copying_buffers():
@@ -349,10 +466,10 @@ class Guard:
 
     def executor_for(self, way: Way) -> StepExecutor:
         """The trainer's executor, running this way."""
-        executor = self._trainer.executor
+        executor = self.trainer.executor
         if self.live.apply(way):
             executor.drop()  # what was captured recomputes other layers
-        around = tuple(self._trainer.setup.around_micro_batch)
+        around = tuple(self.trainer.setup.around_micro_batch)
         changes: dict[str, Any] = {"micro_batching": way.micro_batching, "around": around}
         if isinstance(executor, SinkExecutor):
             changes["boundaries"] = self.boundaries
@@ -365,14 +482,14 @@ class Guard:
         """As if the step had not begun, but for the random state."""
         if self._before is not None:
             self._before.restore()
-        sink = self._trainer.setup.sink
+        sink = self.trainer.setup.sink
         if sink is not None and hasattr(sink, "abandon"):
             sink.abandon()
-        if self._trainer.optimizer is not None:
-            self._trainer.optimizer.zero_grad()
+        if self.trainer.optimizer is not None:
+            self.trainer.optimizer.zero_grad()
         model.zero_grad()
         if free:
-            self._trainer.executor.drop()
+            self.trainer.executor.drop()
             free_memory(self._device)
 
     # ---- decisions ----
@@ -388,7 +505,7 @@ class Guard:
         shown = lengths if by_batch else self.worst_lengths
         assert shown is not None
         limit = None if self.cap is None else min(self.judged_bytes, self._planned_bytes)
-        return self.adjuster.way_for(shown, limit, packed=self._trainer.executor.packed)
+        return self.adjuster.way_for(shown, limit, packed=self.trainer.executor.packed)
 
     @property
     def context_bytes(self) -> int | None:
@@ -406,7 +523,7 @@ class Guard:
     @property
     def _planned_bytes(self) -> int:
         """What the plan takes of tensors, where it may be adjusted: more room is not a reason."""
-        plan = self._trainer.plan
+        plan = self.trainer.plan
         if plan is None or plan.price is None or self.adjuster.keeps_plan:
             return self.judged_bytes
         return int(plan.price.peak.allocated_bytes * _WITHIN_PLAN)
@@ -418,7 +535,7 @@ class Guard:
 
     def standing_tensors(self) -> Iterator[Tensor]:
         """What is there between two steps: weights, gradients, the optimizer's state."""
-        model, optimizer = self._trainer.model, self._trainer.optimizer
+        model, optimizer = self.trainer.model, self.trainer.optimizer
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             yield tensor
             if tensor.grad is not None:
@@ -443,7 +560,7 @@ class Guard:
             self.note(t("there is room"), str(before), str(wider))
 
     def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         step = trainer.state.global_step
         last = trainer.last_good_checkpoint
         if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
@@ -463,13 +580,13 @@ class Guard:
     # ---- what there is to change ----
 
     def _planned(self) -> Way:
-        limits = self._trainer.executor.micro_batching
+        limits = self.trainer.executor.micro_batching
         return Way(limits.max_tokens, limits.max_rows, self.live.recomputed)
 
     def _abilities(self) -> Abilities:
         on_cuda = self._device.type == "cuda"
-        setup = self._trainer.setup
-        captured = isinstance(self._trainer.executor, GraphedExecutor)
+        setup = self.trainer.setup
+        captured = isinstance(self.trainer.executor, GraphedExecutor)
         return Abilities(
             splits=not setup.single_micro_batch,
             depth=self.live.depth,
@@ -481,23 +598,23 @@ class Guard:
 
     def watch_layers(self) -> None:
         """Where backward moves weights, note how far it has come (layer_boundaries.py)."""
-        setup = self._trainer.setup
+        setup = self.trainer.setup
         sink: Any = setup.sink
         if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
             return
         if not self.live.depth and not self._has_layers():
             return
-        self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._make_room)
+        self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._go_on_smaller)
         setup.undo.append(self.boundaries.remove)
 
     def _has_layers(self) -> bool:
         from memfit.models.layer_stack import stack_problem
 
-        return not stack_problem(self._trainer.setup.model, None)
+        return not stack_problem(self.trainer.setup.model, None)
 
-    def _make_room(self, tries: int) -> None:
+    def _go_on_smaller(self, tries: int) -> None:
         """Before a backward pass goes on where it failed: recompute all, then wait a little."""
-        turns = self._trainer.setup.recomputed
+        turns = self.trainer.setup.recomputed
         if turns is not None:
             turns.limit = self.live.depth
         free_memory(self._device)

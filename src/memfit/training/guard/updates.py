@@ -1,0 +1,147 @@
+"""Makes the optimizer's state before the first step, and finishes every update once it has begun.
+
+State. torch's own optimizers make it in `_init_group` when they first see a gradient; here they see
+one that takes no memory, so it is the same state, made by the same code, only earlier.
+
+Update. An operator that finds no memory has written nothing, so it is run again after memory was
+given back (out_of_memory.Retrying): what is half done is never left. What the update needs for
+itself is as large as the gradients it is given at once; where that much is not free, it is given
+fewer at a time. Each parameter's update knows nothing of the others, so the numbers are the same.
+That is known of torch's own optimizers; another one may count its steps, or hear of them by hooks,
+and is given all gradients in one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers.optimization import Adafactor
+
+from memfit.memory.out_of_memory import retrying
+
+_MARK = "_memfit_careful"
+
+_TEMPORARIES = 2
+"""An update makes at most so many tensors as large as the gradients (torch's own: one)."""
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself; accelerate wraps it for the training."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def allocate_state(optimizer: Optimizer) -> bool:
+    """Make the state that the first step would make; whether this kind can be asked for it."""
+    if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
+        own()
+        if (sink := getattr(optimizer, "sink", None)) is not None:
+            sink.allocate()
+        return True
+    initialise = getattr(optimizer, "_init_group", None)
+    if initialise is None or type(optimizer).__module__.split(".")[0] != "torch":
+        return False
+    lists = len(inspect.signature(initialise).parameters) - 1
+    for group in optimizer.param_groups:
+        with _gradients_of_nothing(group["params"]):
+            initialise(group, *([] for _ in range(lists)))
+    return True
+
+
+def _takes_nothing(method: Callable[..., Any]) -> bool:
+    return not inspect.signature(method).parameters
+
+
+class _gradients_of_nothing:  # noqa: N801 - reads as a context
+    """Zero gradients that all share one element, for parameters that learn and have none."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._given = [p for p in parameters if p.requires_grad and p.grad is None]
+
+    def __enter__(self) -> None:
+        for p in self._given:
+            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+
+    def __exit__(self, *_: object) -> None:
+        for p in self._given:
+            p.grad = None
+
+
+def careful(
+    optimizer: Optimizer,
+    device: torch.device,
+    room_bytes: Callable[[], int | None],
+    last_resort: Callable[[], None] | None = None,
+) -> None:
+    """Have this optimizer's step finished once begun; `room_bytes` is what is free for it.
+
+    `last_resort` gives back what is only held to be faster (out_of_memory.retrying).
+    """
+    optimizer = unwrapped(optimizer)  # a trainer that trains once more has the wrapped one
+    if hasattr(optimizer, _MARK):
+        return
+    # A bound method, as the learning rate's schedule wants to find it.
+    plain = optimizer.step
+
+    @functools.wraps(plain)
+    def step(self: Optimizer, closure: Any = None, **named: Any) -> Any:
+        # A closure wants all gradients at once. A fused kernel needs nothing for itself.
+        whole = closure is not None or self.defaults.get("fused") or not _splits(self)
+        with retrying(device, last_resort=last_resort):
+            parts = [] if whole else list(_parts(self, room_bytes()))
+            if len(parts) <= 1:
+                return plain(closure, **named) if closure is not None else plain(**named)
+            for shown in parts:
+                with _only(shown, parts):
+                    plain(**named)
+            return None
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    setattr(optimizer, _MARK, True)
+
+
+def _splits(optimizer: Optimizer) -> bool:
+    """Whether several calls of its step, each on some parameters, make the same update as one."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") or kind is Adafactor
+    heard = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return known and not heard
+
+
+def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor]]:
+    """The parameters to update together, so that what this needs is free."""
+    ready = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if room_bytes is None:
+        yield ready
+        return
+    part: list[Tensor] = []
+    size_bytes = 0
+    for p in ready:
+        needs = _TEMPORARIES * p.numel() * max(p.element_size(), 4)
+        if part and size_bytes + needs > room_bytes:
+            yield part
+            part, size_bytes = [], 0
+        part.append(p)
+        size_bytes += needs
+    yield part
+
+
+class _only:  # noqa: N801 - reads as a context
+    """Hides the gradients of all other parts: an optimizer leaves parameters without one alone."""
+
+    def __init__(self, shown: list[Tensor], parts: list[list[Tensor]]) -> None:
+        self._hidden = [(p, p.grad) for part in parts if part is not shown for p in part]
+
+    def __enter__(self) -> None:
+        for p, _ in self._hidden:
+            p.grad = None
+
+    def __exit__(self, *_: object) -> None:
+        for p, gradient in self._hidden:
+            p.grad = gradient
