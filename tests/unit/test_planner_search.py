@@ -67,6 +67,13 @@ def test_binding_budget_is_kept_and_nearly_used(workload: Workload) -> None:
     assert chosen.fidelity <= Fidelity.ROUNDING
 
 
+def test_a_planning_and_its_plan_print_in_a_line(workload: Workload) -> None:
+    made = plan(workload, 4e9)
+    assert repr(made).startswith(f"<Planning: <Plan {made.chosen.fidelity}: packing, ")
+    assert repr(made).endswith(f" a step> of {made.considered} candidates>")
+    assert len(repr(made)) < 400
+
+
 @pytest.mark.parametrize("budget", [2e9, 3e9, 4e9])
 def test_every_parameter_learns_in_small_budgets(workload: Workload, budget: float) -> None:
     chosen = plan(workload, budget).chosen

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from memfit.memory.allocator import Allocator, Block, round_request
+from memfit.memory.allocator import Allocator, Block
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, Event, MemoryPeak
 from memfit.memory.cuda_context import handle_workspace_bytes, lt_workspace_bytes
@@ -103,8 +103,15 @@ def peaks(
                 reserved, asked = max(reserved, books.reserved), max(asked, books.asked)
                 highest[number] = (allocated, at, reserved, asked)
         if index < len(run.events):
+            before = books.allocated
             books.enter(run.events[index])
-    return [_peak(run.events, *found, device) for found in highest]
+            books.sizes.append(abs(books.allocated - before))
+    return [_peak(run.events, books.sizes, *found, device) for found in highest]
+
+
+def served(events: Sequence[Event], books: Books) -> list[Event]:
+    """The same events, each of the size that the allocator gave: whole blocks on a card."""
+    return [replace(event, nbytes=size) for event, size in zip(events, books.sizes, strict=False)]
 
 
 class Books:
@@ -116,6 +123,8 @@ class Books:
         if device is not None:
             self._allocator = Allocator(expandable_segments=expandable_segments)
         self._blocks: dict[int, Block | None] = {}
+        self.sizes: list[int] = []
+        """What each event so far took or gave back."""
 
     def enter(self, event: Event) -> None:
         """Let an event happen."""
@@ -136,15 +145,18 @@ class Books:
 
 def _peak(
     events: Sequence[Event],
+    sizes: Sequence[int],
     allocated: int,
     count: int,
     reserved: int,
     asked: int,
     device: DeviceProfile | None,
 ) -> MemoryPeak:
-    live = live_bytes(events[:count], rounding=device is not None)
-    # A block may be larger than its tensor, where the rest of it was too small to split off.
-    live[Component.ACTIVATIONS] += allocated - sum(live.values())
+    live: dict[Component, int] = {
+        component: 0 for component in Component if component is not Component.CONTEXT
+    }
+    for event, size in zip(events[:count], sizes, strict=False):
+        live[event.component] += size if event.birth else -size
     context = 0 if device is None else device.context_bytes
     return MemoryPeak(
         components={**live, Component.CONTEXT: context},
@@ -153,13 +165,3 @@ def _peak(
         device_bytes=asked + context,
         module=events[count - 1].module if count else "",
     )
-
-
-def live_bytes(events: Sequence[Event], *, rounding: bool = True) -> dict[Component, int]:
-    """What is alive after these events, by component."""
-    parts = [component for component in Component if component is not Component.CONTEXT]
-    live: dict[Component, int] = dict.fromkeys(parts, 0)
-    for event in events:
-        size = round_request(event.nbytes) if rounding else event.nbytes
-        live[event.component] += size if event.birth else -size
-    return live

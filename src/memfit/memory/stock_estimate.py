@@ -18,9 +18,11 @@ from memfit.memory.phases import (
     RESUMING,
     SAVING,
     TRAINING,
+    Books,
     peaks,
     play_run,
     run_orders,
+    served,
     with_loaded_state,
     with_workspaces,
 )
@@ -40,6 +42,7 @@ from memfit.memory.tracing.operators import CudaKernels
 from memfit.memory.tracing.tracker import Tracker
 from memfit.models.layers import layers_of
 from memfit.text import t
+from memfit.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -242,10 +245,18 @@ class MemoryEstimate:
     steady_bytes: int
     """What stays allocated between two steps."""
     events: list[Event]
-    """Births and deaths of the run up to the end of its second step."""
+    """Births and deaths of the run up to the end of its second step, as the allocator served them:
+    a block may be larger than its tensor."""
     starts: tuple[tuple[int, str], ...]
     """At which event each part of the run begins."""
     traced_layers: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{n} {format_bytes(size)}" for n, size in self.peak.components.items())
+        return (
+            f"<MemoryEstimate: {self.parameters:,} parameters, a peak of "
+            f"{format_bytes(self.peak.device_bytes)} on the device: {parts}>"
+        )
 
 
 def estimate_memory(
@@ -264,9 +275,9 @@ def estimate_memory(
     first, second = run_orders(spec, cuda=device is not None)
     run, resumed = play_run(segments, first), play_run(segments, second)
     end, count = run.starts[-1][0], len(run.events)
-    training, saving, evaluation = peaks(
-        run, [(0, end), (end, end), (end, count)], device, expandable_segments=expandable_segments
-    )
+    books = Books(device, expandable_segments=expandable_segments)
+    stretches = [(0, end), (end, end), (end, count)]
+    training, saving, evaluation = peaks(run, stretches, device, books=books)
     (resuming,) = peaks(
         resumed, [(0, len(resumed.events))], device, expandable_segments=expandable_segments
     )
@@ -282,7 +293,7 @@ def estimate_memory(
         peak=training,
         phases=phases,
         steady_bytes=saving.allocated_bytes,
-        events=run.events[:end],
+        events=served(run.events[:end], books),
         starts=run.starts[:-1],
         traced_layers=prediction.traced_layers,
     )

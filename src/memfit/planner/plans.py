@@ -28,6 +28,7 @@ from memfit.memory.components import Component
 from memfit.planner.candidates import Candidate, Price, Pricer, Workload
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
 from memfit.text import N_, Language, Message, pt, shown, t
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -107,6 +108,16 @@ class Plan:
     def context_bytes(self) -> int | None:
         """What the run is expected to hold outside of torch's books; None where not priced."""
         return None if self.price is None else self.price.peak.components[Component.CONTEXT]
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.name for one in self.strategies) or "no strategy"
+        words = [f"{self.fidelity}: {names}"]
+        if (tokens := self.micro_batching.max_tokens) is not None:
+            words.append(f"{tokens:,} tokens at once")
+        if self.price is not None:
+            seconds = f"{self.price.step_seconds:.3g} s a step"
+            words.append(f"{format_bytes(self.price.device_bytes)}, {seconds}")
+        return f"<Plan {'; '.join(words)}>"
 
     def _repr_html_(self) -> str | None:
         return _DRAWERS[-1](self) if _DRAWERS else None

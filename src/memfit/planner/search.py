@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -64,10 +64,13 @@ class Planning:
     traced: int
     seconds: float
     """What planning took."""
-    asked: PlanRequest = field(repr=False)
-    prices: tuple[Price, ...] = field(repr=False)
+    asked: PlanRequest
+    prices: tuple[Price, ...]
     """Every candidate's quick price, fastest first."""
-    pricer: Pricer = field(repr=False)
+    pricer: Pricer
+
+    def __repr__(self) -> str:
+        return f"<Planning: {self.chosen!r} of {self.considered} candidates>"
 
 
 def make_plan(

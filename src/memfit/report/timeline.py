@@ -11,7 +11,6 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Protocol
 
-from memfit.memory.allocator import round_request
 from memfit.memory.components import COMPONENT_NAMES, Component, Event
 from memfit.report.plots import COMPONENTS, INK, PAPER, Drawing, palette_css
 from memfit.text import language, t
@@ -105,11 +104,11 @@ def _mark_peak(
     """A dot and its name, on the side that has room for it."""
     # The axis counts the context, so its number does; reserved but unused memory is not drawn.
     size = format_bytes(peak.total_bytes + context_bytes)
-    what = " with context" if context_bytes else ""
+    what = "tensors and context" if context_bytes else "tensors"
     left = peak.event < last_event / 2
     axes.plot([peak.event], [height], marker="o", markersize=5, color=INK, clip_on=False)
     axes.annotate(
-        f"peak {size}{what}\n{peak.module or 'outside any module'}",
+        f"{what} {size}\n{peak.module or 'outside any module'}",
         (peak.event, height),
         textcoords="offset points",
         xytext=(9 if left else -9, 0),
@@ -180,7 +179,7 @@ def moments(events: Sequence[Event], *, limit: int = MOST_POINTS) -> list[Moment
     kept: list[Moment] = []
     highest = total = 0
     for index, event in enumerate(events):
-        nbytes = _nbytes(event) * (1 if event.birth else -1)
+        nbytes = event.nbytes * (1 if event.birth else -1)
         live[event.component] += nbytes
         total += nbytes
         if index % stride == 0:
@@ -203,7 +202,7 @@ def holders(events: Sequence[Event], at: int) -> list[Holder]:
     groups: dict[tuple[Component, str], list[int]] = {}
     for event in living.values():
         key = (event.component, _LAYER.sub("*", event.module))
-        groups.setdefault(key, []).append(_nbytes(event))
+        groups.setdefault(key, []).append(event.nbytes)
     found = [Holder(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
     return sorted(found, key=lambda holder: -holder.nbytes)
 
@@ -301,7 +300,3 @@ def _numbers(nbytes: int, whole: int) -> str:
         f'<td class="number">{format_bytes(nbytes)}</td>'
         f'<td class="number">{nbytes / whole:.1%}</td>'
     )
-
-
-def _nbytes(event: Event) -> int:
-    return round_request(event.nbytes) if event.nbytes else 0
