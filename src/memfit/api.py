@@ -147,6 +147,7 @@ def evaluate(
     """
     from memfit.data import read_labelled
     from memfit.run.inference import Classifier
+    from memfit.run.scoring_rules import scoring_of_table
 
     config = DataConfig.build(path=data, **options)
     classifier = Classifier.load(os.fspath(model), max_length=max_length)
@@ -154,7 +155,9 @@ def evaluate(
     texts = table["text"]
     if "text_pair" in table.column_names:
         texts = list(zip(texts, table["text_pair"], strict=True))
-    evaluation = classifier.evaluate(texts, table["label"])
+    found = counts.validation_class_counts
+    scoring = scoring_of_table(classifier.scoring, config, classifier.labels, found)
+    evaluation = classifier.evaluate(texts, table["label"], scoring=scoring)
     dropped = {"no_text": counts.dropped_no_text, "no_label": counts.dropped_no_label}
     return dataclasses.replace(evaluation, dropped=dropped)
 

@@ -176,7 +176,7 @@ def test_the_card_speaks_chinese_and_its_metadata_do_not(run: Path) -> None:
     english = model_card(run, "anna/reviews", "apache-2.0")
     for line in (
         "给文本打上以下标签之一：負評, 正評。",
-        "在 10 行验证数据上；精确率、召回率和 F1 是 正評 这一类的。",
+        "在 10 行验证数据上。F1、精确率与召回率针对类别“正評”。",
         "| 准确率 | 0.9123 |",
         "| 类别 | 精确率 | 召回率 | F1 | 行数 |",
         "| 训练的行数 | 90 |",

@@ -142,9 +142,10 @@ def binary() -> Evaluation:
 
 def test_metrics_say_which_f1_it_is_and_show_each_class() -> None:
     lines = printed(terminal.metrics_table(binary()))
-    assert lines[0] == "accuracy 0.6000   F1 0.6667 (正評)   precision 0.6667   recall 0.6667"
+    assert lines[0] == "F1 0.6667 (正評)   accuracy 0.6000   precision 0.6667   recall 0.6667"
     assert lines[1] == "on 5 rows"
-    assert [line.split() for line in lines[4:6]] == [
+    assert " ".join(lines[2:4]).startswith("F1, precision and recall are those of 正評;")
+    assert [line.split() for line in lines[6:8]] == [
         ["負評", "0.5000", "0.5000", "0.5000", "2"],
         ["正評", "0.6667", "0.6667", "0.6667", "3"],
     ]
@@ -189,10 +190,9 @@ def test_the_data_summary_accounts_for_every_row() -> None:
     assert shown == (
         "rows 6,988 to train on, 777 to validate classes 2,200 31 % 負評 4,788 69 % 正評"
     )
-    full = counts(dropped_no_text=1, dropped_no_label=3, duplicates_across_split=12)
+    full = counts(dropped_no_text=1, dropped_no_label=3)
     shown = " ".join(printed(terminal.data_summary(full, lengths(1708)), 200))
     assert "left out 1 without text and 3 without label" in shown
-    assert "12 validation rows repeat a text that is also trained on" in shown
     assert "longest 2,900; max_length 128 cuts 1,708 rows (22 %)" in shown
     assert "cuts none" in " ".join(printed(terminal.data_summary(full, lengths(0)), 200))
 

@@ -39,6 +39,11 @@ def evaluate(
     if as_json:
         console.show_json({"model": model, "data": data, **evaluation.to_dict()})
         return
+    from memfit.records.run_warnings import answer_warnings
     from memfit.report import terminal
 
-    terminal.console().print(terminal.metrics_table(evaluation))
+    out = terminal.console()
+    out.print(terminal.metrics_table(evaluation))
+    if warnings := answer_warnings(evaluation):
+        out.print()
+        out.print(terminal.warnings_list(warnings))

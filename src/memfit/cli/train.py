@@ -89,6 +89,9 @@ def _train(
     out = terminal.console()
     out.print(terminal.metrics_table(result.evaluation))
     out.print()
+    if result.summary.warnings:
+        out.print(terminal.warnings_list(result.summary.warnings))
+        out.print()
     told = dataclasses.replace(result.summary, metrics={})  # the table has said them
     out.print(terminal.training_result(told))
     # Paths are printed whole, however long: people copy them.

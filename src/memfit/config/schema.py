@@ -66,6 +66,10 @@ class DataConfig:
     label_names: Mapping[str, str] = option(
         "Names for the labels: 0=negative 1=positive.", default_factory=dict
     )
+    positive_label: str | None = option(
+        "Of two classes the one F1, precision and recall are of; the rarer one if not given.",
+        default=None,
+    )
     task: str = option(f"One of {', '.join(TASKS)}.", default="auto")
     validation_split: float = option("The share of rows held out to validate.", default=0.1)
     max_length: int = option("Texts longer than this many tokens are cut.", default=128)

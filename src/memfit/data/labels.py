@@ -261,6 +261,25 @@ def coding_for(
     return coding
 
 
+def label_named(
+    written: str, space: LabelSpace, label_names: Mapping[str, str], option: str
+) -> str:
+    """The name of a label that an option names: by its name, or as the table has it."""
+    word = str(written).strip()
+    for name in (word, _as_text(label_names).get(word), _whole(word)):
+        if name in space.names:
+            return str(name)
+    said = {"known": _listed(space.names), "hint": nearest(word, space.names)}
+    raise DataError(
+        t(
+            "{option} names {label}, which is no label here; the labels are {known}.{hint}",
+            option=option,
+            label=shorten(word),
+            **said,
+        )
+    )
+
+
 def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] | None) -> str:
     if len(columns) > 1 or scan.lists or ("|" in scan.separators and not declared):
         return MULTI_LABEL

@@ -334,6 +334,40 @@ def count_shared(train_hashes: Array, validation_hashes: Array) -> int:
     return int(np.isin(validation_hashes, train_hashes).sum())
 
 
+def contradictions(hashes: Array, labels: Array, space: LabelSpace) -> Array:
+    """Row numbers whose text another row has with another label; none for a regression."""
+    import numpy as np
+
+    _, of_row, rows = np.unique(hashes, return_inverse=True, return_counts=True)
+    repeated = np.flatnonzero(rows[of_row] > 1)
+    if space.task == REGRESSION or not len(repeated):
+        return repeated[:0]
+    text, label = of_row[repeated], labels[repeated]
+    if space.task == MULTI_LABEL:
+        label = np.unique(label, axis=0, return_inverse=True)[1].reshape(-1)
+    least, most = np.full(len(rows), label.max()), np.full(len(rows), label.min())
+    np.minimum.at(least, text, label)
+    np.maximum.at(most, text, label)
+    found: Array = repeated[least[text] != most[text]]
+    return found
+
+
+def _contradicting(*tables: tuple[CleanRows, Dataset], space: LabelSpace) -> dict[str, Any]:
+    """How many rows of all tables contradict each other, and how the first one begins."""
+    import numpy as np
+
+    hashes = np.concatenate([rows.text_hashes for rows, _ in tables])
+    labels = np.concatenate([column_of(dataset, "label") for _, dataset in tables])
+    found = contradictions(hashes, labels, space)
+    if not len(found):
+        return {}
+    first, dataset = int(found[0]), tables[0][1]
+    if first >= len(dataset):
+        first, dataset = first - len(dataset), tables[1][1]
+    example = shorten(" ".join(dataset[first]["text"].split()))[1:-1]
+    return {"contradicting_rows": len(found), "contradicting_example": example}
+
+
 def class_counts(labels: Array, space: LabelSpace) -> dict[str, int]:
     """Rows of every class (multi-label: rows that have it); nothing for regression."""
     import numpy as np
@@ -471,6 +505,7 @@ def _split(
         train_rows=len(train),
         validation_rows=len(validation),
         duplicates_across_split=count_shared(hashes[train], hashes[validation]),
+        **_contradicting((rows, dataset), space=coding.space),
         train_class_counts=class_counts(labels[train], coding.space),
         validation_class_counts=class_counts(labels[validation], coding.space),
         **_described(table, columns),
@@ -506,6 +541,7 @@ def _with_validation(
         train_rows=len(train),
         validation_rows=len(validation),
         duplicates_across_split=count_shared(rows.text_hashes, other.text_hashes),
+        **_contradicting((rows, train), (other, validation), space=coding.space),
         train_class_counts=found[0],
         validation_class_counts=found[1],
         **_described(table, columns),

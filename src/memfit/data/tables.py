@@ -78,6 +78,10 @@ class DataCounts:
     validation_rows: int
     duplicates_across_split: int
     """Validation rows whose text also occurs in training; reported, not removed."""
+    contradicting_rows: int = 0
+    """Rows whose text another row has with another label."""
+    contradicting_example: str = ""
+    """How the first of these texts begins."""
     train_class_counts: Mapping[str, int] = field(default_factory=dict)
     validation_class_counts: Mapping[str, int] = field(default_factory=dict)
     text_column: str = ""

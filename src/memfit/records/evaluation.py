@@ -9,30 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PureWindowsPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memfit.errors import ConfigError, DataError, MemfitError, nearest
+from memfit.records.scoring import (
+    THRESHOLD,
+    Array,
+    Labels,
+    Scoring,
+    answers,
+    leading_metric,
+    scoring_for,
+    with_tuned_threshold,
+)
 from memfit.text import t
-
-Array = npt.NDArray[Any]
-
-THRESHOLD = 0.5
-"""The probability from which a multi-label text has a label."""
-
-
-class Labels(Protocol):
-    """What an evaluation needs to know of the labels; `memfit.data`'s LabelSpace is one."""
-
-    @property
-    def task(self) -> str:
-        """single_label, multi_label or regression."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Label names in the order of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +42,8 @@ class ClassRow:
 class Evaluation:
     """Everything known about one set of predictions.
 
-    `averaging` says what `f1`, `precision` and `recall` are: of the positive class when
-    there are two ("binary"), the mean over classes ("macro"), or over all decisions of a
-    multi-label task ("micro"). `confusion[i][j]` counts rows of class i predicted as j.
+    The metric that leads is the first of `metrics`. `averaging`, `positive`, `why`, `threshold` and
+    `tuned` are those of `Scoring`. `confusion[i][j]` counts rows of class i predicted as j.
     """
 
     task: str
@@ -60,6 +51,9 @@ class Evaluation:
     metrics: Mapping[str, float]
     averaging: str = ""
     positive: str = ""
+    why: str = ""
+    threshold: float | None = None
+    tuned: bool = False
     classes: tuple[ClassRow, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -91,8 +85,10 @@ class Mistake:
     score: float
 
 
-def evaluate_predictions(logits: Array, labels: Array, labelspace: Labels) -> Evaluation:
-    """Score raw model outputs against the true labels."""
+def evaluate_predictions(
+    logits: Array, labels: Array, labelspace: Labels, scoring: Scoring | None = None
+) -> Evaluation:
+    """Score raw model outputs against the true labels, by the names alone if no rules are given."""
     logits, labels = np.asarray(logits), np.asarray(labels)
     if len(labels) == 0:
         raise DataError(t("there are no rows to evaluate on; give a validation file or a split"))
@@ -107,10 +103,25 @@ def evaluate_predictions(logits: Array, labels: Array, labelspace: Labels) -> Ev
                 **said,
             )
         )
-    return _TASKS[labelspace.task](logits, labels, tuple(labelspace.names))
+    scoring = scoring_for(labelspace) if scoring is None else scoring
+    if labelspace.task == "regression":
+        return _regression(logits, labels, scoring)
+    if labelspace.task == "single_label":
+        _check_ids(labels, labelspace.names)
+    evaluate = _single_label if labelspace.task == "single_label" else _multi_label
+    scores = probabilities(logits, labelspace.task)
+
+    def score(rules: Scoring) -> float:
+        said = answers(scores, labelspace, rules)
+        return evaluate(said, labels, labelspace.names, rules).metrics[rules.leads]
+
+    scoring = with_tuned_threshold(scores, labels, labelspace, scoring, score)
+    return evaluate(answers(scores, labelspace, scoring), labels, labelspace.names, scoring)
 
 
-def compute_metrics_for(task: str, names: Sequence[str]) -> Callable[[Any], dict[str, float]]:
+def compute_metrics_for(
+    task: str, names: Sequence[str], scoring: Scoring | None = None
+) -> Callable[[Any], dict[str, float]]:
     """The `compute_metrics` that the Trainer calls after each evaluation."""
     space = _Labels(task, tuple(names))
 
@@ -118,14 +129,14 @@ def compute_metrics_for(task: str, names: Sequence[str]) -> Callable[[Any], dict
         logits, labels = prediction
         # Some heads return their hidden states after the logits.
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return dict(evaluate_predictions(logits, labels, space).metrics)
+        return dict(evaluate_predictions(logits, labels, space, scoring).metrics)
 
     return compute_metrics
 
 
 def best_metric(task: str) -> tuple[str, bool]:
     """The metric that chooses the best checkpoint, and whether greater is better."""
-    return ("mse", False) if task == "regression" else ("f1", True)
+    return leading_metric(task), task != "regression"
 
 
 def probabilities(logits: Array, task: str) -> Array:
@@ -140,7 +151,13 @@ def probabilities(logits: Array, task: str) -> Array:
 
 
 def worst_mistakes(
-    logits: Array, labels: Array, labelspace: Labels, texts: Sequence[str], *, limit: int = 12
+    logits: Array,
+    labels: Array,
+    labelspace: Labels,
+    texts: Sequence[str],
+    scoring: Scoring | None = None,
+    *,
+    limit: int = 12,
 ) -> tuple[Mistake, ...]:
     """The texts the model got most wrong, worst first: those that teach about data and model."""
     scores, labels = probabilities(logits, labelspace.task), np.asarray(labels)
@@ -152,16 +169,19 @@ def worst_mistakes(
             Mistake(texts[int(i)], f"{truth[i]:.4g}", f"{values[i]:.4g}", float(values[i]))
             for i in order
         )
+    scoring = scoring_for(labelspace) if scoring is None else scoring
+    said = answers(scores, labelspace, scoring)
     if labelspace.task == "multi_label":
-        said, true = scores >= THRESHOLD, labels >= 0.5
+        true, sure = labels >= 0.5, scores.max(axis=1)
         # How far the most wrong decision of a row is on the wrong side.
-        badness = np.where(said != true, np.abs(scores - THRESHOLD), -1.0).max(axis=1)
+        cut = THRESHOLD if scoring.threshold is None else scoring.threshold
+        badness = np.where(said != true, np.abs(scores - cut), -1.0).max(axis=1)
     else:
-        said, true = scores.argmax(axis=1), labels
-        badness = np.where(said != true, scores.max(axis=1), -1.0)
+        true, sure = labels, scores[np.arange(len(said)), said]
+        badness = np.where(said != true, sure, -1.0)
     order = np.argsort(-badness, kind="stable")[:limit]
     return tuple(
-        Mistake(texts[int(i)], _said(true[i], names), _said(said[i], names), float(scores[i].max()))
+        Mistake(texts[int(i)], _said(true[i], names), _said(said[i], names), float(sure[i]))
         for i in order
         if badness[i] >= 0
     )
@@ -201,33 +221,50 @@ def _class_rows(
     )
 
 
-def _single_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evaluation:
-    if labels.min() < 0 or labels.max() >= len(names):
-        wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
-        listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
-        said = {"label": wrong, "most": len(names) - 1, "names": listed}
-        raise DataError(
-            t(
-                "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
-                **said,
-            )
+def _check_ids(labels: Array, names: Sequence[str]) -> None:
+    if labels.min() >= 0 and labels.max() < len(names):
+        return
+    wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
+    listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
+    said = {"label": wrong, "most": len(names) - 1, "names": listed}
+    raise DataError(
+        t(
+            "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
+            **said,
         )
-    said = logits.argmax(axis=-1)
+    )
+
+
+def _single_label(
+    said: Array, labels: Array, names: tuple[str, ...], scoring: Scoring
+) -> Evaluation:
     confusion = np.zeros((len(names), len(names)), dtype=np.int64)
     np.add.at(confusion, (labels.astype(np.int64), said), 1)
     classes = _class_rows(confusion.diagonal(), confusion.sum(0), confusion.sum(1), names)
-    binary = len(names) == 2
-    # A class that is neither in the data nor among the answers has no F1 to average.
-    met = classes[1:] if binary else _where(classes, confusion.sum(axis=0) + confusion.sum(axis=1))
+    if scoring.averaging == "binary":
+        met = tuple(row for row in classes if row.name == scoring.positive)
+    else:  # a class that is neither in the data nor among the answers has no F1 to average
+        met = _where(classes, confusion.sum(axis=0) + confusion.sum(axis=1))
+    metrics = {**_mean(met), "accuracy": float((said == labels).mean())}
     return Evaluation(
         task="single_label",
         rows=len(labels),
-        metrics={"accuracy": float((said == labels).mean()), **_mean(met)},
-        averaging="binary" if binary else "macro",
-        positive=names[1] if binary else "",
+        metrics=_led(metrics, scoring),
+        averaging=scoring.averaging,
+        positive=scoring.positive,
+        why=scoring.why,
+        threshold=scoring.threshold,
+        tuned=scoring.tuned,
         classes=classes,
         confusion=tuple(tuple(int(count) for count in row) for row in confusion),
     )
+
+
+def _led(metrics: Mapping[str, float], scoring: Scoring) -> dict[str, float]:
+    """With the leading metric first; the usual one where the loss picks the best model."""
+    usual = ("f1_macro", "f1", "accuracy", "precision", "recall")
+    order = [name for name in (scoring.leads, *usual, *metrics) if name in metrics]
+    return {name: metrics[name] for name in order}
 
 
 def _where(classes: tuple[ClassRow, ...], met: Array) -> tuple[ClassRow, ...]:
@@ -241,28 +278,33 @@ def _mean(classes: Sequence[ClassRow]) -> dict[str, float]:
     }
 
 
-def _multi_label(logits: Array, labels: Array, names: tuple[str, ...]) -> Evaluation:
-    said, truth = probabilities(logits, "multi_label") >= THRESHOLD, labels >= 0.5
+def _multi_label(
+    said: Array, labels: Array, names: tuple[str, ...], scoring: Scoring
+) -> Evaluation:
+    truth = labels >= 0.5
     right = said & truth
     precision, recall, f1 = _scores(int(right.sum()), int(said.sum()), int(truth.sum()))
     classes = _class_rows(right.sum(0), said.sum(0), truth.sum(0), names)
+    metrics = {
+        # All labels of a row right, which is what scikit-learn calls accuracy here.
+        "accuracy": float((said == truth).all(axis=1).mean()),
+        "f1": f1,
+        "f1_macro": float(np.mean([row.f1 for row in classes])),
+        "precision": precision,
+        "recall": recall,
+    }
     return Evaluation(
         task="multi_label",
         rows=len(labels),
-        metrics={
-            # All labels of a row right, which is what scikit-learn calls accuracy here.
-            "accuracy": float((said == truth).all(axis=1).mean()),
-            "f1": f1,
-            "f1_macro": float(np.mean([row.f1 for row in classes])),
-            "precision": precision,
-            "recall": recall,
-        },
-        averaging="micro",
+        metrics=_led(metrics, scoring),
+        averaging=scoring.averaging,
+        threshold=scoring.threshold,
+        tuned=scoring.tuned,
         classes=classes,
     )
 
 
-def _regression(logits: Array, labels: Array, _names: tuple[str, ...]) -> Evaluation:
+def _regression(logits: Array, labels: Array, scoring: Scoring) -> Evaluation:
     said = np.asarray(logits, dtype=np.float64).reshape(-1)
     truth = np.asarray(labels, dtype=np.float64).reshape(-1)
     error = said - truth
@@ -272,14 +314,8 @@ def _regression(logits: Array, labels: Array, _names: tuple[str, ...]) -> Evalua
         metrics["r2"] = 1.0 - metrics["mse"] / float(truth.var())
         if said.std() > 0:
             metrics["pearson"] = float(np.corrcoef(said, truth)[0, 1])
-    return Evaluation(task="regression", rows=len(labels), metrics=metrics)
+    return Evaluation(task="regression", rows=len(labels), metrics=_led(metrics, scoring))
 
-
-_TASKS: dict[str, Callable[[Array, Array, tuple[str, ...]], Evaluation]] = {
-    "single_label": _single_label,
-    "multi_label": _multi_label,
-    "regression": _regression,
-}
 
 # name -> the function of sklearn.metrics; its keywords (average, pos_label…) pass through.
 _METRICS = {

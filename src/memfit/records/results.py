@@ -29,6 +29,7 @@ from memfit.config.files import leftovers, plain, read_json, write_json
 from memfit.errors import OutputError
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
+from memfit.records.run_warnings import RunWarning, warnings_from
 from memfit.text import t
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
@@ -68,6 +69,10 @@ class RunSummary:
     metrics: Mapping[str, float] = field(default_factory=dict)
     averaging: str = ""
     positive: str = ""
+    why: str = ""
+    """Why this class is the positive one, or why the mean over both leads (`Scoring.why`)."""
+    threshold: float | None = None
+    warnings: tuple[RunWarning, ...] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     lengths: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +89,7 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
         values: dict[str, Any] = plain(self)
-        return values
+        return values | {"warnings": plain([one.to_dict() for one in self.warnings])}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSummary:
@@ -95,6 +100,7 @@ class RunSummary:
             if not isinstance(kept.get(key, {}), Mapping):
                 raise TypeError(f"its {key} is no object")
         kept["labels"] = tuple(kept.get("labels", ()))
+        kept["warnings"] = warnings_from(kept.get("warnings"))
         memory = kept.get("memory") or {}
         kept["memory"] = MemorySummary(
             budget_bytes=memory.get("budget_bytes"),

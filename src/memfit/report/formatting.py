@@ -35,6 +35,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "seed": N_("seed"),
         "parameters": N_("parameters"),
         "learning_parameters": N_("parameters that learn"),
+        "best_by": N_("best model picked by"),
     },
     "work": {
         "data": N_("time reading the data"),
@@ -53,6 +54,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "dropped_no_text": N_("left out, no text"),
         "dropped_no_label": N_("left out, no label"),
         "duplicates_across_split": N_("validation texts also trained on"),
+        "contradicting_rows": N_("same text, other label"),
         "text_column": N_("text column"),
         "text_pair_column": N_("second text column"),
         "label_column": N_("label column"),
@@ -60,6 +62,33 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """What a reader calls components, metrics and the keys of a run's summary."""
+
+
+_AVERAGED = {
+    "given": N_("F1, precision and recall are those of {positive}."),
+    "rarer": N_(
+        "F1, precision and recall are those of {positive}, the rarer class; --positive-label names "
+        "another."
+    ),
+    "name": N_(
+        "F1, precision and recall are those of {positive}; --positive-label names another class."
+    ),
+    "imbalance": N_(
+        "F1, precision and recall are means over both classes, since one has more than ten times "
+        "the rows of the other."
+    ),
+    "macro": N_("F1, precision and recall are means over the classes."),
+    "micro": N_(
+        "F1 (macro) is the mean over the labels; F1, precision and recall count every label of "
+        "every row; accuracy counts the rows with all labels right."
+    ),
+}
+
+
+def averaging_sentence(averaging: str, positive: str = "", why: str = "") -> str:
+    """What F1, precision and recall are of, and why; empty where there are none."""
+    kind = why or {"binary": "given"}.get(averaging, averaging)
+    return t(_AVERAGED[kind], positive=clean(positive)) if kind in _AVERAGED else ""
 
 
 @dataclass(frozen=True, slots=True)

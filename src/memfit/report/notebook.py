@@ -54,6 +54,7 @@ def _result(result: Any) -> str:
     return _filled(
         title=sections.title(story),
         state=sections.state(story),
+        warnings=sections.run_warnings(story.summary),
         figures=sections.figures(story.summary),
         verdicts=memory_bar.verdicts(story.summary.memory),
         pictures=_pictures(story),
@@ -68,6 +69,7 @@ def _summary(summary: RunSummary) -> str:
     return _filled(
         title=sections.title(story),
         state=sections.state(story) if summary.status == FINISHED else None,
+        warnings=sections.run_warnings(summary),
         figures=sections.figures(summary),
         verdicts=memory_bar.verdicts(summary.memory),
         pictures=_pictures(story),
@@ -165,8 +167,8 @@ def _filled(**values: Any) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
     nothing: dict[str, Any] = {
-        "state": None, "figures": [], "verdicts": [], "pictures": [], "matrix": None, "tables": [],
-        "reasons": [], "note": "",
+        "state": None, "warnings": [], "figures": [], "verdicts": [], "pictures": [],
+        "matrix": None, "tables": [], "reasons": [], "note": "",
     }  # fmt: skip
     palette = plots.scoped_palette_css(".memfit-view", *_NIGHTS)
     return environment.get_template("notebook.html").render(

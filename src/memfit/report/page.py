@@ -49,6 +49,7 @@ def render_story(story: Story, *, live: bool = False) -> str:
         live=live and story.state == RUNNING,
         title=sections.title(story),
         state=sections.state(story),
+        warnings=sections.run_warnings(story.summary),
         figures=sections.figures(story.summary),
         memory=memory_bar.memory_section(story),
         curves=curves,
@@ -74,7 +75,8 @@ def render_waiting(lang: str | None = None) -> str:
             "step": 0, "max_steps": None,
         }  # fmt: skip
         return _filled(
-            live=True, title=t("A run of memfit"), state=state, figures=[], memory=None,
+            live=True, title=t("A run of memfit"), state=state, warnings=[], figures=[],
+            memory=None,
             curves=[], missing="", training=None, evaluation=None, plan=None, data=None, usage=[],
             made_with=None, config="",
         )  # fmt: skip

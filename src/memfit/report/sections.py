@@ -14,7 +14,14 @@ from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import RunSummary
 from memfit.report import plots
 from memfit.report import plots as drawing
-from memfit.report.formatting import PageTable, Picture, named, number, together
+from memfit.report.formatting import (
+    PageTable,
+    Picture,
+    averaging_sentence,
+    named,
+    number,
+    together,
+)
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, metric_names, series
 from memfit.report.terminal import metric, percent
 from memfit.text import N_, NP_, clean, pt, t
@@ -30,15 +37,6 @@ MOST_CLASSES = 100
 MOST_CONFUSIONS = 20
 
 LONGEST_TEXT = 300
-
-_AVERAGED = {
-    "binary": N_("F1, precision and recall are those of {positive}."),
-    "macro": N_("F1, precision and recall are means over the classes."),
-    "micro": N_(
-        "F1, precision and recall count every label of every row; accuracy counts the rows "
-        "with all labels right."
-    ),
-}
 
 
 def quality_section(result: Evaluation, mistakes: Sequence[Mistake]) -> dict[str, Any]:
@@ -57,9 +55,15 @@ def quality_section(result: Evaluation, mistakes: Sequence[Mistake]) -> dict[str
 def quality_sentence(result: Evaluation) -> str:
     """What was measured, on what."""
     said = [t("Measured on {rows:,} rows that were not trained on.", rows=result.rows)]
-    if result.averaging in ("binary", "macro", "micro"):
-        said.append(t(_AVERAGED[result.averaging], positive=clean(result.positive)))
-    return together(said)
+    said.append(averaging_sentence(result.averaging, result.positive, result.why))
+    if result.threshold is not None:
+        kind = (
+            N_("A text is called {positive} from a probability of {threshold:.3g} on.")
+            if result.positive
+            else N_("A text has a label from a probability of {threshold:.3g} on.")
+        )
+        said.append(t(kind, positive=clean(result.positive), threshold=result.threshold))
+    return together([one for one in said if one])
 
 
 def _classes(result: Evaluation) -> PageTable | None:
@@ -238,6 +242,11 @@ def figures(summary: RunSummary) -> list[dict[str, str]]:
     return shown
 
 
+def run_warnings(summary: RunSummary) -> list[dict[str, str]]:
+    """What makes the figures less than they seem, and what to do about it."""
+    return [{"says": one.sentence, "do": one.advice} for one in summary.warnings]
+
+
 def curves(story: Story) -> list[Picture]:
     """Loss, metrics, learning rate: as many of them as were logged."""
     history = story.history
@@ -371,7 +380,9 @@ def data(summary: RunSummary) -> dict[str, Any] | None:
     rows = [
         (named("count", name), number(value))
         for name, value in counts.items()
-        if not isinstance(value, Mapping) and value not in (None, "")
+        if not isinstance(value, Mapping)
+        and value not in (None, "")
+        and name != "contradicting_example"  # the warning says it
     ]
     classes = [
         [clean(name), number(train.get(name, 0)), number(held.get(name, 0))]

@@ -7,7 +7,7 @@ control characters prints as what it is and never acts on the terminal.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import MemoryPeak
-from memfit.report.formatting import named
+from memfit.report.formatting import averaging_sentence, named
 from memfit.text import N_, clean, encodable, language, nt, pt, t
 from memfit.units import format_bytes, format_seconds
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memfit.data import DataCounts, LengthSummary
     from memfit.records.evaluation import Evaluation
     from memfit.records.results import RunSummary
+    from memfit.records.run_warnings import RunWarning
 
 MAX_WIDTH = 100
 
@@ -120,6 +121,11 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
         metrics_line(evaluation.metrics, evaluation.averaging, evaluation.positive),
         Text(_left_out(t("on {rows} rows", rows=f"{evaluation.rows:,}"), no_text, no_label), "dim"),
     ]
+    said = averaging_sentence(evaluation.averaging, evaluation.positive, evaluation.why)
+    if said:
+        parts.append(Text(said, "dim"))
+    if evaluation.threshold is not None:
+        parts.append(Text(t("threshold {value:.3g}", value=evaluation.threshold), "dim"))
     if evaluation.classes:
         scores = (named("metric", name) for name in ("precision", "recall", "f1"))
         each = table(t("class"), *scores, t("rows"))
@@ -214,15 +220,17 @@ def data_summary(
         facts.add_row("" if index else t("classes"), Text(line))
     if (more := len(counts.train_class_counts) - MOST_CLASSES) > 0:
         facts.add_row("", Text(t("and {count} more", count=f"{more:,}")))
-    if counts.duplicates_across_split:
-        repeated = t(
-            "{rows} validation rows repeat a text that is also trained on, which flatters "
-            "the metrics",
-            rows=f"{counts.duplicates_across_split:,}",
-        )
-        facts.add_row(t("note"), Text(repeated, style="yellow"))
     if lengths is not None:
         facts.add_row(t("tokens"), Text(_lengths_sentence(lengths)))
+    return facts
+
+
+def warnings_list(warnings: Sequence[RunWarning]) -> RenderableType:
+    """One warning a row: what is the matter, and what to do."""
+    facts = _facts()
+    for one in warnings:
+        line = Text(one.sentence, style="yellow")
+        facts.add_row(Text(t("warning"), style="yellow"), line.append(f" {one.advice}", "default"))
     return facts
 
 
@@ -304,6 +312,7 @@ _FACT_NAMES = {
     "budget": N_("budget"),
     "plan": N_("plan"),
     "batch": N_("batch"),
+    "metric": N_("metric"),
     "memory": N_("memory"),
     "note": N_("note"),
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import MemfitError
 from memfit.records.results import OutputClaim
 from memfit.records.run_log import RunLog
+from memfit.report.formatting import averaging_sentence, named, together
 from memfit.text import N_, encodable, language, make_way, printable, shown, t
 from memfit.units import Budget, format_both, parse_budget
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from memfit.planner.plans import Plan
+    from memfit.records.scoring import Scoring
     from memfit.training.trainer import BudgetTrainer
 
 
@@ -143,6 +145,16 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
         if trainer.setup.packing is not None
         else said
     )
+
+
+def metric_sentence(scoring: Scoring, trainer: BudgetTrainer) -> str:
+    """What picks the best model, and which class or mean F1 is of."""
+    said = averaging_sentence(scoring.averaging, scoring.positive, scoring.why)
+    chosen_by = trainer.args.metric_for_best_model
+    if not chosen_by or not trainer.args.load_best_model_at_end:
+        return said
+    name = named("metric", chosen_by.removeprefix("eval_"))
+    return together([t("{metric} picks the best model.", metric=name), said])
 
 
 def plan_sentence(plan: Plan) -> str:

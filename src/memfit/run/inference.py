@@ -33,14 +33,10 @@ from memfit.models.loading import (
     load_config,
     load_tokenizer,
 )
-from memfit.records.evaluation import (
-    THRESHOLD,
-    Array,
-    Evaluation,
-    evaluate_predictions,
-    probabilities,
-)
+from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
+from memfit.records.scoring import Array, Scoring, answers
+from memfit.run.scoring_rules import kept_scoring
 from memfit.text import N_, t
 
 if TYPE_CHECKING:
@@ -68,9 +64,9 @@ _TASKS = {
 class Prediction:
     """One answer.
 
-    Several labels (those from a probability of 0.5 on) are joined by "|" as the data may have
-    them; a regression's label is its value written out. `score` is the highest probability,
-    or the value.
+    Several labels (those from a probability of 0.5 on, or from the model's threshold) are joined by
+    "|" as the data may have them; a regression's label is its value written out. `score` is the
+    probability of the label, the highest of several labels, or the value.
     """
 
     label: str
@@ -89,6 +85,8 @@ class Classifier:
     max_length: int
     pairs: bool | None = None
     """Whether it was trained on pairs of texts; None where that is not known."""
+    scoring: Scoring | None = None
+    """The positive class, the leading metric and the threshold, where the model came with them."""
 
     @classmethod
     def load(
@@ -115,10 +113,12 @@ class Classifier:
         tokenizer = load_tokenizer(config)
         if model.config.pad_token_id is None:  # decoders find a text's end by it
             model.config.pad_token_id = tokenizer.pad_token_id
+        labels = label_space(model.config)
         return cls(
             model=model,
             tokenizer=tokenizer,
-            labels=label_space(model.config),
+            labels=labels,
+            scoring=kept_scoring(model.config, labels),
             max_length=_max_length(config.model, model, tokenizer, max_length),
             pairs=_trained_on_pairs(config.model),
         )
@@ -142,12 +142,18 @@ class Classifier:
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
     def evaluate(
-        self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
+        self,
+        texts: Sequence[Text],
+        labels: Any,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        scoring: Scoring | None = None,
     ) -> Evaluation:
-        """How good the answers are on texts with known label ids."""
+        """How good the answers are on texts with known label ids, by the model's own rules."""
         logits = self.logits(texts, batch_tokens=batch_tokens)
         # A dataset column gives its values much faster at once than one by one.
-        return evaluate_predictions(logits, np.asarray(labels[:]), self.labels)
+        truth, rules = np.asarray(labels[:]), scoring or self.scoring
+        return evaluate_predictions(logits, truth, self.labels, rules)
 
     def logits(
         self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
@@ -231,14 +237,17 @@ class Classifier:
         return np.asarray(logits.float().cpu().numpy())
 
     def _prediction(self, row: Array) -> Prediction:
-        scores = {name: float(value) for name, value in zip(self.labels.names, row, strict=True)}
-        best = max(scores, key=lambda name: scores[name])
+        names = self.labels.names
+        scores = {name: float(value) for name, value in zip(names, row, strict=True)}
+        most = max(scores.values())
         if self.labels.task == REGRESSION:
-            return Prediction(f"{scores[best]:.6g}", scores[best], scores)
+            return Prediction(f"{most:.6g}", most, scores)
+        said = answers(row[None], self.labels, self.scoring or Scoring())[0]
         if self.labels.task == SINGLE_LABEL:
-            return Prediction(best, scores[best], scores, (best,))
-        chosen = tuple(name for name, score in scores.items() if score >= THRESHOLD)
-        return Prediction("|".join(chosen), scores[best], scores, chosen)
+            label = names[int(said)]
+            return Prediction(label, scores[label], scores, (label,))
+        chosen = tuple(name for name, yes in zip(names, said, strict=True) if yes)
+        return Prediction("|".join(chosen), most, scores, chosen)
 
 
 def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ from memfit.records.results import (
     read_evaluation,
     read_summary,
 )
+from memfit.report.formatting import averaging_sentence, together
 from memfit.text import N_, clean, language, t
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -84,6 +85,7 @@ _FACTS = {
     "learning_rate": N_("learning rate"),
     "optim": N_("optimizer"),
     "seed": N_("seed"),
+    "best_by": N_("best model picked by"),
 }
 
 _HEADS = {
@@ -169,6 +171,7 @@ def model_card(folder: Path, repo: str, licence: str, to: str = "hub") -> str:
         classes = evaluated[0].classes if evaluated is not None else ()
         parts += [
             _results(summary, classes),
+            _warnings(summary),
             _data(summary),
             _training(summary),
             _memory(summary.memory),
@@ -240,19 +243,9 @@ def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:
     rows = summary.data.get("validation_rows")
     counted = isinstance(rows, int)
     kind = N_("On {rows} validation rows.") if counted else N_("On the validation rows.")
-    if summary.positive:
-        kind = (
-            N_("On {rows} validation rows; precision, recall and F1 are those of {name}.")
-            if counted
-            else N_("On the validation rows; precision, recall and F1 are those of {name}.")
-        )
-    elif summary.averaging:
-        kind = (
-            N_("On {rows} validation rows; averaged over the classes ({how}).")
-            if counted
-            else N_("On the validation rows; averaged over the classes ({how}).")
-        )
-    said = {"name": _cell(summary.positive), "how": summary.averaging, "rows": _count(rows)}
+    why = summary.why if summary.why == "imbalance" else ""  # its reader has no --positive-label
+    averaged = averaging_sentence(summary.averaging, _cell(summary.positive), why)
+    said = [t(kind, rows=_count(rows)), averaged, _threshold(summary)]
     metrics = _table(
         _heads("metric", "value"),
         [(_worded("metric", name), _share(value)) for name, value in summary.metrics.items()],
@@ -265,8 +258,24 @@ def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:
             for row in classes
         ],
     )
-    opening = _heading(t("Results")) + t(kind, **said)
+    opening = _heading(t("Results")) + together([one for one in said if one])
     return "\n\n".join(part for part in (opening, metrics, per_class) if part)
+
+
+def _threshold(summary: RunSummary) -> str:
+    if summary.threshold is None:
+        return ""
+    return t(
+        "memfit answers by a threshold of {threshold:.3g}, kept in config.json; transformers alone "
+        "answers by the highest probability.",
+        threshold=summary.threshold,
+    )
+
+
+def _warnings(summary: RunSummary) -> str:
+    """What makes the figures less than they seem; no text of the data is in these sentences."""
+    lines = [f"- {_cell(one.sentence)}" for one in summary.warnings]
+    return _heading(t("Warnings")) + "\n".join(lines) if lines else ""
 
 
 def _data(summary: RunSummary) -> str:
@@ -278,6 +287,7 @@ def _data(summary: RunSummary) -> str:
         (t("rows to validate on"), _count(data.get("validation_rows"))),
         (t("rows left out, without text or label"), f"{dropped:,}"),
         (t("validation texts also in training"), _count(data.get("duplicates_across_split"))),
+        (t("rows whose text has another label too"), _count(data.get("contradicting_rows"))),
         (t("tokens of a text: median / 90 % / longest"), _lengths(lengths)),
         (t("texts are cut at"), cut if "max_length" in lengths else ""),
         (t("texts that lost their end"), _count(lengths.get("cut_rows"))),

@@ -50,10 +50,13 @@ from memfit.records.results import (
     write_evaluation,
     write_summary,
 )
+from memfit.records.run_warnings import answer_warnings, data_warnings
+from memfit.records.scoring import Scoring
 from memfit.report import plots, terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
 from memfit.run.prepare import last_checkpoint, with_absolute_paths
+from memfit.run.scoring_rules import keep_scoring, scoring_of_run
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes
 
@@ -69,7 +72,11 @@ if TYPE_CHECKING:
 
 
 def evaluate_trained(
-    trainer: BudgetTrainer, text: TextData, tokens: TokenizedData, folder: Path
+    trainer: BudgetTrainer,
+    text: TextData,
+    tokens: TokenizedData,
+    scoring: Scoring,
+    folder: Path,
 ) -> Evaluation:
     """Metrics and the worst mistakes on the validation rows, written to evaluation.json."""
     from memfit.engine.micro_batches import logits_and_labels
@@ -77,13 +84,14 @@ def evaluate_trained(
     logits, labels = trainer.known_predictions() or (None, None)
     if logits is None or labels is None:
         logits, labels = logits_and_labels(trainer.predict(tokens.validation))
-    evaluation = evaluate_predictions(logits, labels, text.labels)
-    mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"])
+    evaluation = evaluate_predictions(logits, labels, text.labels, scoring)
+    scoring = dataclasses.replace(scoring, threshold=evaluation.threshold)
+    mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"], scoring)
     write_evaluation(folder, evaluation, mistakes)
     return evaluation
 
 
-def save_model(trainer: BudgetTrainer, target: Path) -> None:
+def save_model(trainer: BudgetTrainer, target: Path, scoring: Scoring) -> None:
     """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     adapted = hasattr(model, "merge_and_unload")
@@ -96,6 +104,7 @@ def save_model(trainer: BudgetTrainer, target: Path) -> None:
             checkpoint = None if adapted else _checkpoint_of(trainer)
             if checkpoint is None or not _linked(checkpoint, folder):
                 model.save_pretrained(folder)
+        keep_scoring(folder / "config.json", scoring)
         for weights in folder.glob("*.safetensors"):
             # Written as a private file; the result should be as readable as the rest of it.
             weights.chmod((folder / "config.json").stat().st_mode)
@@ -245,6 +254,7 @@ class _Run:
     settings: PretrainedConfig = field(init=False)
     tokenizer: Any = field(init=False)
     tokens: TokenizedData = field(init=False)
+    scoring: Scoring = field(init=False)
     choosing: Choosing = field(init=False)
 
     @property
@@ -296,11 +306,14 @@ class _Run:
             trainer = self._trained(text)
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
-                    evaluation = evaluate_trained(trainer, text, tokens, self.claim.path)
+                    evaluation = evaluate_trained(
+                        trainer, text, tokens, self.scoring, self.claim.path
+                    )
                 with self.clock.measure("save"), doing(t("saving the model …")):
                     # Disks need no interpreter: what draws the report is loaded meanwhile.
                     plots.load_soon()
-                    save_model(trainer, self.claim.path)
+                    tuned = dataclasses.replace(self.scoring, threshold=evaluation.threshold)
+                    save_model(trainer, self.claim.path, tuned)
                     self._settle(trainer)
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
@@ -359,7 +372,7 @@ class _Run:
     def _is_saved(self, trainer: BudgetTrainer) -> bool:
         """Tries to save the model; where that fails too, what went wrong first says more."""
         try:
-            save_model(trainer, self.claim.path)
+            save_model(trainer, self.claim.path, self.scoring)
         except Exception:
             return False
         return True
@@ -384,6 +397,7 @@ class _Run:
             head_only=self.config.model.freeze == "encoder",
             task=labels.task,
         )
+        self.scoring = scoring_of_run(self.config, text, arguments)
         if arguments.device.type == "cpu":
             with doing(t("trying half precision on this CPU, which is done once …")):
                 half_on_cpu()
@@ -452,7 +466,7 @@ class _Run:
                 train_dataset=tokens.train,
                 eval_dataset=tokens.validation,
                 processing_class=tokenizer,
-                compute_metrics=compute_metrics_for(labels.task, labels.names),
+                compute_metrics=compute_metrics_for(labels.task, labels.names, self.scoring),
                 callbacks=self._callbacks(arguments.device.type),
             )
         if self.plan is not None and self.given_plan is None and self.config.plan is None:
@@ -522,6 +536,8 @@ class _Run:
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
         self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
+        if warnings := data_warnings(text.counts, tokens.lengths, text.labels.task):
+            self.say(terminal.warnings_list(warnings))
         line, config, device = announce.fact_line, self.config, trainer.args.device
         self.say(line("model", announcements.model_sentence(config.model.model, trainer)))
         self.say(line("budget", announcements.budget_sentence(config.budget, device)))
@@ -534,6 +550,7 @@ class _Run:
             )
             self.say(line("plan", kept))
         self.say(line("batch", announcements.batch_sentence(trainer)))
+        self.say(line("metric", announcements.metric_sentence(self.scoring, trainer)))
         if self.predicted is not None:
             share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
             needs = format_both(self.predicted.device_bytes)
@@ -602,6 +619,12 @@ class _Run:
             metrics=evaluation.metrics if evaluation else {},
             averaging=evaluation.averaging if evaluation else "",
             positive=evaluation.positive if evaluation else "",
+            why=evaluation.why if evaluation else "",
+            threshold=evaluation.threshold if evaluation else None,
+            warnings=(
+                *(answer_warnings(evaluation) if evaluation else ()),
+                *data_warnings(text.counts, tokens.lengths, text.labels.task),
+            ),
             training={
                 "steps": trainer.state.global_step,
                 "epochs": trainer.state.epoch,
@@ -611,6 +634,7 @@ class _Run:
                 "seed": arguments.seed,
                 "parameters": total,
                 "learning_parameters": learning,
+                "best_by": trainer.args.metric_for_best_model,
             },
             data=plain(text.counts),
             lengths=plain(tokens.lengths),

@@ -1,0 +1,78 @@
+"""The rules a run is scored by, from its options and its training rows; how a model keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.config.files import read_json, write_json
+from memfit.data.labels import label_named
+from memfit.errors import ConfigError
+from memfit.records.scoring import Scoring, scoring_for
+from memfit.text import t
+
+if TYPE_CHECKING:
+    from memfit.config import DataConfig, RunConfig
+    from memfit.data import LabelSpace, TextData
+
+
+_KEY = "memfit"
+"""Under this name a model's config.json has the rules; transformers reads it and does nothing."""
+
+
+def keep_scoring(config_file: Path, scoring: Scoring) -> None:
+    """Writes the rules into the config of a saved model."""
+    values = read_json(config_file)
+    write_json(config_file, {**values, _KEY: scoring.to_dict()})
+
+
+def kept_scoring(config: Any, labels: LabelSpace) -> Scoring | None:
+    """The rules a model came with; None where there are none that fit its labels."""
+    values = getattr(config, _KEY, None)
+    if not isinstance(values, Mapping):
+        return None
+    scoring = Scoring.from_dict(values)
+    known = not scoring.positive or (scoring.positive in labels.names and len(labels.names) == 2)
+    return scoring if known else None
+
+
+def scoring_of_run(config: RunConfig, text: TextData, arguments: Any) -> Scoring:
+    """The positive class, the leading metric and the threshold of a run."""
+    chosen_by = arguments.metric_for_best_model
+    return scoring_for(
+        text.labels,
+        text.counts.train_class_counts,
+        positive=_positive_label(config.data, text.labels),
+        leads=chosen_by.removeprefix("eval_") if chosen_by else None,
+    )
+
+
+def scoring_of_table(
+    kept: Scoring | None, data: DataConfig, labels: LabelSpace, counts: Mapping[str, int]
+) -> Scoring:
+    """For `evaluate`: the model's rules, or those its table suggests; --positive-label wins."""
+    positive = _positive_label(data, labels)
+    scoring = scoring_for(labels, counts) if kept is None else replace(kept, tuned=False)
+    if positive is None:
+        return scoring
+    threshold = scoring.threshold
+    if threshold is not None and scoring.positive not in ("", positive):
+        threshold = 1 - threshold  # the same answers, told of the other class
+    return replace(scoring, averaging="binary", positive=positive, why="given", threshold=threshold)
+
+
+def _positive_label(data: DataConfig, labels: LabelSpace) -> str | None:
+    if data.positive_label is None:
+        return None
+    if labels.task != "single_label" or len(labels.names) != 2:
+        raise ConfigError(
+            t(
+                "--positive-label is for two classes, and there are {count} here; leave it out",
+                count=len(labels.names),
+            )
+            if labels.task == "single_label"
+            else t("--positive-label is for two classes, and a row has one of them; leave it out")
+        )
+    return label_named(data.positive_label, labels, data.label_names, "--positive-label")

@@ -1,0 +1,240 @@
+"""Which figure leads, from where on a text has a label, and what a run warns of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_fixtures import config, reviews, write_csv
+
+import memfit
+from memfit.data import LabelSpace, LengthSummary, read_table
+from memfit.errors import ConfigError, DataError
+from memfit.records.evaluation import evaluate_predictions, probabilities, worst_mistakes
+from memfit.records.results import RunSummary, read_summary, write_summary
+from memfit.records.run_warnings import answer_warnings, data_warnings
+from memfit.records.scoring import Scoring, scoring_for
+from memfit.text import speaking
+
+TWO = LabelSpace("single_label", ("投诉", "正常"))
+COUNTS = {"正常": 1000, "投诉": 5}
+
+
+def logits_of(probability: Any) -> np.ndarray:
+    """Of two classes, from the probabilities of the first."""
+    p = np.asarray(probability, dtype=float)
+    return np.log(np.stack([p, 1 - p], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("names", "counts", "positive", "why"),
+    [
+        (("差评", "好评"), {"差评": 40, "好评": 60}, "差评", "rarer"),
+        (("差评", "好评"), {"差评": 60, "好评": 40}, "好评", "rarer"),
+        (("正面", "负面"), {"正面": 50, "负面": 50}, "正面", "name"),
+        (("0", "1"), {"0": 50, "1": 50}, "1", "name"),
+        (("cat", "dog"), {}, "dog", "name"),
+    ],
+)
+def test_the_positive_class_is_the_rarer_one_then_the_one_called_so_then_the_last(
+    names: tuple[str, str], counts: dict[str, int], positive: str, why: str
+) -> None:
+    scoring = scoring_for(LabelSpace("single_label", names), counts)
+    assert (scoring.averaging, scoring.positive, scoring.why) == ("binary", positive, why)
+
+
+def test_a_strong_imbalance_lets_the_mean_lead_unless_a_class_was_named() -> None:
+    assert scoring_for(TWO, {"正常": 100, "投诉": 10}).averaging == "binary"
+    assert scoring_for(TWO, {"正常": 101, "投诉": 10}).averaging == "macro"
+    assert scoring_for(TWO, COUNTS, positive="正常").averaging == "binary"
+    assert scoring_for(LabelSpace("single_label", ("a", "b", "c"))).averaging == "macro"
+
+
+def test_a_class_that_is_never_found_shows_in_the_first_figure() -> None:
+    truth = np.array([1] * 100 + [0])
+    result = evaluate_predictions(
+        logits_of(np.full(101, 0.1)), truth, TWO, scoring_for(TWO, COUNTS)
+    )
+    assert next(iter(result.metrics)) == "f1"
+    # 正常: precision 100/101, recall 1; 投诉: nothing.
+    assert result.metrics["f1"] == pytest.approx((200 / 201) / 2)
+    assert result.metrics["accuracy"] == pytest.approx(100 / 101)
+    (warning,) = answer_warnings(result)
+    assert warning.sentence == (
+        "The model answers 正常 for every one of the 101 rows: 投诉 is never found."
+    )
+    named = evaluate_predictions(
+        logits_of(np.full(101, 0.1)), truth, TWO, scoring_for(TWO, COUNTS, positive="投诉")
+    )
+    assert named.metrics["f1"] == 0.0
+
+
+def test_the_metric_that_picks_the_best_model_is_the_first() -> None:
+    def first(space: LabelSpace, leads: str | None = None) -> str:
+        labels = np.array([0, 1]) if space.task == "single_label" else np.eye(2)
+        scoring = scoring_for(space, leads=leads)
+        return next(iter(evaluate_predictions(np.eye(2), labels, space, scoring).metrics))
+
+    assert first(TWO) == "f1"
+    assert first(TWO, "accuracy") == "accuracy"
+    assert first(TWO, "loss") == "f1"
+    assert first(LabelSpace("multi_label", ("a", "b"))) == "f1_macro"
+
+
+def test_a_class_among_several_that_is_never_found_is_named() -> None:
+    space = LabelSpace("single_label", ("a", "b", "c"))
+    said = np.eye(3)[[0, 1, 1]]
+    (warning,) = answer_warnings(evaluate_predictions(said, np.array([0, 1, 2]), space))
+    assert warning.sentence == "Never found in the 3 rows: c."
+    assert answer_warnings(evaluate_predictions(said, np.array([0, 1, 1]), space)) == ()
+    nothing = evaluate_predictions(
+        np.full((2, 2), -9.0), np.eye(2), LabelSpace("multi_label", ("a", "b"))
+    )
+    assert [one.kind for one in answer_warnings(nothing)] == ["no_labels"]
+
+
+# ---- thresholds ----
+
+
+def test_a_tuned_threshold_finds_what_one_half_does_not() -> None:
+    scores = np.array([0.40, 0.30, 0.20, 0.10, 0.05, 0.02])
+    truth = np.array([0, 0, 1, 0, 1, 1])
+    plain = evaluate_predictions(
+        logits_of(scores), truth, TWO, scoring_for(TWO, {"正常": 3, "投诉": 3}, positive="投诉")
+    )
+    assert plain.metrics["f1"] == 0.0
+    rules = scoring_for(TWO, positive="投诉", threshold="auto")
+    tuned = evaluate_predictions(logits_of(scores), truth, TWO, rules)
+    # All cuts: 1/1 of 3, 2/2 of 3, 2/3, 3/4 of 3 right: F1 2/4, 4/5, 4/6, 6/7.
+    assert tuned.metrics["f1"] == pytest.approx(6 / 7)
+    assert tuned.threshold == pytest.approx((0.10 + 0.05) / 2)
+    assert tuned.tuned
+    assert [one.kind for one in answer_warnings(tuned)] == ["tuned"]
+    kept = Scoring(positive="投诉", averaging="binary", threshold=tuned.threshold)
+    again = evaluate_predictions(logits_of(scores), truth, TWO, kept)
+    assert again.metrics == tuned.metrics
+    wrong = worst_mistakes(logits_of(scores), truth, TWO, list("abcdef"), kept)
+    assert [(one.text, one.predicted, one.score) for one in wrong] == [
+        ("c", "投诉", pytest.approx(0.2))
+    ]
+
+
+def test_one_threshold_is_tuned_for_all_labels_of_a_row() -> None:
+    space = LabelSpace("multi_label", ("a", "b"))
+    scores = np.array([[0.4, 0.1], [0.1, 0.3], [0.1, 0.2]])
+    truth = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    logits = np.log(scores / (1 - scores))
+    tuned = evaluate_predictions(logits, truth, space, scoring_for(space, threshold="auto"))
+    assert tuned.metrics["f1_macro"] == 1.0
+    assert tuned.threshold == pytest.approx(0.25)
+    assert probabilities(logits, "multi_label") == pytest.approx(scores)
+
+
+def test_a_threshold_that_is_no_better_stays_at_one_half() -> None:
+    rules = scoring_for(TWO, positive="投诉", threshold="auto")
+    tuned = evaluate_predictions(logits_of([0.9, 0.1]), np.array([0, 1]), TWO, rules)
+    assert tuned.threshold == 0.5
+
+
+# ---- warnings about the data ----
+
+
+def lengths(cut_rows: int) -> LengthSummary:
+    return LengthSummary(
+        count=90, mean=99.0, p50=70, p90=250, p99=510, max=2900, max_length=128,
+        cut_rows=cut_rows, histogram=(),
+    )  # fmt: skip
+
+
+def test_a_table_without_faults_gets_no_warning(tmp_path: Path) -> None:
+    data = read_table(config(write_csv(tmp_path / "a.csv", reviews(50))))
+    assert data.counts.validation_class_counts == {"0": 20, "1": 20}
+    assert data_warnings(data.counts, lengths(30)) == ()
+
+
+def test_every_fault_of_a_table_is_said_with_what_to_do(tmp_path: Path) -> None:
+    rows = [("正常", f"一切正常 {n}") for n in range(220)] + [
+        ("投诉", f"我要投诉 {n}") for n in range(18)
+    ]
+    rows += [("正常", "味道很好"), ("投诉", "味道很好")]
+    validation = [("正常", f"一切正常 {n}") for n in range(210, 240)] + [("投诉", "要求退款")]
+    checked = write_csv(tmp_path / "b.csv", validation)
+    table = write_csv(tmp_path / "a.csv", rows)
+    data = read_table(config(table, validation_file=str(checked)))
+    found = {one.kind: one for one in data_warnings(data.counts, lengths(31))}
+    assert {kind: one.sentence for kind, one in found.items()} == {
+        "imbalance": "正常 has 12 training rows for each one of 投诉 (19 rows).",
+        "few_rows": "Fewer than 20 validation rows: 投诉 (1). Their figures rest on a few texts.",
+        "contradictions": "2 rows have a text that other rows label differently.",
+        "duplicates": "10 validation rows repeat a text that is also trained on, which flatters "
+        "the figures.",
+        "cut": "34% of the texts are longer than 128 tokens and lose their end.",
+    }
+    assert found["contradictions"].advice.endswith("begins: 味道很好")
+    assert "--max-length 250" in found["cut"].advice
+    assert "--class-weights balanced" in found["imbalance"].advice
+    with speaking("zh"):
+        said = [one.sentence + one.advice for one in found.values()]
+    assert not any("rows" in one for one in said)
+
+
+def test_rows_of_several_labels_contradict_each_other_as_a_whole(tmp_path: Path) -> None:
+    rows = [("a|b", "same"), ("a", "same"), ("b|a", "twice"), ("a|b", "twice")]
+    rows += [("b", f"other {n}") for n in range(9)]
+    counts = read_table(config(write_csv(tmp_path / "a.csv", rows))).counts
+    assert (counts.contradicting_rows, counts.contradicting_example) == (2, "same")
+    numbers = [(f"{n}.5", "same") for n in range(9)]
+    counts = read_table(config(write_csv(tmp_path / "b.csv", numbers))).counts
+    assert counts.contradicting_rows == 0
+
+
+def test_warnings_survive_the_summary_and_unknown_ones_are_passed_over(tmp_path: Path) -> None:
+    data = read_table(config(write_csv(tmp_path / "a.csv", reviews())))
+    warnings = data_warnings(data.counts, lengths(80))
+    write_summary(tmp_path, RunSummary(model="m", task="single_label", warnings=warnings))
+    assert read_summary(tmp_path).warnings == warnings
+    stored = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert [one["kind"] for one in stored["warnings"]] == ["few_rows", "cut"]
+    assert stored["warnings"][1]["message"].startswith("89% of the texts")
+    stored["warnings"].append({"kind": "of another version", "values": {}})
+    assert RunSummary.from_dict(stored).warnings == warnings
+
+
+# ---- a whole run ----
+
+
+def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [("正常", f"房间很大 {n}") for n in range(1000)] + [
+        ("投诉", f"房间很脏 {n}") for n in range(5)
+    ]
+    table = write_csv(tmp_path / "a.csv", rows)
+    options: dict[str, Any] = {"model": tiny_model_dir, "max_length": 16}
+    options |= {"max_steps": 12, "learning_rate": 3e-3}
+    result = memfit.finetune(table, output_dir=tmp_path / "run", quiet=True, **options)
+    assert next(iter(result.metrics)) == "f1"
+    assert result.metrics["f1"] < 0.5 < 0.98 < result.metrics["accuracy"]
+    assert result.summary.training["best_by"] == "f1"
+    kinds = [one.kind for one in result.summary.warnings]
+    assert kinds == ["one_class", "imbalance", "few_rows"]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    first, second = page.index("投诉 is never found"), page.index("means over both classes")
+    assert first < page.index('class="figures"') < second
+    again = memfit.evaluate(tmp_path / "run", table)
+    assert (again.averaging, again.positive) == ("macro", "投诉")
+    named = memfit.evaluate(tmp_path / "run", table, positive_label="投诉")
+    assert (named.metrics["f1"], named.why) == (0.0, "given")
+    with pytest.raises(DataError, match=r"--positive-label names '投訴', which is no label here"):
+        memfit.evaluate(tmp_path / "run", table, positive_label="投訴")
+
+
+def test_a_positive_label_is_for_two_classes(tiny_model_dir: Path, tmp_path: Path) -> None:
+    table = write_csv(tmp_path / "a.csv", [(n % 3, f"text {n}") for n in range(60)])
+    with pytest.raises(ConfigError, match="for two classes, and there are 3 here"):
+        memfit.finetune(
+            table, output_dir=tmp_path / "run", model=tiny_model_dir, positive_label="2"
+        )
