@@ -157,7 +157,7 @@ def evaluate(
         texts = list(zip(texts, table["text_pair"], strict=True))
     found = counts.validation_class_counts
     scoring = scoring_of_table(classifier.scoring, config, classifier.labels, found)
-    evaluation = classifier.evaluate(texts, table["label"], scoring=scoring)
+    evaluation = dataclasses.replace(classifier, scoring=scoring).evaluate(texts, table["label"])
     dropped = {"no_text": counts.dropped_no_text, "no_label": counts.dropped_no_label}
     return dataclasses.replace(evaluation, dropped=dropped)
 

@@ -142,18 +142,12 @@ class Classifier:
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
     def evaluate(
-        self,
-        texts: Sequence[Text],
-        labels: Any,
-        *,
-        batch_tokens: int = BATCH_TOKENS,
-        scoring: Scoring | None = None,
+        self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
     ) -> Evaluation:
-        """How good the answers are on texts with known label ids, by the model's own rules."""
+        """How good the answers are on texts with known label ids."""
         logits = self.logits(texts, batch_tokens=batch_tokens)
         # A dataset column gives its values much faster at once than one by one.
-        truth, rules = np.asarray(labels[:]), scoring or self.scoring
-        return evaluate_predictions(logits, truth, self.labels, rules)
+        return evaluate_predictions(logits, np.asarray(labels[:]), self.labels, self.scoring)
 
     def logits(
         self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
