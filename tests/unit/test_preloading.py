@@ -1,35 +1,46 @@
-"""Libraries are loaded beside other work, and what is wrong with them is said in the end."""
+"""Libraries are loaded when it costs least: before the first step, or beside the steps."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from memfit.run import preloading
 
 
-def test_everything_a_run_needs_is_there_afterwards() -> None:
-    """In a process of its own: here torch is loaded already."""
+def test_what_the_first_step_needs_is_there_and_nothing_for_the_end() -> None:
+    """In a process of its own: here everything is loaded already."""
     script = """
 import sys, threading
 from memfit.run import preloading
 assert "torch" not in sys.modules
-preloading.start_preloading()
-preloading.start_preloading()
-import datasets
-preloading.finish_preloading()
-assert not [one for one in threading.enumerate() if one.name.startswith("memfit_load")]
-for name in ("torch", "sympy", "sklearn.metrics", "transformers", "memfit.training.trainer"):
+preloading.load_libraries()
+for name in ("torch", "transformers.trainer", "memfit.training.trainer"):
+    assert name in sys.modules, name
+for name in preloading._LATER:
+    assert name not in sys.modules, name
+preloading.load_later()
+for thread in threading.enumerate():
+    if thread.name == "memfit-load-later":
+        thread.join()
+for name in preloading._LATER:
     assert name in sys.modules, name
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
 
-def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloading, "_THREADS", [])
-    monkeypatch.setattr(preloading, "_LEAVES", ("a_library_that_is_missing",))
-    preloading.start_preloading()
-    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
-        preloading.finish_preloading()
+def test_a_library_that_is_not_installed_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preloading, "_LATER", ("a_library_that_is_missing", "sndhdr_of_tests"))
+    monkeypatch.setitem(sys.modules, "sndhdr_of_tests", sys)
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    preloading.load_later()
+    for thread in threading.enumerate():
+        if thread.name == "memfit-load-later":
+            thread.join()
+    assert failed == []

@@ -57,3 +57,11 @@ def test_a_transform_of_the_users_decides_how_long_rows_are():
     rows = Dataset.from_dict({"input_ids": [row["input_ids"] for row in ROWS]})
     cut = rows.with_transform(lambda batch: {"input_ids": [ids[:4] for ids in batch["input_ids"]]})
     assert row_lengths(cut) == [3, 4, 4, 4]
+
+
+def test_rows_that_were_chosen_or_shuffled_are_counted_in_their_new_order():
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"input_ids": [row["input_ids"] for row in ROWS]})
+    assert row_lengths(rows.select([2, 0])) == [4, 3]
+    assert row_lengths(rows.select([1, 3, 2]).with_format("numpy")) == [9, 7, 4]

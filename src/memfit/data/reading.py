@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -381,11 +381,8 @@ def class_counts(labels: Array, space: LabelSpace) -> dict[str, int]:
     return {name: int(total) for name, total in zip(space.names, totals, strict=True)}
 
 
-def read_table(config: DataConfig, when_opened: Callable[[], None] | None = None) -> TextData:
-    """The rows that train and the rows that validate, with label names and counts.
-
-    `when_opened` is called once the table is there and its columns are found.
-    """
+def read_table(config: DataConfig) -> TextData:
+    """The rows that train and the rows that validate, with label names and counts."""
     if config.validation_file is None:
         check_share(config.validation_split)
     table, validation_table = open_source(config.path, config.encoding)
@@ -395,8 +392,6 @@ def read_table(config: DataConfig, when_opened: Callable[[], None] | None = None
     columns = choose_columns(table, config)
     if validation_table is not None:
         require_columns(validation_table, columns, table.where)
-    if when_opened is not None:
-        when_opened()
     with quiet_datasets():
         rows = clean_rows(table, columns)
         coding = _coding(table, columns, rows, config)

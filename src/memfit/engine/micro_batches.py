@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -300,12 +300,7 @@ def row_lengths(dataset: Any) -> list[int]:
         if "length" in dataset.column_names:
             return [int(length) for length in dataset["length"]]
         if "input_ids" in dataset.column_names:
-            chunks = range(0, len(dataset), _CHUNK_ROWS)
-            return [
-                len(row)
-                for start in chunks
-                for row in dataset[start : start + _CHUNK_ROWS]["input_ids"]
-            ]
+            return [length for chunk in _chunks(dataset) for length in _lengths(chunk["input_ids"])]
     elif has_rows(dataset):
         rows = (dataset[index] for index in range(len(dataset)))
         return [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
@@ -316,6 +311,23 @@ def _as_python(dataset: Any) -> Any:
     """Rows as lists, whatever tensors they are made into; a transform of the user's stays."""
     kind = getattr(dataset, "format", {}).get("type")
     return dataset.with_format(None) if kind not in (None, "custom") else dataset
+
+
+def _chunks(dataset: Any) -> Iterator[Any]:
+    """The rows in parts: as they lie in Arrow, where lists need not be made to count them."""
+    if getattr(dataset, "format", {"type": "custom"})["type"] != "custom":
+        dataset = dataset.with_format("arrow")
+    for start in range(0, len(dataset), _CHUNK_ROWS):
+        yield dataset[start : start + _CHUNK_ROWS]
+
+
+def _lengths(column: Any) -> list[int]:
+    if hasattr(column, "combine_chunks"):
+        import pyarrow.compute
+
+        found: list[int] = pyarrow.compute.list_value_length(column).to_pylist()
+        return found
+    return [len(row) for row in column]
 
 
 def longest_row(dataset: Any, model: nn.Module) -> int:

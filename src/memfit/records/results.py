@@ -12,6 +12,7 @@ checkpoints/       for --resume
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -363,6 +364,11 @@ def config_digest(toml_text: str) -> str:
 
 def versions() -> dict[str, str]:
     """What the run was made with; packages that are not installed are left out."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     found = {"memfit": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

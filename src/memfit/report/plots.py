@@ -9,10 +9,8 @@ legend too narrow; the page does that, and it breaks lines on a phone.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -148,17 +146,6 @@ def available() -> bool:
     except ImportError:
         return False
     return True
-
-
-def load_soon() -> None:
-    """Loads matplotlib in a thread; who draws then finds it there, or waits for the rest."""
-    threading.Thread(target=_load, daemon=True).start()
-
-
-def _load() -> None:
-    with contextlib.suppress(ImportError):
-        import matplotlib.backends.backend_svg
-        import matplotlib.figure  # noqa: F401
 
 
 class Drawing:

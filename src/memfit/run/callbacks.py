@@ -23,6 +23,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
+from memfit.run.preloading import load_later
 from memfit.run.signals import Stopped, handled
 from memfit.text import t
 from memfit.training.progress import MemoryMeter
@@ -236,6 +237,24 @@ def _ends_epoch(step: int, args: TrainingArguments, batches: Any) -> bool:
     except TypeError:  # a stream has no length, and no end to meet
         return False
     return an_epoch > 1 and step % an_epoch == 0
+
+
+class LoadMeanwhile(TrainerCallback):
+    """Loads the libraries of the evaluation and the report while the first steps are computed."""
+
+    _AFTER_STEPS = 3
+    """The first ones compile, capture and are measured."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts once."""
+        self._steps += 1
+        if self._steps == self._AFTER_STEPS:
+            load_later()
 
 
 class StopAfterStep(TrainerCallback):

@@ -1,10 +1,9 @@
-"""Loads libraries and starts the card in the background while a run reads its table.
+"""Loads the libraries of a run, each at the moment when it costs least.
 
-An import that waits for a file, and a driver that creates a context, leave the interpreter free.
-One thread loads torch, another the libraries that need no torch, while the main thread reads the
-table. The threads share only packages that each of them imports by their top name (numpy, pandas):
-the second one waits until the package is complete. transformers imports all of them, so it is
-loaded when both threads are done.
+What the first step needs is loaded in one thread, one library after the other: threads that import
+at the same time take the interpreter from each other and are slower together than one alone. Only
+the driver works beside it, which creates the card's context without the interpreter. What is needed
+after the last step is loaded while the card computes.
 """
 
 from __future__ import annotations
@@ -14,35 +13,51 @@ import gc
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-_THREADS: list[threading.Thread] = []
+_FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
-_LEAVES = ("sympy", "sklearn.metrics")
-
-_LAST = ("transformers", "transformers.trainer", "memfit.training.trainer")
+_LATER = ("sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_svg")
 
 
-def start_preloading(*, card: bool = True) -> None:
-    """Starts the threads; a second call does nothing.
+def load_libraries(*, card: bool = True) -> None:
+    """Loads what the first step needs. Without `card` no CUDA context is created."""
+    import torch
 
-    Without `card` no CUDA context is created: the run stays on the CPU.
-    """
-    if _THREADS:
-        return
-    for work in (_load_torch_and_card if card else _load_torch, _load_leaves):
-        # Not a daemon: an interpreter that ends while torch is being loaded may crash.
-        thread = threading.Thread(target=_quietly, args=(work,), name=f"memfit{work.__name__}")
-        _THREADS.append(thread)
-        thread.start()
-
-
-def finish_preloading() -> None:
-    """Waits for the threads and loads the rest. Raises what failed in a thread."""
-    for thread in _THREADS:
-        thread.join()
-    for name in ("torch", *_LEAVES, *_LAST):
+    # Of several cards, the Trainer decides which is this process's.
+    starts = card and "LOCAL_RANK" not in os.environ and torch.cuda.is_available()
+    context = threading.Thread(target=_create_context)
+    if starts:
+        context.start()
+    for name in _FIRST:
         importlib.import_module(name)
+    if starts:
+        context.join()
+
+
+def load_later() -> None:
+    """Loads what evaluates and draws, in a thread. What fails there fails again where it is used.
+
+    The thread is no daemon: an interpreter that ends while a library is being loaded may crash.
+    """
+    threading.Thread(target=_load_later, name="memfit-load-later").start()
+
+
+def _load_later() -> None:
+    from memfit.records.results import versions
+
+    for name in _LATER:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    versions()
+
+
+def _create_context() -> None:
+    from memfit.memory.cuda_context import measured_context_bytes
+
+    with contextlib.suppress(Exception):  # whoever uses the card next meets the same error
+        # Asking torch for the current device would create the context before it is measured.
+        measured_context_bytes(0)
 
 
 @contextlib.contextmanager
@@ -55,30 +70,3 @@ def without_collecting() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _quietly(work: Callable[[], None]) -> None:
-    """Runs the work. `finish_preloading` repeats an import that failed, and raises its error."""
-    with contextlib.suppress(Exception):
-        work()
-
-
-def _load_leaves() -> None:
-    for name in _LEAVES:
-        importlib.import_module(name)
-
-
-def _load_torch() -> None:
-    importlib.import_module("torch")
-
-
-def _load_torch_and_card() -> None:
-    """Also creates the CUDA context, which takes a second and no interpreter."""
-    import torch
-
-    if "LOCAL_RANK" in os.environ or not torch.cuda.is_available():
-        return  # of several cards, the Trainer decides which is this process's
-    from memfit.memory.cuda_context import measured_context_bytes
-
-    # Asking torch for the current device would create the context before it is measured.
-    measured_context_bytes(0)

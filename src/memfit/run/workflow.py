@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import os
 import shlex
@@ -52,7 +51,7 @@ from memfit.records.results import (
 )
 from memfit.records.run_warnings import answer_warnings, data_warnings
 from memfit.records.scoring import Scoring
-from memfit.report import plots, terminal
+from memfit.report import terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
 from memfit.run.prepare import last_checkpoint, with_absolute_paths
@@ -299,7 +298,8 @@ class _Run:
             with self.clock.measure("data"), doing(t("reading the table …")):
                 text = self._read()
             with self.clock.measure("import"), doing(t("loading libraries …")):
-                preloading.finish_preloading()
+                on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
+                preloading.load_libraries(card=not on_cpu)
         with announcements.no_progress_bars():
             self._prepare(text)
             tokens = self.tokens
@@ -310,8 +310,6 @@ class _Run:
                         trainer, text, tokens, self.scoring, self.claim.path
                     )
                 with self.clock.measure("save"), doing(t("saving the model …")):
-                    # Disks need no interpreter: what draws the report is loaded meanwhile.
-                    plots.load_soon()
                     tuned = dataclasses.replace(self.scoring, threshold=evaluation.threshold)
                     save_model(trainer, self.claim.path, tuned)
                     self._settle(trainer)
@@ -380,9 +378,7 @@ class _Run:
     def _read(self) -> TextData:
         from memfit.data import read_table
 
-        on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
-        start = functools.partial(preloading.start_preloading, card=not on_cpu)
-        return read_table(self.config.data, start)
+        return read_table(self.config.data)
 
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""
@@ -489,6 +485,7 @@ class _Run:
     def _callbacks(self, device_type: str) -> list[Any]:
         from memfit.run.callbacks import (
             KeepElapsed,
+            LoadMeanwhile,
             MeasureOneStep,
             RecordRun,
             StopAfterStep,
@@ -503,7 +500,7 @@ class _Run:
         shown_bytes = self.budget_bytes if device_type == "cuda" else None
         bar = MemfitProgress(budget_bytes=shown_bytes, console=announcements.plain_console())
         # The time is kept before a stop ends the run.
-        own = [self.elapsed, self.record, self.stop, self.probe]
+        own = [self.elapsed, self.record, self.stop, self.probe, LoadMeanwhile()]
         return [*([] if self.quiet else [bar]), *own, *self.callbacks]
 
     def _choosing(self, text: TextData) -> Choosing:
