@@ -137,7 +137,7 @@ def test_a_skipped_step_changes_no_weight_and_every_count_agrees(
     tmp_path: Path, optim: str
 ) -> None:
     trainer = skipped_run(tmp_path / "run", kept := Weights(), optim=optim)
-    skipped = trainer.watch.skipped_steps
+    skipped = trainer.health.watch.skipped_steps
     assert len(skipped) == STEPS // STEPS_AN_EPOCH  # once an epoch
     kept.after[0] = model_of().state_dict()
     for step in range(1, STEPS + 1):
@@ -186,7 +186,7 @@ def test_the_low_bit_optimizer_leaves_the_step_out_where_the_gradient_is(
         trainer.micro_batching = type(trainer.micro_batching)()
     with pytest.warns(UserWarning, match="is skipped"):
         trainer.train()
-    skipped = trainer.watch.skipped_steps
+    skipped = trainer.health.watch.skipped_steps
     assert len(skipped) == STEPS // STEPS_AN_EPOCH
     for step in range(2, STEPS + 1):
         assert same(kept.after[step], kept.after[step - 1]) == (step in skipped), step

@@ -87,7 +87,7 @@ def test_a_skipped_step_leaves_weights_and_optimizer_alone(tmp_path: Path, optim
     )
     with pytest.warns(UserWarning, match="is skipped"):
         trainer.train()
-    skipped = trainer.watch.skipped_steps
+    skipped = trainer.health.watch.skipped_steps
     assert len(skipped) == STEPS // STEPS_AN_EPOCH
     counts = counts_of(tmp_path / "run" / f"checkpoint-{STEPS}")
     assert counts["state"] == counts["schedule"] == STEPS
@@ -101,7 +101,7 @@ def test_the_low_bit_optimizer_skips_by_its_gate(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path / "run", model=poisoned(), **settings)
     with pytest.warns(UserWarning, match="is skipped"):
         trainer.train()
-    assert len(trainer.watch.skipped_steps) == STEPS // STEPS_AN_EPOCH
+    assert len(trainer.health.watch.skipped_steps) == STEPS // STEPS_AN_EPOCH
     weights = trainer.model.state_dict().values()
     assert all(bool(torch.isfinite(value).all()) for value in weights)
 

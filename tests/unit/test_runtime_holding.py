@@ -70,7 +70,7 @@ def test_a_cell_run_again_trains_on_from_the_weights_that_are_there(way, tmp_pat
     model = model_of(0.0)
     first = trainer_of(tmp_path, model, strategies=WAYS[way])
     first.train()
-    after_one = first._joined(model) or state_of(model)
+    after_one = first.masters.joined() or state_of(model)
     again = trainer_of(tmp_path, model, strategies=WAYS[way])
     before = again.changes and state_of(model)
     for name, value in before.items():  # what low bits hold of the same numbers
@@ -85,7 +85,7 @@ def test_another_trainer_finds_the_model_as_it_was(way, tmp_path):
     model = model_of(0.0)
     first = trainer_of(tmp_path, model, strategies=WAYS[way])
     first.train()
-    trained = first._joined(model) or state_of(model)
+    trained = first.masters.joined() or state_of(model)
     trainer_of(tmp_path, model)
     assert_plain(model)
     for name, value in model.state_dict().items():

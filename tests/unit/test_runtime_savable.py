@@ -81,7 +81,7 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(
     trainer.train()
     written = sum(file.stat().st_size for file in (tmp_path / "checkpoint-1").iterdir())
     # Headers of safetensors, the configuration and the manifest are not counted.
-    assert trainer.checkpoint_bytes == pytest.approx(written, abs=15_000)
+    assert trainer.checkpoints.size_bytes == pytest.approx(written, abs=15_000)
     assert written > 100_000
 
 
@@ -115,7 +115,7 @@ def test_where_nothing_is_saved_nothing_but_the_model_must_be(tmp_path: Path) ->
     )
     trainer.train()
     assert steps.count == 2
-    assert trainer.checkpoint_bytes == 0
+    assert trainer.checkpoints.size_bytes == 0
 
 
 class Tied(nn.Module):
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_finds_no_memory_is_written_after_room_is_made(
         write(folder)
 
     trainer._save_optimizer_and_scheduler = once_without_memory
-    monkeypatch.setattr(type(trainer), "make_room", lambda _: made.append(1))
+    monkeypatch.setattr(type(trainer.guard), "make_room", lambda _: made.append(1))
     trainer.train()
     assert made == [1]
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file()

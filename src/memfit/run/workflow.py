@@ -95,11 +95,11 @@ def save_model(trainer: BudgetTrainer, target: Path, scoring: Scoring) -> None:
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     adapted = hasattr(model, "merge_and_unload")
     if adapted:
-        trainer.widen_weights()
+        trainer.masters.widen()
         model = model.merge_and_unload()
     tokenizer: Any = trainer.processing_class
     with staged_files(target) as folder:
-        if adapted or not trainer.export_weights(folder):
+        if adapted or not trainer.masters.export(folder):
             checkpoint = None if adapted else _checkpoint_of(trainer)
             if checkpoint is None or not _linked(checkpoint, folder):
                 model.save_pretrained(folder)
@@ -114,13 +114,13 @@ def save_model(trainer: BudgetTrainer, target: Path, scoring: Scoring) -> None:
 def _checkpoint_of(trainer: BudgetTrainer) -> Path | None:
     """The checkpoint that holds the weights as they are now, whole and under its name."""
     try:
-        trainer.settle_checkpoint()
+        trainer.checkpoints.settle()
     except RunStoppedError:
         return None  # said once the model is saved
     best = trainer.state.best_model_checkpoint
     if best and trainer.args.load_best_model_at_end:
         return Path(best)
-    return trainer.held_checkpoint()
+    return trainer.checkpoints.held()
 
 
 def _linked(checkpoint: Path, folder: Path) -> bool:
@@ -356,13 +356,13 @@ class _Run:
             yield
         except BaseException:
             with contextlib.suppress(RunStoppedError):
-                trainer.settle_checkpoint()
+                trainer.checkpoints.settle()
             raise
 
     def _settle(self, trainer: BudgetTrainer) -> None:
         """Waits for the last checkpoint, which was left unfinished to save the model beside it."""
         try:
-            trainer.settle_checkpoint()
+            trainer.checkpoints.settle()
         except RunStoppedError as error:
             error.model_in = self.claim.path
             raise
@@ -475,7 +475,7 @@ class _Run:
         looked_at = any(
             not type(one).__module__.startswith(own) for one in trainer.callback_handler.callbacks
         )
-        trainer.seals_last_later = not looked_at and arguments.save_total_limit != 1
+        trainer.checkpoints.seals_last_later = not looked_at and arguments.save_total_limit != 1
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):

@@ -9,132 +9,133 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from memfit.config.files import atomic_writer
-from memfit.training.health import WatchedTraining
+from memfit.strategies import Setup
+from memfit.training.guard.updates import unwrapped
 
 _OPTIMIZER_FILE = "optimizer.pt"
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class FullPrecisionExport(WatchedTraining):
-    """What BudgetTrainer changes in how a model is saved outside of checkpoints."""
+class ExportingTrainer(Protocol):
+    """What an export needs of a trainer."""
 
-    _masters_are_older: bool = False
-    _loads_best: bool = False
+    args: TrainingArguments
+    state: TrainerState
+    model: PreTrainedModel
+    optimizer: Any
+    accelerator: Any
 
     @property
-    def is_trained(self) -> bool:
-        """Whether all steps are done, and the weights not half replaced by the best ones."""
-        steps = self.state.max_steps
-        return 0 < steps <= self.state.global_step and not self._loads_best
+    def setup(self) -> Setup:
+        """What the strategies have changed."""
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; outside of checkpoints in float32 where masters were trained."""
-        super().save_model(output_dir, _internal_call)
-        # An upload saves by an internal call, too.
-        if not self._writing and self.args.should_save:
-            self.export_weights(Path(str(output_dir or self.args.output_dir)))
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
 
-    def export_weights(self, folder: Path) -> bool:
+
+class MasterWeights:
+    """The weights of a low-bit training in full precision; there are none in other trainings."""
+
+    def __init__(self, trainer: ExportingTrainer) -> None:
+        self._trainer = trainer
+        self._are_older = False
+        """Whether the model was loaded from a checkpoint without its masters."""
+
+    @property
+    def exist(self) -> bool:
+        """Whether the optimizer keeps what half-precision weights cannot hold."""
+        halved = any(p.dtype in _HALF and p.requires_grad for p in self._model.parameters())
+        return halved and hasattr(unwrapped(self._trainer.optimizer), "fp32_state_dict")
+
+    def joined(self) -> dict[str, torch.Tensor] | None:
+        """The model's state in float32 on the host; None where it was trained in float32."""
+        if not self.exist:
+            return None
+        if self._are_older:
+            return {name: _widened(value) for name, value in self._model.state_dict().items()}
+        optimizer = unwrapped(self._trainer.optimizer)
+        state: dict[str, torch.Tensor] = optimizer.fp32_state_dict(self._model, device="cpu")
+        return state
+
+    def export(self, folder: Path) -> bool:
         """Write the masters over half-precision weights in a saved model; whether there are any."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        state = self._joined(model) if hasattr(model, "save_pretrained") else None
+        state = self.joined() if hasattr(self._model, "save_pretrained") else None
         if state is None:
             return False
-        model.save_pretrained(str(folder), state_dict=state)
+        self._model.save_pretrained(str(folder), state_dict=state)
         _say_float32(folder / "config.json")
         return True
 
-    def widen_weights(self) -> None:
+    def widen(self) -> None:
         """Put the masters in the place of half-precision weights, on the host: training is over.
 
         Adapters are merged into them there, where the sum loses no bits and the card no memory.
         """
-        model: Any = self.accelerator.unwrap_model(self.model)
-        state = self._joined(model)
+        state = self.joined()
         if state is not None:
-            for name, parameter in model.named_parameters(remove_duplicate=False):
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 parameter.data = state[name]
 
-    def _joined(self, model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        """The model's state in float32 on the host; None where it was trained in float32."""
-        if not self._has_masters(model):
-            return None
-        if self._masters_are_older:
-            return {name: _widened(value) for name, value in model.state_dict().items()}
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        state: dict[str, torch.Tensor] = optimizer.fp32_state_dict(model, device="cpu")
-        return state
+    def load(self, checkpoint: Path) -> None:
+        """With the optimizer's state of that moment, which holds the rest of each weight."""
+        if self._trainer.setup.make_optimizer is None:
+            return
+        self._are_older = not (checkpoint / _OPTIMIZER_FILE).is_file()
+        if not self._are_older:
+            self._trainer._load_optimizer_and_scheduler(str(checkpoint))
 
-    def _has_masters(self, model: torch.nn.Module) -> bool:
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        halved = any(p.dtype in _HALF and p.requires_grad for p in model.parameters())
-        return halved and hasattr(optimizer, "fp32_state_dict")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def push(self, checkpoint: Path, push: Callable[[str], None]) -> None:
         """The model goes up in float32; a checkpoint, where that is asked for, as it is."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        if self._writing or not self._has_masters(model):
-            super()._push_from_checkpoint(checkpoint_folder)
+        if not self.exist:
+            push(str(checkpoint))
             return
         # The Trainer copies the model out of the folder it is given, and uploads the copy. What
         # begins with an underscore is not uploaded itself.
-        asked, jobs_before = self.args.hub_strategy, self._upload_jobs()
-        with tempfile.TemporaryDirectory(prefix="_float32-", dir=self.args.output_dir) as folder:
-            self.export_weights(Path(folder))
+        args = self._trainer.args
+        asked, jobs_before = args.hub_strategy, self._upload_jobs()
+        with tempfile.TemporaryDirectory(prefix="_float32-", dir=args.output_dir) as folder:
+            self.export(Path(folder))
             if asked != HubStrategy.END:
-                self.args.hub_strategy = HubStrategy.EVERY_SAVE
+                args.hub_strategy = HubStrategy.EVERY_SAVE
             try:
-                super()._push_from_checkpoint(folder)
+                push(folder)
             finally:
-                self.args.hub_strategy = asked
+                args.hub_strategy = asked
         begun = self._upload_jobs() != jobs_before
         if begun and asked in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            self._upload_checkpoint(Path(checkpoint_folder))
+            self._upload(checkpoint)
+
+    @property
+    def _model(self) -> Any:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
 
     def _upload_jobs(self) -> list[Any]:
-        return list(getattr(getattr(self, "push_in_progress", None), "jobs", ()))
+        return list(getattr(getattr(self._trainer, "push_in_progress", None), "jobs", ()))
 
-    def _upload_checkpoint(self, folder: Path) -> None:
+    def _upload(self, checkpoint: Path) -> None:
         from huggingface_hub import HfApi
 
-        latest = self.args.hub_strategy == HubStrategy.CHECKPOINT
+        trainer: Any = self._trainer
+        latest = trainer.args.hub_strategy == HubStrategy.CHECKPOINT
         job = HfApi().upload_folder(
-            repo_id=str(self.hub_model_id),
-            folder_path=folder,
-            path_in_repo="last-checkpoint" if latest else folder.name,
-            commit_message=f"Training in progress, step {self.state.global_step}, checkpoint",
-            token=self.args.hub_token,
+            repo_id=str(trainer.hub_model_id),
+            folder_path=checkpoint,
+            path_in_repo="last-checkpoint" if latest else checkpoint.name,
+            commit_message=f"Training in progress, step {trainer.state.global_step}, checkpoint",
+            token=trainer.args.hub_token,
             run_as_future=True,
-            revision=self.args.hub_revision,
+            revision=trainer.args.hub_revision,
         )
-        uploads: Any = self.push_in_progress
-        uploads.jobs.append(job)
-
-    def _load_best_model(self) -> None:
-        """With the optimizer's state of that moment, which holds the rest of each weight."""
-        held = self.held_checkpoint()
-        self._loads_best = True
-        super()._load_best_model()
-        # Of a checkpoint the model holds already the optimizer holds the state, too.
-        if held is None or str(held) != self.state.best_model_checkpoint:
-            self._load_best_masters()
-        self._loads_best = False
-
-    def _load_best_masters(self) -> None:
-        best = self.state.best_model_checkpoint
-        if best is None or self.setup.make_optimizer is None:
-            return
-        self._masters_are_older = not (Path(best) / _OPTIMIZER_FILE).is_file()
-        if not self._masters_are_older:
-            self._load_optimizer_and_scheduler(best)
+        trainer.push_in_progress.jobs.append(job)
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:

@@ -300,7 +300,7 @@ class ModelChanges:
             return
         trainer = self._trainer
         trainer.executor.drop()
-        weights = trainer._joined(trainer.accelerator.unwrap_model(trainer.model)) or {}
+        weights = trainer.masters.joined() or {}
         self.setup.restore()
         model = self.setup.model
         _without_autocast(model)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from memfit.training.checkpoints import (
     tidy,
     write_manifest,
 )
-from memfit.training.loaders import EffectiveLoading
+from memfit.training.guard.updates import unwrapped
 from memfit.units import format_bytes
 
 _BY_SAFETENSORS = frozenset(
@@ -67,7 +67,22 @@ _BY_SAFETENSORS = frozenset(
 )  # fmt: skip
 
 
-def check_savable(trainer: SafeSaving) -> int:
+class SavingTrainer(Protocol):
+    """What saving needs of a trainer."""
+
+    args: transformers.TrainingArguments
+    state: transformers.TrainerState
+    model: PreTrainedModel
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    callback_handler: Any
+
+
+_Loaded = TypeVar("_Loaded")
+
+
+def check_savable(trainer: SavingTrainer) -> int:
     """The bytes of a checkpoint, 0 where none is to be written.
 
     SaveError names what cannot be saved; OutputError says that a checkpoint has no room.
@@ -88,7 +103,7 @@ def check_savable(trainer: SafeSaving) -> int:
     return size_bytes
 
 
-def _parts(trainer: SafeSaving) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _parts(trainer: SavingTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What the Trainer pickles, by the name it has in a sentence."""
     yield "arguments", lambda: trainer.args
     if trainer.args.save_only_model:
@@ -104,7 +119,7 @@ def _parts(trainer: SafeSaving) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "random", lambda: [random.getstate(), np.random.get_state(), torch.get_rng_state()]
 
 
-def _state_bytes(trainer: SafeSaving) -> int:
+def _state_bytes(trainer: SavingTrainer) -> int:
     """The Trainer's own state, with what callbacks keep in it."""
     kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
     size_bytes = 0
@@ -241,67 +256,108 @@ _DEVICE_IS_GONE = (
 )  # fmt: skip
 
 
-class SafeSaving(EffectiveLoading):
-    """What BudgetTrainer changes in how checkpoints are written, removed and read."""
+class Checkpoints:
+    """The checkpoints of one trainer: written whole, rotated, found again and loaded.
 
-    user_args: transformers.TrainingArguments
-    _last_good: Path | None = None
-    _writing: bool = False
-    _push_due: bool = False
-    _damaged: tuple[Path, ...] = ()
-    _written: Path | None = None
-    """The checkpoint this process wrote last."""
-    seals_last_later: bool = False
-    """The last step's checkpoint gets its checksums and its name beside what follows the training;
-    `settle_checkpoint` waits for them."""
-    _sealing: Future[None] | None = None
+    `make_room` is called when a checkpoint found no memory on the device; it is then written once
+    more. Whatever a checkpoint needs there is worth more than what makes steps faster.
+    """
 
-    def before_saving(self) -> None:
-        """Called before each checkpoint; raise to keep one from being written."""
+    def __init__(self, trainer: SavingTrainer, make_room: Callable[[], None]) -> None:
+        self._trainer = trainer
+        self._make_room = make_room
+        self.size_bytes = 0
+        """Of one on the disk, known before the first step; 0 where none is written."""
+        self.writing = False
+        self.push_due = False
+        """Whether the checkpoint is to be uploaded once it has its name."""
+        self.loading_best = False
+        """Whether the weights are half replaced by the best ones."""
+        self.seals_last_later = False
+        """The last step's checkpoint gets its checksums and its name beside what follows the
+        training; `settle` waits for them."""
+        self._last_good: Path | None = None
+        self._damaged: tuple[Path, ...] = ()
+        self._written: Path | None = None
+        """The checkpoint this process wrote last."""
+        self._sealing: Future[None] | None = None
 
     @property
-    def last_good_checkpoint(self) -> Path | None:
+    def last_good(self) -> Path | None:
         """Written or continued from by this run; else the newest that is there."""
-        return self._last_good or newest_listed(str(self.args.output_dir))
+        return self._last_good or newest_listed(str(self._trainer.args.output_dir))
 
-    def make_room(self) -> None:
-        """Called when a checkpoint found no memory on the device; it is then written once more."""
+    def check(self) -> None:
+        """Raises what would go wrong at the first save; notes how large a checkpoint will be."""
+        if self._trainer.args.should_save:
+            self.size_bytes = check_savable(self._trainer)
+
+    # ---- writing ----
+
+    def save(self, folder: Path, write: Callable[[], None], check: Callable[[], None]) -> Path:
+        """Has a checkpoint written by the Trainer; `check` raises to keep it from being written."""
+        trainer, state = self._trainer, self._trainer.state
+        with doing(t("writing a checkpoint …")):
+            self.settle()
+            self._with_room(check)
+            final = folder / f"checkpoint-{state.global_step}"
+            best_before = state.best_model_checkpoint
+            with self._undone_if_it_fails(final, best_before):
+                self._with_room(lambda: self._write_beside(final, write))
+            if trainer.args.should_save:
+                self._written = final
+                last = state.global_step >= state.max_steps
+                if self.seals_last_later and last and not self.push_due:
+                    pool = ThreadPoolExecutor(1, "memfit-sealing")
+                    speaking = contextvars.copy_context()  # an error is said in the run's language
+                    self._sealing = pool.submit(speaking.run, self._seal, final, best_before)
+                    pool.shutdown(wait=False)
+                else:
+                    self._seal(final, best_before)
+            trainer.accelerator.wait_for_everyone()
+        return final
+
+    def folder_for(self, folder: str) -> str:
+        """Where the Trainer writes what belongs into this folder: beside it, until it is whole."""
+        return str(place_for(Path(folder) / "x").parent) if self.writing else folder
+
+    def settle(self) -> None:
+        """Waits until the last checkpoint has its name. Raises, each time, why it has none."""
+        if self._sealing is not None:
+            self._sealing.result()
 
     def _with_room(self, work: Callable[[], None]) -> None:
-        """Whatever a checkpoint needs on the device is worth more than what makes steps faster."""
         try:
             return work()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             let_go(error)
-        self.make_room()
+        self._make_room()
         return work()
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with doing(t("writing a checkpoint …")):
-            self._save_whole(model, trial)
+    def _write_beside(self, final: Path, write: Callable[[], None]) -> None:
+        """All the Trainer writes, in the place of what is unfinished."""
+        trainer = self._trainer
+        if trainer.args.should_save:
+            tidy(final.parent)
+        trainer.accelerator.wait_for_everyone()
+        self.writing, self.push_due = True, False
+        try:
+            write()
+        finally:
+            self.writing = False
+        trainer.accelerator.wait_for_everyone()  # every rank has written its random state
+        if trainer.args.should_save:
+            self._note_best(final)
 
-    def _save_whole(self, model: nn.Module, trial: Any) -> None:
-        self.settle_checkpoint()
-        self._with_room(self.before_saving)
-        final = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        best_before = self.state.best_model_checkpoint
-        with self._undone_if_it_fails(final, best_before):
-            self._with_room(lambda: self._write_beside(final, model, trial))
-        if self.args.should_save:
-            self._written = final
-            last = self.state.global_step >= self.state.max_steps
-            if self.seals_last_later and last and not self._push_due:
-                pool = ThreadPoolExecutor(1, "memfit-sealing")
-                speaking = contextvars.copy_context()  # an error is said in the run's language
-                self._sealing = pool.submit(speaking.run, self._seal, final, best_before)
-                pool.shutdown(wait=False)
-            else:
-                self._seal(final, best_before)
-        self.accelerator.wait_for_everyone()
-        if self._push_due:
-            self._push_from_checkpoint(str(final))
+    def _note_best(self, final: Path) -> None:
+        """The state names the best checkpoint by the place it will have."""
+        state = self._trainer.state
+        named = final.with_name(f"checkpoint-{state.best_global_step}")
+        if named.is_dir() or named == final:
+            state.best_model_checkpoint = str(named)
+            state.save_to_json(str(place_for(final) / _STATE_FILE))
 
     def _seal(self, final: Path, best_before: str | None) -> None:
         """Lists the files with their checksums, brings them to the disk, gives the folder its name.
@@ -322,7 +378,7 @@ class SafeSaving(EffectiveLoading):
             yield
         except BaseException as error:
             self._written = None
-            self.state.best_model_checkpoint = best_before
+            self._trainer.state.best_model_checkpoint = best_before
             with contextlib.suppress(OSError):
                 tidy(final.parent)
             if isinstance(error, MemfitError) or not isinstance(error, Exception):
@@ -332,71 +388,18 @@ class SafeSaving(EffectiveLoading):
                 name=final.name,
                 reason=why_not_written(error, final.parent),
             )
-            raise SaveError(what, self.last_good_checkpoint) from error
-
-    def settle_checkpoint(self) -> None:
-        """Waits until the last checkpoint has its name. Raises, each time, why it has none."""
-        if self._sealing is not None:
-            self._sealing.result()
+            raise SaveError(what, self.last_good) from error
 
     def _rotate(self, newest: Path) -> None:
-        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        best, limit = self._trainer.state.best_model_checkpoint, self._trainer.args.save_total_limit
         rotate(newest.parent, limit, newest=newest, best=best, damaged=self._damaged)
-
-    def _write_beside(self, final: Path, model: nn.Module, trial: Any) -> None:
-        """All the Trainer writes, in the place of what is unfinished."""
-        if self.args.should_save:
-            tidy(final.parent)
-        self.accelerator.wait_for_everyone()
-        self._writing, self._push_due = True, False
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._writing = False
-        self.accelerator.wait_for_everyone()  # every rank has written its random state
-        if self.args.should_save:
-            unfinished = place_for(final)
-            self._note_best(final, unfinished)
-
-    def _note_best(self, final: Path, unfinished: Path) -> None:
-        """The state names the best checkpoint by the place it will have."""
-        named = final.with_name(f"checkpoint-{self.state.best_global_step}")
-        if named.is_dir() or named == final:
-            self.state.best_model_checkpoint = str(named)
-            self.state.save_to_json(str(unfinished / _STATE_FILE))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        folder = str(super()._get_output_dir(trial))
-        return str(place_for(Path(folder) / "x").parent) if self._writing else folder
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploaded in the background, so only under the name that stays."""
-        if self._writing:
-            self._push_due = True
-            return
-        with self._arguments_as_given():
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with self._arguments_as_given():
-            super()._save(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _arguments_as_given(self) -> Iterator[None]:
-        """Whoever pickles `self.args` inside writes the user's own, and no token."""
-        used = self.args
-        self.args = _pickled_as(used, without_secrets(self.user_args))
-        try:
-            yield
-        finally:
-            self.args = used
 
     # ---- going on ----
 
-    def _continued_from(self, wanted: str | Path | bool | Search | None) -> Path | None:
+    def continue_from(self, wanted: str | Path | bool | Search | None) -> Path | None:
         """The checkpoint to load, once what was cut off is removed and the others are looked at."""
-        folder = Path(str(self.args.output_dir))
-        if self.args.should_save:
+        folder = Path(str(self._trainer.args.output_dir))
+        if self._trainer.args.should_save:
             tidy(folder)
         self._last_good, self._damaged, self._written = None, (), None
         if wanted is None or wanted is False:
@@ -410,106 +413,93 @@ class SafeSaving(EffectiveLoading):
         self._last_good = checkpoint_to_resume(folder, wanted)
         return self._last_good
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with _reading(resume_from_checkpoint), _same_parameters(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_scaler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _reading(checkpoint):
-            super()._load_rng_state(checkpoint)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, load: Callable[[], _Loaded]) -> _Loaded:
         """No stored path is followed: the best checkpoint lies beside the one continued from."""
-        with _reading(str(self._last_good)) if self._last_good else contextlib.nullcontext():
-            started = super()._init_training_state(*args, **kwargs)
-        if self._last_good is not None:
-            best = self._last_good.with_name(f"checkpoint-{self.state.best_global_step}")
-            found = best.is_dir() and not best.is_symlink()
-            self.state.best_model_checkpoint = str(best) if found else None
-            # A process killed between its last save and the rotation after it left one too many,
-            # and where that was the last step no further save would see to it.
-            if self.args.should_save and self._last_good == newest_listed(self._last_good.parent):
-                self._rotate(self._last_good)
-        return started
+        if self._last_good is None:
+            return load()
+        with reading(str(self._last_good)):
+            loaded = load()
+        state = self._trainer.state
+        best = self._last_good.with_name(f"checkpoint-{state.best_global_step}")
+        found = best.is_dir() and not best.is_symlink()
+        state.best_model_checkpoint = str(best) if found else None
+        # A process killed between its last save and the rotation after it left one too many,
+        # and where that was the last step no further save would see to it.
+        is_newest = self._last_good == newest_listed(self._last_good.parent)
+        if self._trainer.args.should_save and is_newest:
+            self._rotate(self._last_good)
+        return loaded
 
-    def held_checkpoint(self) -> Path | None:
+    # ---- the weights the model holds ----
+
+    def held(self) -> Path | None:
         """The checkpoint whose weights the model holds: written here, and no step since.
 
         None where the weights that train are not those that are saved (schedule-free optimizers).
         """
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        two_sets = callable(getattr(inner, "eval", None))
+        two_sets = callable(getattr(unwrapped(self._trainer.optimizer), "eval", None))
         written = self._written
-        if written is None or two_sets or step_of(written) != self.state.global_step:
+        if written is None or two_sets or step_of(written) != self._trainer.state.global_step:
             return None
         return written
 
-    def _load_best_model(self) -> None:
+    def load_best(self, load: Callable[[], None], load_masters: Callable[[Path], None]) -> None:
         """Only from a checkpoint that is whole, and not where the model holds it already."""
-        held = self.held_checkpoint()
-        if held is not None and str(held) == self.state.best_model_checkpoint:
+        state, held = self._trainer.state, self.held()
+        if held is not None and str(held) == state.best_model_checkpoint:
             return
+        self.loading_best = True
         self._written = None
-        self.settle_checkpoint()
+        self.settle()
         with doing(t("loading the best model …")):
-            self._load_whole()
+            best = Path(str(state.best_model_checkpoint))
+            if problem := damage(best):
+                warnings.warn(
+                    t(
+                        "the best model cannot be loaded, {best} is damaged: {problem}; the "
+                        "weights of the last step, {step}, are kept instead",
+                        best=best,
+                        problem=problem,
+                        step=state.global_step,
+                    ),
+                    UserWarning,
+                    stacklevel=2,
+                )
+                state.best_model_checkpoint = None
+            else:
+                with same_parameters(self._trainer.model):
+                    load()
+                load_masters(best)
+        self.loading_best = False
 
-    def _load_whole(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint))
-        if problem := damage(best):
-            warnings.warn(
-                t(
-                    "the best model cannot be loaded, {best} is damaged: {problem}; the "
-                    "weights of the last step, {step}, are kept instead",
-                    best=best,
-                    problem=problem,
-                    step=self.state.global_step,
-                ),
-                UserWarning,
-                stacklevel=2,
-            )
-            self.state.best_model_checkpoint = None
-            return
-        with _same_parameters(self.model):
-            super()._load_best_model()
+    # ---- the end ----
 
     @contextlib.contextmanager
-    def _ending_in_words(self) -> Iterator[None]:
+    def ending_in_words(self) -> Iterator[None]:
         """What ends the run names the last good checkpoint; of a lost device nothing is asked."""
         try:
             yield
         except RunStoppedError as error:
-            error.last_good = error.last_good or self.last_good_checkpoint
+            error.last_good = error.last_good or self.last_good
             raise
         except (RuntimeError, MemoryError) as error:
+            step = self._trainer.state.global_step
             if is_out_of_memory(error):
-                said = {"step": self.state.global_step + 1, "failed": let_go(error)}
                 what = t(
                     "out of memory beside step {step}, after memory was given back and the "
                     "call repeated: {failed}; give it a larger --budget, or close what "
                     "else uses the card",
-                    **said,
+                    step=step + 1,
+                    failed=let_go(error),
                 )
-                raise RunStoppedError(what, self.last_good_checkpoint) from None
+                raise RunStoppedError(what, self.last_good) from None
             if not is_device_lost(error):
                 raise
             reason = str(error).strip().splitlines()[0]
-            raise DeviceLostError(
-                t(
-                    "the GPU no longer answers, after step {step}: {reason}",
-                    step=self.state.global_step,
-                    reason=reason,
-                ),
-                self.last_good_checkpoint,
-            ) from error
+            what = t(
+                "the GPU no longer answers, after step {step}: {reason}", step=step, reason=reason
+            )
+            raise DeviceLostError(what, self.last_good) from error
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -529,6 +519,17 @@ def without_secrets(args: transformers.TrainingArguments) -> transformers.Traini
     return copied
 
 
+@contextlib.contextmanager
+def arguments_as_given(trainer: Any) -> Iterator[None]:
+    """Whoever pickles `trainer.args` inside writes the user's own, and no token."""
+    used = trainer.args
+    trainer.args = _pickled_as(used, without_secrets(trainer.user_args))
+    try:
+        yield
+    finally:
+        trainer.args = used
+
+
 def _pickled_as(
     args: transformers.TrainingArguments, written: transformers.TrainingArguments
 ) -> transformers.TrainingArguments:
@@ -544,7 +545,7 @@ def _pickled_as(
 
 
 @contextlib.contextmanager
-def _same_parameters(model: nn.Module | None) -> Iterator[None]:
+def same_parameters(model: nn.Module | None) -> Iterator[None]:
     """Weights are loaded into the parameters that are there, in the type these have.
 
     peft replaces adapters by float32 ones while it loads them (`autocast_adapter_dtype`, which
@@ -567,7 +568,8 @@ def _same_parameters(model: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading(checkpoint: str | None) -> Iterator[None]:
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """Whatever goes wrong inside names the checkpoint that is read."""
     try:
         yield
     except (MemfitError, torch.OutOfMemoryError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -28,7 +31,13 @@ from memfit.engine.effective_batch import (
 )
 from memfit.engine.executors import StepExecutor
 from memfit.engine.half_on_cpu import TYPES, half_on_cpu
-from memfit.engine.loss import ClassWeightedLoss, counted_items, counted_labels, shifts_labels
+from memfit.engine.loss import (
+    BatchNoise,
+    ClassWeightedLoss,
+    counted_items,
+    counted_labels,
+    shifts_labels,
+)
 from memfit.engine.micro_batches import (
     Batch,
     MicroBatch,
@@ -50,10 +59,11 @@ from memfit.training.checkpoints import (
     recorded_micro_batching,
     step_of,
 )
-from memfit.training.export import FullPrecisionExport
+from memfit.training.export import MasterWeights
 from memfit.training.guard.step_guard import Guard
 from memfit.training.guard.updates import allocate_state, careful, unwrapped
-from memfit.training.loaders import quick
+from memfit.training.health import Health, StallWatch
+from memfit.training.loaders import in_order, kept_on_cpu, quick, repeatable
 from memfit.training.model_changes import (
     ModelChanges,
     TrainerChoices,
@@ -62,7 +72,7 @@ from memfit.training.model_changes import (
     own_optimizer,
 )
 from memfit.training.progress import MemfitProgress, register_memory_logging
-from memfit.training.saving import check_savable
+from memfit.training.saving import Checkpoints, arguments_as_given, reading, same_parameters
 from memfit.units import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -71,7 +81,7 @@ if TYPE_CHECKING:
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
 
-class BudgetTrainer(FullPrecisionExport):
+class BudgetTrainer(transformers.Trainer):
     """`transformers.Trainer` whose batches are effective batches, run as micro-batches.
 
     Takes the Trainer's own arguments. One optimizer step learns from per-device batch x
@@ -89,8 +99,6 @@ class BudgetTrainer(FullPrecisionExport):
     hp_search_backend: Any
     guard: Guard
     executor: StepExecutor
-    checkpoint_bytes: int = 0
-    """What a checkpoint takes on the disk, known before the first step; 0 where none is written."""
     _keeps_predictions = False
 
     def __init__(
@@ -136,6 +144,10 @@ class BudgetTrainer(FullPrecisionExport):
             on_nan=on_nan,
         )
         self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
+        self.checkpoints = Checkpoints(self, make_room=lambda: self.guard.make_room())
+        self.masters = MasterWeights(self)
+        self.health = Health(self, on_nan)
+        self.noise = BatchNoise()
         if self.budget is not None and effective.device.type == "cuda":
             use_expandable_segments()
         try:
@@ -147,7 +159,8 @@ class BudgetTrainer(FullPrecisionExport):
             super().__init__(given, effective, **named)
             self._prepare(class_weights)
             self.equip(self.model)
-            self.watch_training(on_nan)
+            for callback in (StallWatch(), self.noise):
+                self.add_callback(callback)
             # First of all callbacks: what it finds out is what the others announce.
             self.callback_handler.callbacks.insert(0, _BeforeTraining(self))
             register_memory_logging(self, self.budget)
@@ -195,7 +208,7 @@ class BudgetTrainer(FullPrecisionExport):
     # ---- what memfit adds ----
 
     @property
-    def setup(self) -> Setup:  # type: ignore[override]
+    def setup(self) -> Setup:
         """What the strategies have changed."""
         return self.changes.setup
 
@@ -289,14 +302,14 @@ class BudgetTrainer(FullPrecisionExport):
                     "leave at least the classification head unfrozen"
                 )
             )
-        checkpoint = self._continued_from(resume_from_checkpoint)
+        checkpoint = self.checkpoints.continue_from(resume_from_checkpoint)
         if checkpoint is not None:
             self._compare_micro_batching(str(checkpoint))
         bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
         for bar in bars:
             bar.read_tokens = lambda: self.guard.tokens
         try:
-            with self._ending_in_words(), contextlib.ExitStack() as around:
+            with self.checkpoints.ending_in_words(), contextlib.ExitStack() as around:
                 for context in self.setup.around_training:
                     around.enter_context(context())
                 around.enter_context(self.guard.held())
@@ -305,7 +318,7 @@ class BudgetTrainer(FullPrecisionExport):
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         except BaseException:
             with contextlib.suppress(RunStoppedError):  # there is something worse to say
-                self.settle_checkpoint()
+                self.checkpoints.settle()
             raise
         finally:
             for bar in bars:
@@ -315,8 +328,7 @@ class BudgetTrainer(FullPrecisionExport):
         """All that is done between loading and the first step."""
         if self.optimizer is not None:
             allocate_state(unwrapped(self.optimizer))
-        if self.args.should_save:
-            self.checkpoint_bytes = check_savable(self)
+        self.checkpoints.check()
         self.guard.prepare(loader)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -386,7 +398,7 @@ class BudgetTrainer(FullPrecisionExport):
         if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
         self.noise.begin_step(inputs)
-        return self._seen(self.guard.run(model, inputs))
+        return self.health.keep(self.guard.run(model, inputs), self._usual_loss)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         for before_move in self.setup.before_move:
@@ -399,6 +411,7 @@ class BudgetTrainer(FullPrecisionExport):
             self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
+        self.health.prepare()
         careful(optimizer, self.args.device, room_bytes, drop_graphs)
         return optimizer
 
@@ -409,10 +422,15 @@ class BudgetTrainer(FullPrecisionExport):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As the Trainer's, or what the sink measured; health looks at it before the update."""
         with self.guard.retrying():
             if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
                 return None  # which the Trainer does not log
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            if self.health.leaves_out(norm):
+                model.zero_grad()  # an optimizer without gradients does nothing
+                return torch.zeros_like(norm) if isinstance(norm, torch.Tensor) else norm
+            return norm
 
     def _measured_norm(self) -> torch.Tensor | None:
         """The norm of what the sink has taken, if it has one; the optimizer's step moves weights.
@@ -505,17 +523,101 @@ class BudgetTrainer(FullPrecisionExport):
                 if type(one).__name__ in _STOCK_BARS:
                     self.remove_callback(one)
 
-    def make_room(self) -> None:
-        """A checkpoint is worth more than the graphs that make steps faster."""
-        self.guard.make_room()
+    @property
+    def is_trained(self) -> bool:
+        """Whether all steps are done, and the weights not half replaced by the best ones."""
+        steps = self.state.max_steps
+        return 0 < steps <= self.state.global_step and not self.checkpoints.loading_best
+
+    # ---- loading rows ----
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As the Trainer's, on the CPU, from the rows a strategy has put in the place of these."""
+        own = self.data_collator
+        dataset, self.data_collator = self.setup.data_for(dataset, own)
+        try:
+            return kept_on_cpu(super()._get_dataloader(dataset, *args, **kwargs))
+        finally:
+            self.data_collator = own
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        return repeatable(super()._get_train_sampler(train_dataset), self.args)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        return in_order(super()._get_eval_sampler(eval_dataset), eval_dataset)
+
+    # ---- saving and loading ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; a checkpoint also says how its batches are run."""
+        """As the Trainer's; a checkpoint says how batches are run, a model has all its bits."""
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save and self._writing:
-            record_micro_batching(str(output_dir), self.guard.used or self.micro_batching)
+        if self.args.should_save:
+            if self.checkpoints.writing:
+                record_micro_batching(str(output_dir), self.guard.used or self.micro_batching)
+            else:  # an upload saves by an internal call, too
+                self.masters.export(Path(str(output_dir or self.args.output_dir)))
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with arguments_as_given(self):
+            super()._save(*args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        write = functools.partial(super()._save_checkpoint, model, trial)
+        folder = Path(self._get_output_dir(trial))
+        saved = self.checkpoints.save(folder, write, check=self.health.check)
+        if self.checkpoints.push_due:
+            self._push_from_checkpoint(str(saved))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.folder_for(str(super()._get_output_dir(trial)))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the Trainer's, which uploads in the background: only under the name that stays."""
+        if self.checkpoints.writing:
+            self.checkpoints.push_due = True
+            return
+        with arguments_as_given(self):
+            self.masters.push(Path(checkpoint_folder), super()._push_from_checkpoint)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        load = functools.partial(super()._init_training_state, *args, **kwargs)
+        return self.checkpoints.load_state(load)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        with reading(resume_from_checkpoint), same_parameters(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.load_best(super()._load_best_model, self.masters.load)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, once the numbers of all steps have been looked at."""
+        self.health.watch.settle()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, without the norm of a step that overflowed: JSON has no word for it."""
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            logs = {name: value for name, value in logs.items() if name != "grad_norm"}
+        super().log(logs, *args, **kwargs)
 
     # ---- inside ----
+
+    def _usual_loss(self) -> torch.Tensor:
+        """The mean of the steps since the last line of the log."""
+        return self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
 
     @property
     def _packs_here(self) -> bool:

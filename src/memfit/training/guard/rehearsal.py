@@ -77,7 +77,7 @@ def seconds_between_steps(trainer: GuardedTrainer, step_seconds: float) -> float
     rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
     batches = rows / max(args.per_device_train_batch_size, 1)
     evaluation = batches * step_seconds * _FORWARD_SHARE
-    saving = trainer.checkpoint_bytes / _SAVED_BYTES_PER_SECOND
+    saving = trainer.checkpoints.size_bytes / _SAVED_BYTES_PER_SECOND
     evaluations = _before_the_last(args.eval_strategy, state.eval_steps, steps, an_epoch)
     saves = _before_the_last(args.save_strategy, state.save_steps, steps, an_epoch)
     return evaluations * evaluation + saves * saving

@@ -21,7 +21,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -63,6 +62,7 @@ from memfit.units import MIB, Budget, format_both
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan
     from memfit.strategies import Setup
+    from memfit.training.saving import Checkpoints
 
 
 class GuardedTrainer(Protocol):
@@ -76,7 +76,6 @@ class GuardedTrainer(Protocol):
     eval_dataset: Any
     budget: Budget | None
     callback_handler: Any
-    checkpoint_bytes: int
 
     @property
     def setup(self) -> Setup:
@@ -87,8 +86,8 @@ class GuardedTrainer(Protocol):
         """What was planned for the budget."""
 
     @property
-    def last_good_checkpoint(self) -> Path | None:
-        """The newest one that is whole."""
+    def checkpoints(self) -> Checkpoints:
+        """Those of this trainer."""
 
     def evaluating_executor(self) -> StepExecutor:
         """How a batch is cut to be predicted."""
@@ -562,7 +561,7 @@ class Guard:
     def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
         trainer = self.trainer
         step = trainer.state.global_step
-        last = trainer.last_good_checkpoint
+        last = trainer.checkpoints.last_good
         if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
             trainer._save_checkpoint(model, None)
         raise RunStoppedError(
@@ -574,7 +573,7 @@ class Guard:
                 way=way,
                 failed=failed,
             ),
-            trainer.last_good_checkpoint,
+            trainer.checkpoints.last_good,
         )
 
     # ---- what there is to change ----
