@@ -82,13 +82,16 @@ def planned(pair: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> dict[
     """The chosen plan, and the fastest of each other kind that fits."""
     from memfit.memory.cards import find_card
     from memfit.planner.search import make_plan
+    from memfit.planner.this_machine import task_for
+    from memfit.units import Budget
 
     budget_bytes = round(pair["gb"] * 1e9)
     started = time.perf_counter()
-    planning = make_plan(
-        workload_of(pair, rows), budget_bytes, find_card(gpu), exact=pair.get("exact", False),
-        host_bytes_free=HOST_BYTES,
+    task = task_for(
+        workload_of(pair, rows), Budget(bytes=budget_bytes), find_card(gpu),
+        exact=pair.get("exact", False),
     )  # fmt: skip
+    planning = make_plan(task, host_bytes_free=HOST_BYTES)
     seconds = time.perf_counter() - started
     chosen = planning.chosen.price
     kinds = {_kind(chosen.candidate)}

@@ -273,7 +273,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def predict_all(options: argparse.Namespace) -> None:
     """Measured against predicted, case by case."""
-    from memfit.planner.step_time import explain
+    from memfit.planner.step_time import seconds_by_cause
 
     result = json.loads(options.out.read_text())
     card = card_of(result)
@@ -284,7 +284,7 @@ def predict_all(options: argparse.Namespace) -> None:
             continue
         counts = counts_of(run, rows, card)
         seconds, measured = clocked_seconds(counts, card), run["step_seconds_median"]
-        parts = " ".join(f"{k} {v * 1e3:.1f}" for k, v in explain(counts, card).items())
+        parts = " ".join(f"{k} {v * 1e3:.1f}" for k, v in seconds_by_cause(counts, card).items())
         error = seconds / measured - 1
         print(f"{name:36}{measured * 1e3:12.1f}{seconds * 1e3:10.1f}{error:+8.0%}  {parts}")
         if "kernels" in run:
@@ -304,9 +304,9 @@ def card_of(result: dict[str, Any]) -> Any:
 
 def clocked_seconds(counts: Any, card: Any) -> float:
     """As the clock sees it: once a block it waits, and the host's part is not hidden."""
-    from memfit.planner.step_time import explain, step_seconds
+    from memfit.planner.step_time import seconds_by_cause, step_seconds
 
-    hidden = explain(counts, card)["host"] if counts.replayed > counts.launches else 0.0
+    hidden = seconds_by_cause(counts, card)["host"] if counts.replayed > counts.launches else 0.0
     return step_seconds(counts, card) + hidden / BLOCK
 
 

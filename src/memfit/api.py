@@ -125,10 +125,10 @@ def plan(
     `.write("plan.toml")` keeps it, `.training_arguments()` are for the stock Trainer.
     """
     import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
-    from memfit.run.prepare import prepare
+    from memfit.run.prepare import prepare_to_plan
 
     given = {"data": data, "model": model, "budget": budget, **options}
-    return prepare(RunConfig.build(config, **given), gpu).plan()
+    return prepare_to_plan(RunConfig.build(config, **given), gpu).plan()
 
 
 def load(model: PathLike, **options: Any) -> Classifier:

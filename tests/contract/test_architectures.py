@@ -18,6 +18,8 @@ from memfit.planner.candidates import Workload
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.search import make_plan
 from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.this_machine import task_for
+from memfit.units import Budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
@@ -126,7 +128,8 @@ def test_a_plan_names_what_it_could_not_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuses)
     counting._kind.cache_clear()
     try:
-        planning = make_plan(task_of(config_of("bert", 100)), 10**9, None, exact=True)
+        workload, cpu = task_of(config_of("bert", 100)), torch.device("cpu")
+        planning = make_plan(task_for(workload, Budget(bytes=10**9), cpu, exact=True))
     finally:
         counting._kind.cache_clear()
     assert [note.sentence() for note in planning.notes] == [

@@ -261,8 +261,10 @@ def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path
 
 def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
     from memfit.planner.search import fit_strategies
+    from memfit.planner.this_machine import task_for
     from memfit.planner.workload import workload_of_model
     from memfit.training.limits import LiveBytes
+    from memfit.units import Budget
 
     collate = transformers.default_data_collator
     args = TrainingArguments(
@@ -274,7 +276,8 @@ def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
         rows = [row(number) for number in range(8)]
         workload = workload_of_model(model, args, rows, collate=collate)
         assert set(workload.lengths) == {WIDTH}
-        price = fit_strategies(workload, (), 10**9, None).price
+        task = task_for(workload, Budget(bytes=10**9), args.device)
+        price = fit_strategies(task, ()).price
         assert price is not None
         counter = LiveBytes()
         counter.adopt(model.parameters())

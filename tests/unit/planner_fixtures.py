@@ -12,9 +12,11 @@ from transformers import BertConfig, TrainingArguments
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate, Price, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Workload
+from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import batches_of
 from memfit.strategies import Strategy
+from memfit.units import Budget
 
 DEPTH, WIDTH, VOCABULARY = 24, 1024, 21128
 """BERT-Large with the Chinese vocabulary."""
@@ -55,6 +57,30 @@ def task(
         args=TrainingArguments("unused", **given),
         user_set=user_set,
     )
+
+
+def to_plan(
+    workload: Workload, budget_bytes: int, card: DeviceProfile | None, **asked: Any
+) -> PlanTask:
+    return PlanTask(
+        workload=workload,
+        card=card,
+        budget=Budget(bytes=budget_bytes),
+        budget_bytes=budget_bytes,
+        **asked,
+    )
+
+
+def planned(
+    workload: Workload,
+    budget_bytes: int,
+    card: DeviceProfile | None,
+    *,
+    exact: bool = False,
+    allow: frozenset[str] = frozenset(),
+    **found: Any,
+) -> Planning:
+    return make_plan(to_plan(workload, budget_bytes, card, exact=exact, allow=allow), **found)
 
 
 def h200() -> DeviceProfile:

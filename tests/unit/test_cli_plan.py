@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, task
+from planner_fixtures import FormulaPricer, h200, planned, task
 from rich.console import Console
 
 from memfit.cli import run
 from memfit.planner.advice import NothingFitsError, alternatives
 from memfit.planner.pricing import pricer as compose
-from memfit.planner.search import Planning, make_plan
+from memfit.planner.search import Planning
 from memfit.records import results
 from memfit.report import plan_terminal
 from memfit.report.plan_terminal import difference_in_words, settings_in_words, strategy_in_words
@@ -39,7 +39,7 @@ def made() -> Planning:
     """BERT-Large inside 4 GB, priced by formulas."""
     workload = task()
     pricer = FormulaPricer(workload, h200())
-    return make_plan(workload, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
+    return planned(workload, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
 
 
 def shown(view: Any, **console: Any) -> str:
@@ -128,7 +128,7 @@ def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
     workload = task()
     pricer = FormulaPricer(workload, h200())
     with pytest.raises(NothingFitsError) as caught:
-        make_plan(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)
+        planned(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)
     text = shown(plan_terminal.smallest_view(caught.value.smallest))
     assert "The smallest plan found" in text
     assert "too much" in text

@@ -16,13 +16,14 @@ from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import BudgetError, ConfigError, InputError, ModelError, OutputError
 from memfit.ladders import climb
 from memfit.ladders import climb as process
-from memfit.ladders.run_rung import WARM_STEPS, rows_in_order
+from memfit.ladders.run_rung import WARM_STEPS, Job, rows_in_order
 from memfit.ladders.rungs import (
     CLASSIC,
     DOES_NOT_FIT,
     FAILED,
     FIDELITIES,
     OK,
+    PLAN,
     Rung,
     classic_rungs,
     plan_rungs,
@@ -36,6 +37,22 @@ def asked_run(**options: Any) -> RunConfig:
 
 def by_name(config: RunConfig) -> dict[str, Rung]:
     return {rung.name: rung for rung in classic_rungs(config)}
+
+
+def test_a_rung_of_a_frozen_encoder_trains_as_memfit_train_does(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """The head learns at its own rate, in what is planned for and in what is trained."""
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    config = asked_run(data=table, model=tiny_model_dir, freeze="encoder", max_length=16)
+    plan = Rung(name="plan-1GB", kind=PLAN, budget="1GB")
+    for rung in (Rung(name="baseline"), plan):
+        job = Job(config, rung, tmp_path)
+        assert job.prepared.arguments.learning_rate == HEAD_LEARNING_RATE
+        trainer = job.trainer({"max_steps": 1}, job.prepared.tokens.train, None, [])
+        assert trainer.args.learning_rate == HEAD_LEARNING_RATE
+    assert job.prepared.task.budget_bytes == 10**9  # the rung's, not the run's
 
 
 # ---- the classic rungs ----

@@ -6,10 +6,10 @@ import dataclasses
 import re
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, task
+from planner_fixtures import FormulaPricer, h200, planned, task
 
 from memfit.planner.advice import Alternatives, alternatives, more_budget
-from memfit.planner.search import Planning, make_plan
+from memfit.planner.search import Planning
 from memfit.strategies import Fidelity
 
 BUDGET = 2_600_000_000
@@ -19,7 +19,7 @@ BUDGET = 2_600_000_000
 def planning() -> Planning:
     workload, card = task(), h200()
     pricer = FormulaPricer(workload, card)
-    return make_plan(workload, BUDGET, card, pricer=pricer, host_bytes_free=10**12)
+    return planned(workload, BUDGET, card, pricer=pricer, host_bytes_free=10**12)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_permission_that_reaches_nothing_says_so(planning: Planning, found: Alte
 def test_permission_that_is_given_is_not_shown_again() -> None:
     workload, card = task(), h200()
     pricer = FormulaPricer(workload, card)
-    planned = make_plan(
+    made = planned(
         workload,
         BUDGET,
         card,
@@ -74,7 +74,7 @@ def test_permission_that_is_given_is_not_shown_again() -> None:
         allow=frozenset({"lora"}),
         host_bytes_free=10**12,
     )
-    assert "lora" not in [one.name for one in alternatives(planned).allow]
+    assert "lora" not in [one.name for one in alternatives(made).allow]
 
 
 def test_more_budget_is_the_least_that_makes_it_a_tenth_faster(
@@ -86,7 +86,7 @@ def test_more_budget_is_the_least_that_makes_it_a_tenth_faster(
     assert found.more.budget_bytes > BUDGET
     assert found.more.price.step_seconds <= 0.9 * chosen.step_seconds
     workload, card = planning.asked.workload, planning.asked.card
-    again = make_plan(
+    again = planned(
         workload,
         found.more.budget_bytes,
         card,

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import pytest
-from planner_fixtures import h200, task
+from planner_fixtures import h200, planned, task, to_plan
 
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.planner.plans import Plan, check
 from memfit.planner.pricing import step_trace
 from memfit.planner.pricing.pricer import TracedPricer
-from memfit.planner.search import Planning, make_plan
+from memfit.planner.search import Planning
 from memfit.strategies import Fidelity
 
 TASK = task()
@@ -25,7 +25,7 @@ _pricers: dict[str, TracedPricer] = {}
 
 def plan(card: DeviceProfile, budget: float, *, exact: bool = False) -> Planning:
     pricer = _pricers.setdefault(card.name, TracedPricer(TASK, card))
-    return make_plan(TASK, int(budget), card, exact=exact, pricer=pricer, host_bytes_free=HOST)
+    return planned(TASK, int(budget), card, exact=exact, pricer=pricer, host_bytes_free=HOST)
 
 
 def holds(chosen: Plan, budget: float) -> None:
@@ -59,7 +59,7 @@ def test_planning_takes_few_traces(
 
     monkeypatch.setattr(step_trace, "_trace", counted)
     started = time.process_time()
-    found = make_plan(task(), 4 * 10**9, h200(), host_bytes_free=HOST)
+    found = planned(task(), 4 * 10**9, h200(), host_bytes_free=HOST)
     seconds = time.process_time() - started
     assert found.chosen.candidate == on_h200[4e9].chosen.candidate
     assert len(traced) <= 14
@@ -108,6 +108,6 @@ def test_every_parameter_learns_on_a_small_card(budget: float) -> None:
 
 def test_chosen_plan_stands_its_own_check(on_h200: dict[float, Planning]) -> None:
     planning = on_h200[3e9]
-    checked = check(planning.chosen, TASK, h200(), 3 * 10**9, planning.pricer)
+    checked = check(planning.chosen, to_plan(TASK, 3 * 10**9, h200()), planning.pricer)
     assert checked.fits
     assert checked.changed == ()

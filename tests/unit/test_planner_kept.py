@@ -14,9 +14,10 @@ from planner_fixtures import FormulaPricer, bert, h200, task
 
 from memfit.config import files
 from memfit.planner import step_time, this_machine
+from memfit.planner.candidates import PlanTask
 from memfit.planner.plans import Plan
 from memfit.planner.search import make_plan
-from memfit.planner.this_machine import CachedTask, keep_plan, kept_plan
+from memfit.planner.this_machine import cache_file, keep_plan, kept_plan, task_for
 from memfit.units import Budget
 
 BUDGET = 4 * 10**9
@@ -31,16 +32,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     files._used.reset(used)
 
 
-def asked(budget: Budget | None = None, now_bytes: int = BUDGET, **changes: Any) -> CachedTask:
+def asked(budget: Budget | None = None, now_bytes: int = BUDGET, **changes: Any) -> PlanTask:
     given = {"workload": task(), "card": h200(), **changes}
-    return CachedTask(budget=budget or Budget(bytes=BUDGET), budget_bytes=now_bytes, **given)
+    return PlanTask(budget=budget or Budget(bytes=BUDGET), budget_bytes=now_bytes, **given)
 
 
-def made(of: CachedTask) -> Plan:
+def made(of: PlanTask) -> Plan:
     pricer = FormulaPricer(of.workload, of.card)
-    return make_plan(
-        of.workload, of.budget_bytes, of.card, pricer=pricer, host_bytes_free=10**12
-    ).chosen
+    return make_plan(of, pricer=pricer, host_bytes_free=10**12).chosen
 
 
 def test_a_kept_plan_is_the_plan_that_was_made() -> None:
@@ -115,7 +114,7 @@ def test_what_is_free_may_be_a_little_more_or_less_as_long_as_the_plan_fits() ->
 def test_a_damaged_file_is_as_good_as_none(damage: Any, folder: Path) -> None:
     one = asked()
     keep_plan(one, made(one))
-    file = folder / one.file
+    file = folder / cache_file(one)
     values = json.loads(file.read_text(encoding="utf-8"))
     damage(values)
     file.write_text(json.dumps(values), encoding="utf-8")
@@ -152,7 +151,8 @@ def test_the_oldest_of_too_many_are_removed(folder: Path, monkeypatch: pytest.Mo
 def test_a_second_run_neither_plans_nor_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     step_time._of_cpu.cache_clear()  # a test before may have measured
     work = task(bert(layers=2, width=64, vocabulary=100), lengths=(9, 12, 16, 20))
-    found = this_machine.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
+    to_plan = task_for(work, Budget(bytes=10**9), torch.device("cpu"))
+    found = this_machine.choose(to_plan)
     assert not found.kept
     step_time._of_cpu.cache_clear()
 
@@ -160,7 +160,7 @@ def test_a_second_run_neither_plans_nor_measures(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("nothing is left to find out")
 
     monkeypatch.setattr(this_machine, "make_plan", never)
-    again = this_machine.chosen_here(work, Budget(bytes=10**9), torch.device("cpu"))
+    again = this_machine.choose(to_plan)
     assert again.kept
     assert again.plan.to_toml() == found.plan.to_toml()
     monkeypatch.setattr(step_time, "_measure_cpu", never)

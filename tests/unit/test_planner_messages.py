@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, task
+from planner_fixtures import FormulaPricer, h200, planned, task
 
-from memfit.planner.search import Planning, make_plan
+from memfit.planner.search import Planning
 from memfit.strategies import BY_NAME, called
 from memfit.text import shown
 
@@ -28,7 +28,7 @@ def test_a_strategy_of_unknown_name_keeps_it() -> None:
 
 def planning(budget: float, **options: object) -> Planning:
     workload, card = task(), h200()
-    return make_plan(
+    return planned(
         workload,
         int(budget),
         card,

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, task
+from planner_fixtures import FormulaPricer, h200, planned, task, to_plan
 
 from memfit.config import files
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.plans import Plan, check, digest_of, settings_of
-from memfit.planner.search import make_plan
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -45,7 +44,7 @@ def plan_with(*strategies: Strategy, tokens: int | None = None) -> Plan:
 
 def chosen(budget: float = 4e9) -> Plan:
     card = h200()
-    planning = make_plan(
+    planning = planned(
         TASK, int(budget), card, pricer=FormulaPricer(TASK, card), host_bytes_free=10**12
     )
     return planning.chosen
@@ -156,12 +155,12 @@ def test_check_says_whether_it_still_fits_and_what_changed() -> None:
     card = h200()
     plan = chosen()
     assert plan.price is not None
-    same = check(plan, TASK, card, 4 * 10**9, FormulaPricer(TASK, card))
+    same = check(plan, to_plan(TASK, 4 * 10**9, card), FormulaPricer(TASK, card))
     assert same.fits
     assert same.changed == ()
     assert same.missing_bytes == 0
     less = plan.price.device_bytes - 12345
-    short = check(plan, TASK, card, less, FormulaPricer(TASK, card))
+    short = check(plan, to_plan(TASK, less, card), FormulaPricer(TASK, card))
     assert not short.fits
     assert short.missing_bytes == 12345
     assert short.changed == (f"budget_bytes: 4000000000 -> {less}",)
@@ -171,7 +170,7 @@ def test_check_prices_another_task() -> None:
     card = h200()
     longer: Workload = task(lengths=(512,) * 6988)
     whole = plan_with(Packing(), LowBitAdamW())
-    checked = check(whole, longer, card, 4 * 10**9, FormulaPricer(longer, card))
+    checked = check(whole, to_plan(longer, 4 * 10**9, card), FormulaPricer(longer, card))
     assert not checked.fits
     assert any(change.startswith("longest_tokens: 128 -> 512") for change in checked.changed)
 

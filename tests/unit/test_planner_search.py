@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as values
-from planner_fixtures import FormulaPricer, h200, task
+from planner_fixtures import FormulaPricer, h200, planned, task
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.memory.cards import DeviceProfile
 from memfit.planner.advice import NothingFitsError
 from memfit.planner.candidates import Workload
-from memfit.planner.search import Planning, make_plan
+from memfit.planner.search import Planning
 from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import Fidelity
 
@@ -26,7 +26,7 @@ def plan(workload: Workload, budget_bytes: float, **options: Any) -> Planning:
     card = options.pop("card", h200())
     pricer = options.pop("pricer", None) or pricer_of(workload, card)
     options.setdefault("host_bytes_free", PLENTY_OF_HOST)
-    return make_plan(workload, int(budget_bytes), card, pricer=pricer, **options)
+    return planned(workload, int(budget_bytes), card, pricer=pricer, **options)
 
 
 _pricers: dict[tuple[int, bool], tuple[Workload, FormulaPricer]] = {}

@@ -19,7 +19,13 @@ from memfit.memory.cards import Speeds, find_card, known_cards
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.pricing.step_trace import trace_step
-from memfit.planner.step_time import UPDATE_SHARE, calibrate, explain, speeds_of, step_seconds
+from memfit.planner.step_time import (
+    UPDATE_SHARE,
+    calibrate,
+    seconds_by_cause,
+    speeds_of,
+    step_seconds,
+)
 from memfit.strategies.packing import packing_strategy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -84,15 +90,17 @@ def test_tf32_pays_from_ampere_on() -> None:
 
 def test_copies_beside_the_computation_cost_little_until_they_are_the_longest() -> None:
     hidden = dataclasses.replace(STEP, to_host_bytes=1e8, to_device_bytes=1e8)
-    own, bus = step_seconds(STEP, H200), explain(hidden, H200)["bus"]
+    own, bus = step_seconds(STEP, H200), seconds_by_cause(hidden, H200)["bus"]
     assert 0 < step_seconds(hidden, H200) - own < 0.2 * bus
     shown = dataclasses.replace(STEP, to_host_bytes=1e10, to_device_bytes=1e10)
-    assert step_seconds(shown, H200) > explain(shown, H200)["bus"] > step_seconds(STEP, H200)
+    assert (
+        step_seconds(shown, H200) > seconds_by_cause(shown, H200)["bus"] > step_seconds(STEP, H200)
+    )
 
 
 def test_a_product_of_few_rows_waits_for_its_weights() -> None:
     few = dataclasses.replace(STEP, half_flops=STEP.half_flops / 1000, half_attention_flops=0.0)
-    parts = explain(few.as_graphs(), H200)
+    parts = seconds_by_cause(few.as_graphs(), H200)
     speeds = speeds_of(H200)
     assert parts["compute"] + parts["memory"] > few.product_bytes / speeds.memory_bytes_per_second
 
@@ -129,7 +137,7 @@ def test_what_was_measured_on_a_card_is_used_instead() -> None:
 
 def test_a_cpu_does_one_thing_after_another_at_its_measured_speed() -> None:
     profile = calibrate("cpu")
-    parts = explain(FULL, None)
+    parts = seconds_by_cause(FULL, None)
     assert step_seconds(FULL, None) == step_seconds(FULL, profile)
     assert step_seconds(FULL, None) == pytest.approx(sum(parts.values()) - parts["bus"])
     assert profile.reached is not None
@@ -223,14 +231,14 @@ def test_a_clocked_step_is_within_six_percent_by_its_own_hosts_probe(name: str) 
     counts, card = clocked_counts(name), clocked_card()
     seconds = step_seconds(counts, card)
     if counts.replayed:  # what graphs hide of the host shows once a block
-        seconds += explain(counts, card)["host"] / BLOCK
+        seconds += seconds_by_cause(counts, card)["host"] / BLOCK
     assert seconds == pytest.approx(CLOCKED["runs"][name]["step_seconds_median"], rel=0.06)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_arithmetic_and_traffic_take_what_the_profiler_saw(name: str) -> None:
     kinds = CLOCKED["runs"][name]["kernels"]["kinds"]
-    parts = explain(clocked_counts(name), clocked_card())
+    parts = seconds_by_cause(clocked_counts(name), clocked_card())
     assert parts["compute"] == pytest.approx(kinds["product"][1] + kinds["attention"][1], rel=0.05)
     assert parts["memory"] == pytest.approx(kinds["other"][1], rel=0.1)
 

@@ -9,31 +9,44 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerControl
+from transformers import BertConfig, TrainerControl, TrainingArguments
 
 from memfit.api import finetune
 from memfit.config import RunConfig
 from memfit.errors import OutputError, RunStoppedError, TraceError
+from memfit.memory.available import MemoryReading
 from memfit.memory.components import Component
 from memfit.models import loading
 from memfit.models.loading import load_weights
 from memfit.planner import this_machine
+from memfit.planner.candidates import Workload
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
 from memfit.run.prepare import resumed_config, with_absolute_paths
 from memfit.training.guard import rehearsal
+from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 
 CPU = torch.device("cpu")
 
 
-def test_the_budget_is_said_in_both_units_and_cut_to_the_machine() -> None:
-    total_bytes, free_bytes = announcements.device_memory(CPU)
-    assert 0 < free_bytes <= total_bytes
-    assert announcements.budget_sentence("1GiB", CPU) == "1.07 GB (1.00 GiB)"
-    assert announcements.budget_bytes("50%", CPU) == total_bytes // 2
-    assert announcements.budget_sentence("50%", CPU).endswith(", 50%")
-    assert announcements.budget_bytes("999TB", CPU) == total_bytes
-    assert "less than the 999TB asked for" in announcements.budget_sentence("999TB", CPU)
+def test_the_budget_is_said_in_both_units_and_cut_to_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    workload = Workload(config=BertConfig(), lengths=(8,), args=arguments)
+    now = MemoryReading(total_bytes=8 * GIB, free_bytes=6 * GIB, own_bytes=0)
+    monkeypatch.setattr(this_machine, "memory_of", lambda _: now)
+
+    def said(budget: str) -> tuple[int, str]:
+        task = this_machine.task_for(workload, parse_budget(budget), CPU)
+        return task.budget_bytes, announcements.budget_sentence(task)
+
+    assert said("1GiB") == (GIB, "1.07 GB (1.00 GiB)")
+    assert said("50%") == (4 * GIB, "4.29 GB (4.00 GiB), 50% of the device")
+    assert said("auto") == (6 * GIB - DISPLAY_HEADROOM_BYTES, "6.17 GB (5.75 GiB), auto")
+    all_bytes, sentence = said("7GiB")
+    assert 5.9 * GIB < all_bytes < 6 * GIB
+    assert sentence.endswith(": all that is free, less than the 7.52 GB (7.00 GiB) asked for")
 
 
 def test_the_first_ctrl_c_saves_and_the_second_stops_at_once() -> None:

@@ -15,9 +15,12 @@ from memfit.config import RunConfig
 from memfit.data import LabelSpace
 from memfit.engine.micro_batches import MicroBatching
 from memfit.models.layers import add_lora, freeze
+from memfit.planner.candidates import PlanTask
 from memfit.planner.search import fit_strategies
+from memfit.planner.this_machine import task_for
 from memfit.planner.workload import changed_fields, workload_of_model, workload_of_run
 from memfit.strategies import Checkpointing, Packing
+from memfit.units import Budget
 
 ROWS = [{"input_ids": [5] * count, "attention_mask": [1] * count, "labels": count % 2}
         for count in range(3, 23)]  # fmt: skip
@@ -26,6 +29,10 @@ ROWS = [{"input_ids": [5] * count, "attention_mask": [1] * count, "labels": coun
 def args_in(folder: Path, **fields: Any) -> TrainingArguments:
     fields = {"per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True, **fields}
     return TrainingArguments(str(folder), **fields)
+
+
+def task_of(model: Any, args: TrainingArguments) -> PlanTask:
+    return task_for(workload_of_model(model, args, ROWS), Budget(bytes=10**9), args.device)
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def test_a_binding_budget_keeps_the_effective_batch_and_every_weight(
     model: Any, tmp_path: Path, collate: Any
 ) -> None:
     args = args_in(tmp_path, per_device_train_batch_size=10, max_steps=2, save_strategy="no")
-    roomy = fit_strategies(workload_of_model(model, args, ROWS), (Packing(),), 10**9, None)
+    roomy = fit_strategies(task_of(model, args), (Packing(),))
     assert roomy.price is not None
     budget_bytes = int(0.6 * roomy.price.device_bytes)
     trainer = BudgetTrainer(
@@ -163,9 +170,7 @@ def test_what_of_a_plan_the_stock_trainer_can_do_trains_there(
     from transformers import Trainer
 
     args = args_in(tmp_path, per_device_train_batch_size=8, max_steps=2, save_strategy="no")
-    plan = fit_strategies(
-        workload_of_model(model, args, ROWS), (Packing(), Checkpointing()), 10**9, None
-    )
+    plan = fit_strategies(task_of(model, args), (Packing(), Checkpointing()))
     plain = plan.training_arguments()
     assert plain.gradient_checkpointing
     assert plain.per_device_train_batch_size * plain.gradient_accumulation_steps == 8

@@ -16,8 +16,7 @@ from memfit.units import format_both
 
 if TYPE_CHECKING:
     from memfit.planner.advice import NothingFitsError
-    from memfit.planner.search import Planning
-    from memfit.run.prepare import PreparedTask
+    from memfit.run.prepare import Prepared
 
 EPILOG = (
     "Every option of memfit train is one of memfit plan, and what you set is kept. The plan is a "
@@ -80,42 +79,37 @@ def _plan(
 
     run = RunConfig.build(config, **options)
     with console.only_results_on_stdout(), telling(), doing(t("planning …")):
-        task = prepare.prepare(run, gpu)
+        prepared = prepare.prepare_to_plan(run, gpu)
         try:
-            made = task.plan()
+            made = prepared.plan()
         except NothingFitsError as error:
             failed: NothingFitsError | None = error
         else:
             failed, other = None, alternatives(made)
     if failed is not None:
-        raise _nothing_fits(task, failed, as_json)
+        raise _nothing_fits(prepared, failed, as_json)
     if target is not None:
         made.chosen.write(target, language())
     if as_json:
-        console.show_json(prepare.as_json(task, made, other))
+        console.show_json(prepare.as_json(prepared, made, other))
     else:
         assert made.chosen.price is not None
-        seconds = prepare.run_seconds(task.workload, made.chosen.price)
+        seconds = prepare.run_seconds(prepared.workload, made.chosen.price)
         name = Path(run.model.model).name
         terminal.console().print(plan_terminal.plan_view(made, other, seconds, name))
-        _show_hints(task, made)
+        if prepared.task.card is None and gpu is None:
+            console.say(t("there is no GPU here; plan for one with --gpu NAME"))
     if target is not None:
         console.say(t("written to {path}", path=target))
 
 
-def _show_hints(task: PreparedTask, made: Planning) -> None:
-    del made
-    if task.card is None and task.gpu is None:
-        console.say(t("there is no GPU here; plan for one with --gpu NAME"))
-
-
-def _nothing_fits(task: PreparedTask, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
+def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
     """Shows the smallest plan; the sentence itself is the error's."""
     from memfit.report import plan_terminal, terminal
     from memfit.run import prepare
 
     if as_json:
-        console.show_json(prepare.missing_json(task, error))
+        console.show_json(prepare.missing_json(prepared, error))
     else:
         terminal.console().print(plan_terminal.smallest_view(error.smallest))
     return DoesNotFitError(error.text(language()))
@@ -124,20 +118,19 @@ def _nothing_fits(task: PreparedTask, error: NothingFitsError, as_json: bool) ->
 def _check(
     path: str, config: str | None, gpu: str | None, options: dict[str, Any], as_json: bool
 ) -> None:
-    from memfit.planner.plans import Plan
+    from memfit.planner import plans
     from memfit.run import prepare
-    from memfit.run.prepare import does_not_fit_sentence
 
-    plan = Plan.read(Path(path))
+    plan = plans.Plan.read(Path(path))
     stored, card = prepare.stored_options(plan.run)
     run = RunConfig.build(config, **{**stored, **options})
     with console.only_results_on_stdout(), telling(), doing(t("planning …")):
-        task = prepare.prepare(run, gpu or card)
-        checked = task.check(plan)
+        prepared = prepare.prepare_to_plan(run, gpu or card)
+        checked = plans.check(plan, prepared.task)
     if as_json:
-        console.show_json(prepare.checked_json(task, checked))
+        console.show_json(prepare.checked_json(prepared, checked))
     if not checked.fits:
-        raise DoesNotFitError(does_not_fit_sentence(checked, path))
+        raise DoesNotFitError(prepare.does_not_fit_sentence(checked, path))
     if as_json:
         return
     price = checked.plan.price
@@ -146,7 +139,7 @@ def _check(
         "{name} fits: {needs} of {budget}, a step in {step}",
         name=path,
         needs=format_both(price.device_bytes),
-        budget=format_both(task.budget_bytes),
+        budget=format_both(prepared.task.budget_bytes),
         step=f"{price.step_seconds:.3g} s",
     )
     console.show(sentence)

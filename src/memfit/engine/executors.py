@@ -73,27 +73,31 @@ class StepExecutor:
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
-        parts = self.weighted_parts(batch)
+        return self.run_parts(model, self.split(batch))
+
+    def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
+        """Runs the micro-batches that an effective batch was cut into."""
         losses = []
-        for index, (part, share) in enumerate(parts):
+        weighted = self.weighted(parts)
+        for index, (part, share) in enumerate(weighted):
             # Ranks exchange gradients once, with the last micro-batch.
-            is_last = index == len(parts) - 1
+            is_last = index == len(weighted) - 1
             with ExitStack() as contexts:
                 contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
                 losses.append(self.micro_step(model, part, share))
         return torch.stack(losses).sum()
 
-    def weighted_parts(self, batch: Batch) -> list[tuple[MicroBatch, Share]]:
+    def weighted(self, parts: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Share]]:
         """The micro-batches that count, each with its share in the batch's mean."""
-        parts = [(part, self.weigh(part.inputs)) for part in self.split(batch)]
+        weights = [(part, self.weigh(part.inputs)) for part in parts]
         # A micro-batch of ignored labels only has no mean, and no share in the whole one.
-        parts = [(part, weight) for part, weight in parts if weight > 0]
-        total = self.mean_over_ranks(sum(weight for _, weight in parts))
-        if not parts:
+        weights = [(part, weight) for part, weight in weights if weight > 0]
+        total = self.mean_over_ranks(sum(weight for _, weight in weights))
+        if not weights:
             raise DataError(
                 t("a training batch has no label that counts: all are -100 or of weight zero")
             )
-        return [(part, Share(weight, total)) for part, weight in parts]
+        return [(part, Share(weight, total)) for part, weight in weights]
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
         """Forward and backward of one micro-batch; its part of the mean loss, detached."""
@@ -157,16 +161,16 @@ class SinkExecutor(StepExecutor):
     """How a backward pass that moves weights is finished when it fails."""
     buffers: Buffers = field(default_factory=Buffers)
 
-    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """Backward into the sink; the optimizer's step then ends what is begun here."""
-        parts = self.weighted_parts(batch)
-        self._check(len(parts))
+        weighted = self.weighted(parts)
+        self._check(len(weighted))
         sink = self.sink()
-        sink.begin(len(parts))
+        sink.begin(len(weighted))
         for phase in sink.phases:
             losses = []
             with self._counting(model, phase == sink.phases[-1]):
-                for index, (part, share) in enumerate(parts):
+                for index, (part, share) in enumerate(weighted):
                     sink.arm(index, phase)
                     losses.append(self.micro_step(model, part, share))
                     self._end_backward(sink)
@@ -182,10 +186,10 @@ class SinkExecutor(StepExecutor):
 
     def rehearse(self, model: nn.Module, batch: Batch) -> None:
         """Every gradient is dropped where a sink would take it."""
-        parts = self.weighted_parts(batch)
-        self._check(len(parts))
+        weighted = self.weighted(self.split(batch))
+        self._check(len(weighted))
         with self.sink().rehearsal():
-            for part, share in parts:
+            for part, share in weighted:
                 super().micro_step(model, part, share)
 
     def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
@@ -240,22 +244,23 @@ class GraphedExecutor(SinkExecutor):
     """One, made with the first graph; whoever copies the executor shares it."""
     _seen: Counter[int] = field(default_factory=Counter)
 
-    def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
-        parts = self.weighted_parts(batch)
-        self._check(len(parts))
+        weighted = self.weighted(parts)
+        self._check(len(weighted))
         sink = self.sink()
-        if not sink.capturable or (len(parts) > 1 and not sink.hooked):
+        if not sink.capturable or (len(weighted) > 1 and not sink.hooked):
             # Gradients left in `.grad` would be the graph's own memory, written anew each time.
-            return super().run(model, batch)
-        if not all(padded_on_the_right(part.inputs) for part, _ in parts):
-            return super().run(model, batch)  # such a batch stays padded; graphs are of packed ones
-        packed = [self._packed(part, share) for part, share in parts]
-        if len(parts) == 1:
+            return super().run_parts(model, parts)
+        if not all(padded_on_the_right(part.inputs) for part, _ in weighted):
+            # Such a batch stays padded; graphs are of packed ones.
+            return super().run_parts(model, parts)
+        packed = [self._packed(part, share) for part, share in weighted]
+        if len(weighted) == 1:
             sink.prepare(0)
             return self._cache_of("whole", model).run(packed[0])
         micro = self._cache_of("micro", model)
-        sink.begin(len(parts), replayed=True)
+        sink.begin(len(weighted), replayed=True)
         losses = []
         for index, inputs in enumerate(packed):
             sink.prepare(index)

@@ -42,11 +42,10 @@ from memfit.ladders.rungs import (
     RungOutcome,
     check_choice,
     classic_rungs,
-    peak_from_json,
 )
 from memfit.ladders.rungs import plan_rungs as plans_for
 from memfit.models.loading import check_model_folder
-from memfit.records.results import versions
+from memfit.records.results import stored_peak, versions
 from memfit.run.prepare import with_absolute_paths
 from memfit.text import ENVIRONMENT, language, t
 from memfit.units import parse_budget
@@ -312,8 +311,8 @@ class _Climber:
             why=found.get("why", ""),
             fidelity=found.get("fidelity", rung.fidelity),
             strategies=tuple(found.get("strategies", ())),
-            predicted=peak_from_json(found.get("predicted")),
-            measured=peak_from_json(found.get("measured")),
+            predicted=stored_peak(found, "predicted"),
+            measured=stored_peak(found, "measured"),
             step_seconds=tuple(found.get("step_seconds", ())),
             steps_per_epoch=int(found.get("steps_per_epoch", 0)),
         )

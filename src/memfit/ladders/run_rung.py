@@ -6,7 +6,6 @@ is the run's; the steps after the third are timed, on rows drawn at random, the 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import sys
@@ -14,18 +13,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
 from memfit.config import RunConfig
 from memfit.config.files import plain, read_json, write_json
-from memfit.config.training_fields import training_arguments
 from memfit.engine.effective_batch import leave_out_refused_half
-from memfit.engine.micro_batches import row_lengths
 from memfit.errors import DoesNotFitError, InputError, MemfitError
 from memfit.ladders.rungs import DOES_NOT_FIT, FAILED, OK, PLAN, Rung
 from memfit.memory.available import CudaReader
@@ -34,29 +31,24 @@ from memfit.memory.components import MemoryPeak
 from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.memory.phases import TRAINING
 from memfit.memory.stock_estimate import estimate_memory
-from memfit.models.loading import load_settings, load_weights
+from memfit.models.loading import load_weights
 from memfit.planner.plans import Plan
-from memfit.planner.this_machine import plan_here
-from memfit.planner.workload import user_set_of, workload_of_run
+from memfit.planner.this_machine import memory_of
+from memfit.planner.workload import user_set_of
 from memfit.records.evaluation import best_metric, evaluate_predictions
 from memfit.run import announcements, stock_flags
 from memfit.run.callbacks import MeasureOneStep
+from memfit.run.prepare import Prepared, arguments_of, prepare
 from memfit.training.limits import CudaCap
 from memfit.training.trainer import BudgetTrainer
 from memfit.units import Budget, parse_budget
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, TrainingArguments
 
-    from memfit.data import LabelSpace, TextData, TokenizedData
-
-
-def price_of_stock(
-    run: RunConfig, args: TrainingArguments, labels: LabelSpace, lengths: Sequence[int]
-) -> MemoryPeak | None:
+def price_of_stock(prepared: Prepared) -> MemoryPeak | None:
     """The stock Trainer's step on the longest rows of the table; None where it has no price."""
+    run, args, labels = prepared.config, prepared.arguments, prepared.text.labels
     rows = args.per_device_train_batch_size
-    longest = sorted(lengths, reverse=True)[:rows]
+    longest = sorted(prepared.lengths, reverse=True)[:rows]
     options: dict[str, Any] = {
         **run.training,
         "per_device_train_batch_size": rows,
@@ -72,25 +64,6 @@ def price_of_stock(
         return estimate_memory(spec, card).peak
     except MemfitError:
         return None
-
-
-def planned(
-    run: RunConfig,
-    settings: PretrainedConfig,
-    args: TrainingArguments,
-    text: TextData,
-    tokens: TokenizedData,
-    budget: str,
-) -> Plan:
-    """The fastest plan inside the budget on this machine, as `memfit train` makes it."""
-    workload = workload_of_run(
-        run, copy.deepcopy(settings), args, text.labels, row_lengths(tokens.train),
-        eval_rows=len(tokens.validation),
-    )  # fmt: skip
-    made = plan_here(
-        workload, parse_budget(budget), args.device, exact=run.exact, allow=run.allowed
-    )
-    return made.chosen
 
 
 def price_of_plan(plan: Plan) -> dict[str, Any]:
@@ -156,47 +129,26 @@ class Job:
     scratch: Path
 
     def __post_init__(self) -> None:
-        from memfit.data import read_table, tokenize
-
         self.run = self.rung.applied_to(self.config)
-        self.text: TextData = read_table(self.run.data)
-        self.settings, self.tokenizer = load_settings(self.run.model, self.text.labels)
-        length = self.run.data.max_length
-        self.tokens: TokenizedData = tokenize(self.text, self.tokenizer, length)
-        self.lengths = row_lengths(self.tokens.train)
-        self.arguments = self.training_arguments({})
-        self.device = self.arguments.device
-
-    def training_arguments(self, over: Mapping[str, Any]) -> Any:
-        """The run's own, with what this process does otherwise."""
-        return training_arguments(
-            {**self.run.training, **over},
-            self.scratch,
-            best_metric(self.text.labels.task)[0],
-            task=self.text.labels.task,
-        )
+        self.prepared = prepare(self.run, self.scratch)
+        self.device = self.prepared.arguments.device
 
     @property
     def effective_rows(self) -> int:
         """Rows one optimizer step learns from."""
-        args = self.arguments
+        args = self.prepared.arguments
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-
-    def make_plan(self) -> Plan:
-        """The fastest plan inside the rung's budget."""
-        args, budget = self.arguments, self.rung.budget
-        return planned(self.run, self.settings, args, self.text, self.tokens, budget)
 
     def trainer(self, over: Mapping[str, Any], rows: Any, plan: Plan | None, callbacks: Any) -> Any:
         """The stock Trainer, or memfit's with its plan."""
-        arguments = self.training_arguments({**_ALONE, **over})
+        run, prepared = self.run, self.prepared
+        alone = replace(run, training={**run.training, **_ALONE, **over})
+        arguments = arguments_of(alone, prepared.text.labels, self.scratch)
         transformers.set_seed(arguments.seed)  # the head's first weights are random
-        model = load_weights(
-            self.run.model, self.settings, self.tokenizer, self.run.data.max_length
-        )
+        model = load_weights(run.model, prepared.settings, prepared.tokenizer, run.data.max_length)
         named: dict[str, Any] = {
-            "train_dataset": rows, "eval_dataset": self.tokens.validation,
-            "processing_class": self.tokenizer, "callbacks": list(callbacks),
+            "train_dataset": rows, "eval_dataset": prepared.tokens.validation,
+            "processing_class": prepared.tokenizer, "callbacks": list(callbacks),
         }  # fmt: skip
         if plan is None:
             if self.device.type == "cpu":
@@ -210,26 +162,27 @@ class Job:
 
 def measure(job: Job, steps: int, plan_file: Path) -> dict[str, Any]:
     """Predicted and measured peak, and the seconds of the timed steps."""
+    prepared = job.prepared
     found: dict[str, Any] = {
-        "steps_per_epoch": -(-len(job.lengths) // job.effective_rows),
+        "steps_per_epoch": -(-len(prepared.lengths) // job.effective_rows),
         "fidelity": job.rung.fidelity,
     }
     plan: Plan | None = None
     if job.rung.kind == PLAN:
         try:
-            plan = job.make_plan()
+            plan = prepared.plan().chosen
         except DoesNotFitError as error:
             return {**found, "status": DOES_NOT_FIT, "why": str(error)}
         plan.write(plan_file)
         found |= price_of_plan(plan)
     else:
-        found["predicted"] = price_of_stock(job.run, job.arguments, job.text.labels, job.lengths)
+        found["predicted"] = price_of_stock(prepared)
     probe, clock = MeasureOneStep(), StepTimer()
-    order = rows_in_order(job.lengths, job.effective_rows, steps, job.arguments.seed)
+    order = rows_in_order(prepared.lengths, job.effective_rows, steps, prepared.arguments.seed)
     over = {"max_steps": WARM_STEPS + steps, "train_sampling_strategy": "sequential"}
     with _capped(job):
         try:
-            rows = job.tokens.train.select(order)
+            rows = prepared.tokens.train.select(order)
             trainer = job.trainer(over, rows, plan, [probe, clock])
             found["parameters"], found["learning_parameters"] = announcements.parameters(trainer)
             trainer.train()
@@ -250,10 +203,9 @@ def _verdict(job: Job, measured: Any) -> dict[str, Any]:
 
 
 def _limit_bytes(job: Job) -> int | None:
-    from memfit.planner.this_machine import budget_here
-
+    """What every rung is held to; None: the whole device."""
     budget = parse_budget(job.config.budget)
-    return None if budget == Budget() else budget_here(budget, job.device)
+    return None if budget == Budget() else memory_of(job.device).limit_bytes(budget)
 
 
 @contextmanager
@@ -285,22 +237,23 @@ def rows_in_order(lengths: Sequence[int], effective: int, steps: int, seed: int)
 
 def score(job: Job, seed: int, plan_file: Path) -> dict[str, Any]:
     """The metric of the whole training with one seed; the split stays the same."""
-    metric = best_metric(job.text.labels.task)[0]
+    labels, tokens = job.prepared.text.labels, job.prepared.tokens
+    metric = best_metric(labels.task)[0]
     plan = Plan.read(plan_file) if job.rung.kind == PLAN else None
     try:
         with _capped(job):
-            trainer = job.trainer({"seed": seed, "data_seed": seed}, job.tokens.train, plan, [])
+            trainer = job.trainer({"seed": seed, "data_seed": seed}, tokens.train, plan, [])
             started = time.perf_counter()
             trainer.train()
             seconds = time.perf_counter() - started
-            output = trainer.predict(job.tokens.validation)
+            output = trainer.predict(tokens.validation)
     except Exception as error:
         if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
             raise
         return {"status": DOES_NOT_FIT, "why": _first_line(error)}
     logits: Any = output.predictions
     logits = logits[0] if isinstance(logits, tuple) else logits
-    evaluation = evaluate_predictions(logits, output.label_ids, job.text.labels)
+    evaluation = evaluate_predictions(logits, output.label_ids, labels)
     return {
         "status": OK, "metric": metric, "value": evaluation.metrics[metric],
         "metrics": evaluation.metrics, "train_seconds": seconds,
@@ -317,7 +270,7 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
             config = RunConfig.from_toml(request["config"])
             job = Job(config, Rung.from_json(request["rung"]), Path(scratch))
             found["device"] = _device(job.device)
-            found["rows"] = len(job.lengths)
+            found["rows"] = len(job.prepared.lengths)
             found["budget_bytes"] = _limit_bytes(job)
             plan_file = Path(request["plan_file"])
             if request["seed"] is None:
@@ -335,11 +288,10 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    total_bytes, _ = announcements.device_memory(device)
     return {
         "type": device.type,
         "name": announcements.device_name(device),
-        "total_bytes": total_bytes,
+        "total_bytes": memory_of(device).total_bytes,
     }
 
 

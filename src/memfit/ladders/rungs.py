@@ -18,7 +18,8 @@ from memfit.config import RunConfig
 from memfit.config.files import plain
 from memfit.config.training_fields import DEFAULTS, HEAD_LEARNING_RATE
 from memfit.errors import ConfigError, nearest
-from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.components import MemoryPeak
+from memfit.records.results import stored_peak
 from memfit.text import t
 from memfit.units import GIB, format_bytes, parse_budget
 
@@ -72,7 +73,8 @@ class Rung:
         if self.freeze is not None:
             model = dataclasses.replace(model, freeze=self.freeze)
         training = {**config.training, **self.training}
-        return dataclasses.replace(config, data=data, model=model, training=training)
+        budget = self.budget if self.kind == PLAN else config.budget
+        return dataclasses.replace(config, data=data, model=model, training=training, budget=budget)
 
 
 Change = Callable[[Rung, RunConfig], Mapping[str, Any] | None]
@@ -278,20 +280,12 @@ class RungOutcome:
             why=str(values["why"]),
             fidelity=str(values["fidelity"]),
             strategies=tuple(values["strategies"]),
-            predicted=peak_from_json(values["predicted"]),
-            measured=peak_from_json(values["measured"]),
+            predicted=stored_peak(values, "predicted"),
+            measured=stored_peak(values, "measured"),
             step_seconds=tuple(values["step_seconds"]),
             steps_per_epoch=int(values["steps_per_epoch"]),
             scores={int(seed): float(score) for seed, score in values["scores"].items()},
         )
-
-
-def peak_from_json(values: Mapping[str, Any] | None) -> MemoryPeak | None:
-    """A peak as `plain` writes it."""
-    if values is None:
-        return None
-    parts = {Component(name): int(size) for name, size in values["components"].items()}
-    return MemoryPeak(**{**values, "components": parts})
 
 
 @dataclass(frozen=True, kw_only=True)

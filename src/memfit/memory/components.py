@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from memfit.text import N_
 
@@ -47,6 +48,12 @@ class MemoryPeak:
     reserved_bytes: int
     device_bytes: int
     module: str = ""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> MemoryPeak:
+        """Reads a peak back that was written as a dictionary of its fields."""
+        parts = {Component(name): int(size) for name, size in values["components"].items()}
+        return cls(**{**values, "components": parts})
 
     @property
     def held_bytes(self) -> int:

@@ -165,7 +165,7 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
             _source(config), trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        raise explain(error, config.model) from None
+        raise loading_error(error, config.model) from None
     for key in _COUNTS:
         count = getattr(loaded, key, None)
         if isinstance(count, int) and count < 1:
@@ -189,7 +189,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             _source(config), trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        raise explain(error, config.model, part="tokenizer") from None
+        raise loading_error(error, config.model, part="tokenizer") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
             t(
@@ -264,9 +264,9 @@ def _load_model(
             raise ConfigError(
                 t("--attn-implementation {name} does not work here: {reason}", **said)
             ) from None
-        raise explain(error, config.model) from None
+        raise loading_error(error, config.model) from None
     except Exception as error:
-        raise explain(error, config.model) from None
+        raise loading_error(error, config.model) from None
     fresh = _check_loaded(model, info, config.model)
     return model, fresh
 
@@ -328,7 +328,7 @@ def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
         )
 
 
-def explain(error: Exception, name: str, part: str = "model") -> MemfitError:
+def loading_error(error: Exception, name: str, part: str = "model") -> MemfitError:
     """One sentence for what transformers and the hub raise in many ways."""
     if isinstance(error, MemfitError):
         return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainingArguments
 
     from memfit.engine.micro_batches import MicroBatching
+    from memfit.memory.cards import DeviceProfile
     from memfit.memory.components import MemoryPeak
     from memfit.memory.tracing.counting import StepCounts
     from memfit.planner.workload import Batches, GivenModel
+    from memfit.units import Budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,34 @@ class Workload:
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one pass over the rows."""
         return -(-len(self.lengths) // self.effective_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTask:
+    """What a plan is made for: a workload on one device, inside a budget.
+
+    `this_machine.task_for` makes it for every command and for BudgetTrainer alike.
+    """
+
+    workload: Workload
+    card: DeviceProfile | None
+    """None is this machine's CPU, whose budget counts the bytes of live tensors."""
+    budget: Budget
+    """As it was asked for."""
+    budget_bytes: int
+    """What the process may hold on the device; `reserve_bytes` are taken off already."""
+    exact: bool = False
+    allow: frozenset[str] = frozenset()
+    reserve_bytes: int = 0
+    """Left free, because earlier plans needed more than was predicted."""
+
+    def leaving(self, free_bytes: int) -> PlanTask:
+        """The same task with so many bytes less to plan with."""
+        return replace(
+            self,
+            budget_bytes=max(self.budget_bytes - free_bytes, 0),
+            reserve_bytes=self.reserve_bytes + free_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
 from memfit.text import N_, Language, Message, pt, shown, t
 from memfit.units import format_bytes
@@ -231,14 +231,9 @@ class Checked:
     """What is not as it was when the plan was made: 'rows: 9600 -> 6988'."""
 
 
-def check(
-    plan: Plan,
-    workload: Workload,
-    card: DeviceProfile | None,
-    budget_bytes: int,
-    pricer: Pricer | None = None,
-) -> Checked:
-    """Trace the plan's whole step for this task, card and budget."""
+def check(plan: Plan, task: PlanTask, pricer: Pricer | None = None) -> Checked:
+    """Traces the plan's whole step for this task."""
+    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
     if pricer is None:
         from memfit.planner.pricing.pricer import TracedPricer
 

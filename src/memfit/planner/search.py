@@ -19,7 +19,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.planner.advice import disk_note, does_not_fit, fits_host, guess_note, host_note
-from memfit.planner.candidates import Candidate, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, limits_for
@@ -74,22 +74,19 @@ class Planning:
 
 
 def make_plan(
-    workload: Workload,
-    budget_bytes: int,
-    card: DeviceProfile | None,
+    task: PlanTask,
     *,
-    exact: bool = False,
-    allow: frozenset[str] = frozenset(),
     host_bytes_free: int | None = None,
     disk_bytes_free: int | None = None,
     pricer: Pricer | None = None,
 ) -> Planning:
-    """The fastest plan inside the budget, or DoesNotFitError with the smallest one.
+    """Returns the fastest plan inside the budget, or raises DoesNotFitError with the smallest one.
 
-    Without a card it is for the CPU, whose budget counts the bytes of live tensors.
+    `pricer` comes from an earlier plan for the same workload, with the traces it has made.
     """
     started = time.perf_counter()
-    asked, pricer = ask(workload, card, pricer, exact=exact, allow=allow)
+    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
+    asked, pricer = ask(workload, card, pricer, exact=task.exact, allow=task.allow)
     host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
     prices = price_all(asked, pricer, budget_bytes, host_free)
     possible = [one for one in prices if fits_host(one, host_free)]
@@ -330,13 +327,9 @@ class _Search:
         return self._pricer.full(price.candidate)
 
 
-def fit_strategies(
-    workload: Workload,
-    strategies: Sequence[Strategy],
-    budget_bytes: int,
-    card: DeviceProfile | None,
-) -> Plan:
+def fit_strategies(task: PlanTask, strategies: Sequence[Strategy]) -> Plan:
     """These strategies with the fastest micro-batches inside the budget, or DoesNotFitError."""
+    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
     asked, pricer = ask(workload, card, None, exact=False, allow=frozenset())
     chosen = tuple(ordered(strategies))
     prices = sorted(

@@ -358,7 +358,7 @@ def speeds_of(card: DeviceProfile | None) -> Speeds:
     )
 
 
-def explain(
+def seconds_by_cause(
     counts: StepCounts, card: DeviceProfile | None, *, parses: bool = False
 ) -> dict[str, float]:
     """Seconds by cause; see `step_seconds` for how they add up.
@@ -400,7 +400,7 @@ def explain(
 
 def step_seconds(counts: StepCounts, card: DeviceProfile | None, *, parses: bool = False) -> float:
     """One step; on a CPU nothing runs beside anything else."""
-    parts = explain(counts, card, parses=parses)
+    parts = seconds_by_cause(counts, card, parses=parses)
     device, host = parts["compute"] + parts["memory"], parts["host"]
     if is_cpu(card):
         return device + parts["launch"] + host

@@ -1,5 +1,7 @@
 """Plans for the machine at hand: its card or CPU, what is free of it, and its cached plans.
 
+`task_for` says what is to be planned, `choose` plans it, unless that was done before.
+
 A plan is kept under everything it follows from: the model's configuration, every row's length, the
 arguments, the card with its speeds, what is installed. Budget, context and host memory change from
 run to run; whether the plan still holds for them is looked at each time. A file that cannot be
@@ -11,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,14 @@ from memfit.config import files
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import MemfitError
-from memfit.memory.available import CpuReader, CudaReader
+from memfit.memory.available import CpuReader, CudaReader, MemoryReading
 from memfit.memory.cards import DeviceProfile
-from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.components import MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.advice import disk_note, fits_host
-from memfit.planner.candidates import Price, Pricer, Workload
-from memfit.planner.plans import Checked, Decision, Plan, check, digest_of, settings_of
-from memfit.planner.search import Planning, fit_strategies, make_plan
-from memfit.strategies import Strategy
+from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
+from memfit.planner.plans import Decision, Plan, digest_of, settings_of
+from memfit.planner.search import make_plan
 from memfit.text import Message, message_of
 from memfit.units import Budget
 
@@ -50,46 +51,115 @@ _OTHER_CONTEXT_BYTES = 32 << 20
 """A context may measure a little smaller or larger than it did then."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedTask:
-    """What a plan is looked for, and what there is for it now."""
+def task_for(
+    workload: Workload,
+    budget: Budget,
+    where: torch.device | DeviceProfile,
+    *,
+    exact: bool = False,
+    allow: frozenset[str] = frozenset(),
+) -> PlanTask:
+    """The task of planning a workload for a device of this machine, or for a card by its profile.
 
-    workload: Workload
-    card: DeviceProfile | None
-    budget: Budget
-    budget_bytes: int
-    exact: bool = False
-    allow: frozenset[str] = frozenset()
-    reserve_bytes: int = 0
-
-    @property
-    def file(self) -> str:
-        """Its name in the cache folder; another for everything a plan follows from."""
-        workload, card = self.workload, self.card
-        given = {one.name: getattr(workload, one.name) for one in dataclasses.fields(workload)}
-        lengths = ",".join(map(str, workload.lengths))
-        arguments: dict[str, Any] = workload.args.to_dict()  # type: ignore[no-untyped-call]
-        values = {
-            **given,
-            "version": _VERSION,
-            "config": workload.config.to_dict(),
-            "lengths": hashlib.sha256(lengths.encode()).hexdigest(),
-            "args": {key: one for key, one in arguments.items() if key not in _NAMES_OF_A_RUN},
-            "user_set": sorted(workload.user_set),
-            "card": None if card is None else {**dataclasses.asdict(card), "context_bytes": 0},
-            "cpu": [*files.processor(), str(half_on_cpu())] if card is None else None,
-            "budget": dataclasses.asdict(self.budget),
-            "exact": self.exact,
-            "allow": sorted(self.allow),
-            "reserve": self.reserve_bytes,
-            "installed": files.installed_versions(),
-        }
-        return f"plan-{files.cache_digest(values)}.json"
+    This is where a budget becomes bytes: what is shown, planned for and enforced.
+    """
+    return PlanTask(
+        workload=workload,
+        card=where if isinstance(where, DeviceProfile) else card_here(where),
+        budget=budget,
+        budget_bytes=memory_of(where).limit_bytes(budget),
+        exact=exact,
+        allow=allow,
+    )
 
 
-def kept_plan(task: CachedTask) -> Plan | None:
-    """The plan of an earlier run, where it is for this task and still holds."""
-    values = files.remembered(task.file) if files.cache_is_used() else None
+def memory_of(where: torch.device | DeviceProfile) -> MemoryReading:
+    """What there is now, and what this process holds; a card that is not here is empty."""
+    if isinstance(where, DeviceProfile):
+        return MemoryReading(where.total_bytes, where.total_bytes, 0)
+    return CudaReader(where)() if where.type == "cuda" else CpuReader(lambda: 0)()
+
+
+def card_here(device: torch.device) -> DeviceProfile | None:
+    """The card with its speeds as measured; None is the CPU."""
+    if device.type != "cuda":
+        half_on_cpu()  # before anything is computed
+        return None
+    from memfit.planner.step_time import calibrate
+
+    with preserved_rng():
+        return calibrate(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The plan for a task, and what there is to say about it."""
+
+    plan: Plan
+    notes: tuple[Decision, ...] = ()
+    kept: bool = False
+    """Whether it is that of an earlier run."""
+    pricer: Pricer | None = None
+    """Knows what other plans cost; None where none was asked."""
+
+
+def choose(task: PlanTask, *, folder: Path | None = None, pricer: Pricer | None = None) -> Chosen:
+    """Returns the fastest plan, or the one that an earlier run made for the same task.
+
+    `folder` is where checkpoints will go.
+    """
+    free_bytes = None if folder is None else free_disk_bytes(folder)
+    if (plan := kept_plan(task)) is not None:
+        assert plan.price is not None
+        return Chosen(
+            plan=plan, notes=tuple(disk_note(task.workload, plan.price, free_bytes)), kept=True
+        )
+    made = make_plan(task, disk_bytes_free=free_bytes, pricer=pricer)
+    if not made.notes:  # what is scarce now may not be next time
+        keep_plan(task, made.chosen)
+        if task.reserve_bytes:  # the plan without it missed its budget, and would again
+            whole_bytes = task.budget_bytes + task.reserve_bytes
+            keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), made.chosen)
+    return Chosen(plan=made.chosen, notes=made.notes, pricer=made.pricer)
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What may still be written where a folder is, or will be made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return shutil.disk_usage(there).free
+
+
+def cache_file(task: PlanTask) -> str:
+    """The name of a task's plan in the cache folder; another for everything a plan follows from."""
+    workload, card = task.workload, task.card
+    given = {one.name: getattr(workload, one.name) for one in dataclasses.fields(workload)}
+    lengths = ",".join(map(str, workload.lengths))
+    arguments: dict[str, Any] = workload.args.to_dict()  # type: ignore[no-untyped-call]
+    values = {
+        **given,
+        "version": _VERSION,
+        "config": workload.config.to_dict(),
+        "lengths": hashlib.sha256(lengths.encode()).hexdigest(),
+        "args": {key: one for key, one in arguments.items() if key not in _NAMES_OF_A_RUN},
+        "user_set": sorted(workload.user_set),
+        "card": None if card is None else {**dataclasses.asdict(card), "context_bytes": 0},
+        "cpu": [*files.processor(), str(half_on_cpu())] if card is None else None,
+        "budget": dataclasses.asdict(task.budget),
+        "exact": task.exact,
+        "allow": sorted(task.allow),
+        "reserve": task.reserve_bytes,
+        "installed": files.installed_versions(),
+    }
+    return f"plan-{files.cache_digest(values)}.json"
+
+
+def kept_plan(task: PlanTask) -> Plan | None:
+    """The plan of an earlier run, where it is for this task and still holds.
+
+    Plans are kept by the model's configuration, and a model that was given is more than that.
+    """
+    is_kept = files.cache_is_used() and task.workload.given is None
+    values = files.remembered(cache_file(task)) if is_kept else None
     if values is None:
         return None
     try:
@@ -100,14 +170,15 @@ def kept_plan(task: CachedTask) -> Plan | None:
     return plan if _still_holds(plan, *then, task) else None
 
 
-def keep_plan(task: CachedTask, plan: Plan) -> None:
+def keep_plan(task: PlanTask, plan: Plan) -> None:
     """Writes it down for the next run."""
-    assert plan.price is not None
-    files.remember(task.file, _values_of(plan, task))
+    if task.workload.given is not None:
+        return
+    files.remember(cache_file(task), _values_of(plan, task))
     files.tidy_cache("plan-*.json")
 
 
-def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: CachedTask) -> bool:
+def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: PlanTask) -> bool:
     """Whether planning anew could come to the same.
 
     The fastest plan inside a budget is the fastest inside any smaller one that it fits.
@@ -125,11 +196,11 @@ def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: CachedTas
     return fits_host(price, psutil.virtual_memory().available)
 
 
-def _context_bytes(task: CachedTask) -> int:
+def _context_bytes(task: PlanTask) -> int:
     return 0 if task.card is None else task.card.context_bytes
 
 
-def _values_of(plan: Plan, task: CachedTask) -> dict[str, Any]:
+def _values_of(plan: Plan, task: PlanTask) -> dict[str, Any]:
     price = plan.price
     assert price is not None
     return {
@@ -161,7 +232,7 @@ def _stored(decision: Decision) -> dict[str, Any]:
     return {"about": decision.about, "message": message, "strategy": decision.strategy}
 
 
-def _plan_from(values: Mapping[str, Any], task: CachedTask) -> Plan:
+def _plan_from(values: Mapping[str, Any], task: PlanTask) -> Plan:
     if values["version"] != _VERSION:
         raise ValueError("another version")
     digest = digest_of(task.workload, task.budget_bytes, task.card)
@@ -173,8 +244,8 @@ def _plan_from(values: Mapping[str, Any], task: CachedTask) -> Plan:
     read, said = Plan.from_tables(tables), values["price"]
     price = Price(
         candidate=read.candidate,
-        peak=_peak(said["peak"]),
-        phases={str(name): _peak(one) for name, one in said["phases"].items()},
+        peak=MemoryPeak.from_json(said["peak"]),
+        phases={str(name): MemoryPeak.from_json(one) for name, one in said["phases"].items()},
         counts=StepCounts(**{name: float(one) for name, one in said["counts"].items()}),
         step_seconds=float(said["step_seconds"]),
         host_bytes=int(said["host_bytes"]),
@@ -185,137 +256,3 @@ def _plan_from(values: Mapping[str, Any], task: CachedTask) -> Plan:
         for one in values["decisions"]
     )
     return dataclasses.replace(read, price=price, decisions=decisions, args=task.workload.args)
-
-
-def _peak(values: Mapping[str, Any]) -> MemoryPeak:
-    return MemoryPeak(
-        components={Component(name): int(size) for name, size in values["components"].items()},
-        allocated_bytes=int(values["allocated_bytes"]),
-        reserved_bytes=int(values["reserved_bytes"]),
-        device_bytes=int(values["device_bytes"]),
-        module=str(values["module"]),
-    )
-
-
-def card_here(device: torch.device) -> DeviceProfile | None:
-    """The card with its speeds as measured; None is the CPU."""
-    if device.type != "cuda":
-        half_on_cpu()  # before anything is computed
-        return None
-    from memfit.planner.step_time import calibrate
-
-    with preserved_rng():
-        return calibrate(device)
-
-
-def budget_here(budget: Budget, device: torch.device) -> int:
-    """What the process may hold now: the budget, as far as others leave room for it."""
-    read = CudaReader(device) if device.type == "cuda" else CpuReader(lambda: 0)
-    return read().limit_bytes(budget)
-
-
-def plan_here(
-    workload: Workload,
-    budget: Budget,
-    device: torch.device,
-    *,
-    exact: bool = False,
-    allow: frozenset[str] = frozenset(),
-    folder: Path | None = None,
-    reserve_bytes: int = 0,
-    pricer: Pricer | None = None,
-) -> Planning:
-    """Returns the fastest plan inside the budget.
-
-    `folder` is where checkpoints will go. `reserve_bytes` of the budget stay free. `pricer` comes
-    from an earlier plan for the same task, with the traces it has made.
-    """
-    card = card_here(device)
-    with preserved_rng():
-        return make_plan(
-            workload,
-            max(budget_here(budget, device) - reserve_bytes, 0),
-            card,
-            exact=exact,
-            allow=allow,
-            disk_bytes_free=None if folder is None else free_disk_bytes(folder),
-            pricer=pricer,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The plan for this machine, and what there is to say about it."""
-
-    plan: Plan
-    notes: tuple[Decision, ...] = ()
-    kept: bool = False
-    """Whether it is that of an earlier run."""
-    pricer: Pricer | None = None
-    """Knows what other plans cost; None where none was asked."""
-
-
-def chosen_here(
-    workload: Workload,
-    budget: Budget,
-    device: torch.device,
-    *,
-    exact: bool = False,
-    allow: frozenset[str] = frozenset(),
-    folder: Path | None = None,
-    reserve_bytes: int = 0,
-    pricer: Pricer | None = None,
-) -> Chosen:
-    """As `plan_here`; a task that was planned on this machine before is not planned again."""
-    task = CachedTask(
-        workload=workload,
-        card=card_here(device),
-        budget=budget,
-        budget_bytes=max(budget_here(budget, device) - reserve_bytes, 0),
-        exact=exact,
-        allow=allow,
-        reserve_bytes=reserve_bytes,
-    )
-    if (plan := kept_plan(task)) is not None:
-        assert plan.price is not None
-        free_bytes = None if folder is None else free_disk_bytes(folder)
-        notes = tuple(disk_note(workload, plan.price, free_bytes))
-        return Chosen(plan=plan, notes=notes, kept=True)
-    made = plan_here(
-        workload,
-        budget,
-        device,
-        exact=exact,
-        allow=allow,
-        folder=folder,
-        reserve_bytes=reserve_bytes,
-        pricer=pricer,
-    )
-    if not made.notes:  # what is scarce now may not be next time
-        keep_plan(task, made.chosen)
-        if reserve_bytes:  # the plan without it missed its budget, and would again
-            whole_bytes = task.budget_bytes + reserve_bytes
-            keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), made.chosen)
-    return Chosen(plan=made.chosen, notes=made.notes, pricer=made.pricer)
-
-
-def fit_here(
-    workload: Workload, strategies: Sequence[Strategy], budget: Budget, device: torch.device
-) -> Plan:
-    """Strategies given by hand with the micro-batches that fit."""
-    card = card_here(device)
-    with preserved_rng():
-        return fit_strategies(workload, strategies, budget_here(budget, device), card)
-
-
-def check_here(plan: Plan, workload: Workload, budget: Budget, device: torch.device) -> Checked:
-    """A plan from a file, priced for this machine."""
-    card = card_here(device)
-    with preserved_rng():
-        return check(plan, workload, card, budget_here(budget, device))
-
-
-def free_disk_bytes(folder: Path) -> int:
-    """What may still be written where a folder is, or will be made."""
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    return shutil.disk_usage(there).free

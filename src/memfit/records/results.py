@@ -28,7 +28,7 @@ from typing import Any
 from memfit._version import __version__
 from memfit.config.files import leftovers, plain, read_json, write_json
 from memfit.errors import OutputError
-from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.components import MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.run_warnings import RunWarning, warnings_from
 from memfit.text import t
@@ -105,8 +105,8 @@ class RunSummary:
         memory = kept.get("memory") or {}
         kept["memory"] = MemorySummary(
             budget_bytes=memory.get("budget_bytes"),
-            predicted=_peak(memory.get("predicted")),
-            measured=_peak(memory.get("measured")),
+            predicted=stored_peak(memory, "predicted"),
+            measured=stored_peak(memory, "measured"),
             measured_step=memory.get("measured_step"),
         )
         return cls(**kept)
@@ -326,7 +326,7 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
     path = RunFolder(Path(run_dir)).summary
     try:
         return RunSummary.from_dict(read_json(path))
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise OutputError(
             t("{path} is not a summary that memfit wrote: {reason}", path=path, reason=error)
         ) from None
@@ -376,11 +376,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _peak(values: Mapping[str, Any] | None) -> MemoryPeak | None:
-    if not values:
-        return None
-    components = {Component(name): size for name, size in values["components"].items()}
-    return MemoryPeak(**{**values, "components": components})
+def stored_peak(values: Mapping[str, Any], name: str) -> MemoryPeak | None:
+    """The peak of that name in a file's values; None where there is none."""
+    return MemoryPeak.from_json(values[name]) if values.get(name) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from memfit.records.results import OutputClaim
 from memfit.records.run_log import RunLog
 from memfit.report.formatting import averaging_sentence, named, together
 from memfit.text import N_, encodable, language, make_way, printable, shown, t
-from memfit.units import Budget, format_both, parse_budget
+from memfit.units import format_both
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from memfit.planner.candidates import PlanTask
     from memfit.planner.plans import Plan
     from memfit.records.scoring import Scoring
     from memfit.training.trainer import BudgetTrainer
@@ -92,34 +93,16 @@ def parameters(trainer: BudgetTrainer) -> tuple[int, int]:
     return sum(count for count, _ in both), sum(count for count, learns in both if learns)
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """Total and free bytes; for a CPU the machine's memory."""
-    import psutil
-    import torch
-
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        return total_bytes, free_bytes
-    memory = psutil.virtual_memory()
-    return int(memory.total), int(memory.available)
-
-
-def budget_bytes(budget: str, device: torch.device) -> int:
-    """The budget on this device."""
-    total_bytes, free_bytes = device_memory(device)
-    return parse_budget(budget).resolve(total_bytes=total_bytes, free_bytes=free_bytes)
-
-
-def budget_sentence(budget: str, device: torch.device) -> str:
+def budget_sentence(task: PlanTask) -> str:
     """Both units, since a '4 GB' card has 4 GiB; and what is done about one that is too large."""
-    total_bytes, _ = device_memory(device)
-    asked: Budget = parse_budget(budget)
-    sentence = format_both(budget_bytes(budget, device))
-    if asked.bytes is not None and asked.bytes > total_bytes:
+    asked, sentence = task.budget, format_both(task.budget_bytes)
+    if asked.bytes is not None and asked.bytes > task.budget_bytes:
         return t(
-            "{bytes}: all there is, less than the {asked} asked for", bytes=sentence, asked=budget
+            "{bytes}: all that is free, less than the {asked} asked for",
+            bytes=sentence,
+            asked=format_both(asked.bytes),
         )
-    return t("{bytes}, {asked}", bytes=sentence, asked=budget) if asked.bytes is None else sentence
+    return t("{bytes}, {asked}", bytes=sentence, asked=asked) if asked.bytes is None else sentence
 
 
 def batch_sentence(trainer: BudgetTrainer) -> str:

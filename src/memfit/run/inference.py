@@ -29,9 +29,9 @@ from memfit.models.layers import position_limit
 from memfit.models.loading import (
     WEIGHT_FILES,
     check_model_folder,
-    explain,
     load_config,
     load_tokenizer,
+    loading_error,
 )
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
@@ -331,7 +331,7 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
                 trust_remote_code=False,
             )
     except Exception as error:
-        raise explain(error, config.model) from None
+        raise loading_error(error, config.model) from None
     if missing := sorted(report["missing_keys"]):
         # transformers would fill these with random numbers and only log it.
         found = t("weights without {name}", name=missing[0])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,18 @@ from memfit.errors import DoesNotFitError, OutputError, TraceError
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.report.terminal import fact_line
-from memfit.text import language, t
+from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
+    from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import DeviceProfile
     from memfit.planner.advice import Alternatives, NothingFitsError
-    from memfit.planner.candidates import Price, Pricer, Workload
+    from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
     from memfit.planner.plans import Checked, Plan
     from memfit.planner.search import Planning
     from memfit.training.checkpoints import Search
@@ -84,10 +86,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Local paths in full, so that run.toml reruns from anywhere."""
     data, model = config.data, config.model
     checked = _absolute(data.validation_file) if data.validation_file else None
-    return dataclasses.replace(
+    return replace(
         config,
-        data=dataclasses.replace(data, path=_absolute(data.path), validation_file=checked),
-        model=dataclasses.replace(model, model=_absolute(model.model)),
+        data=replace(data, path=_absolute(data.path), validation_file=checked),
+        model=replace(model, model=_absolute(model.model)),
         plan=None if config.plan is None else os.path.abspath(Path(config.plan).expanduser()),
         output_dir=os.path.abspath(Path(config.output_dir).expanduser())
         if config.output_dir
@@ -106,35 +108,59 @@ _FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedTask:
-    """What is to be planned: a run, and the card it is for."""
+class Prepared:
+    """A run before its weights are loaded: its rows, its arguments, and what is planned for."""
 
     config: RunConfig
-    workload: Workload
-    card: DeviceProfile | None
-    """None is this machine's CPU."""
-    gpu: str | None
-    """The card as it was named; None is this machine."""
-    budget_bytes: int
+    text: TextData
+    tokens: TokenizedData
+    settings: PretrainedConfig
+    """The model's own, with a head for these labels."""
+    tokenizer: PreTrainedTokenizerBase
+    arguments: TrainingArguments
+    gpu: str | None = None
+    """A card by name, or cpu; None is what this machine trains on."""
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of every training row."""
+        from memfit.engine.micro_batches import row_lengths
+
+        return row_lengths(self.tokens.train)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What is trained, whatever the plan."""
+        from memfit.planner.workload import workload_of_run
+
+        return workload_of_run(
+            self.config,
+            self.settings,
+            self.arguments,
+            self.text.labels,
+            self.lengths,
+            eval_rows=len(self.tokens.validation),
+        )
+
+    @cached_property
+    def task(self) -> PlanTask:
+        """What a plan is made for, inside the budget as it is in bytes now."""
+        from memfit.planner.this_machine import task_for
+
+        return task_for(
+            self.workload,
+            parse_budget(self.config.budget),
+            _named_card(self.gpu) or self.arguments.device,
+            exact=self.config.exact,
+            allow=self.config.allowed,
+        )
 
     def plan(self) -> Planning:
         """The fastest plan inside the budget, or DoesNotFitError."""
         from memfit.planner.search import make_plan
 
-        planning = make_plan(
-            self.workload,
-            self.budget_bytes,
-            self.card,
-            exact=self.config.exact,
-            allow=self.config.allowed,
-        )
+        planning = make_plan(self.task)
         return replace(planning, chosen=self.signed(planning.chosen))
-
-    def check(self, plan: Plan) -> Checked:
-        """A plan from a file, priced anew."""
-        from memfit.planner.plans import check
-
-        return check(plan, self.workload, self.card, self.budget_bytes)
 
     def signed(self, plan: Plan) -> Plan:
         """With the run it is for, so that its file alone can be checked."""
@@ -142,73 +168,80 @@ class PreparedTask:
         return replace(plan, run=tables if self.gpu is None else {**tables, "gpu": self.gpu})
 
 
-def prepare(config: RunConfig, gpu: str | None = None) -> PreparedTask:
-    """Reads and tokenizes the table; of the model only its settings are read."""
+def prepare(
+    config: RunConfig,
+    output_dir: Path,
+    text: TextData | None = None,
+    *,
+    gpu: str | None = None,
+    has_weights: bool = True,
+) -> Prepared:
+    """Reads and tokenizes the table; of the model only its settings are read.
+
+    `text` is the table, where it was read before. A model without weights can only be planned for.
+    """
     from memfit.data import read_table, tokenize
-    from memfit.engine.micro_batches import row_lengths
+    from memfit.engine.half_on_cpu import half_on_cpu
     from memfit.models.loading import load_settings
-    from memfit.planner.workload import workload_of_run
 
-    check_training(config.training)
-    named = _named_card(gpu)
-    text = read_table(config.data)
-    # A folder with only a config.json and a tokenizer can be planned for.
-    settings, tokenizer = load_settings(replace(config.model, from_scratch=True), text.labels)
-    with tempfile.TemporaryDirectory() as folder:
-        args = training_arguments(
-            config.training,
-            Path(folder),
-            best_metric(text.labels.task)[0],
-            head_only=config.model.freeze == "encoder",
-            task=text.labels.task,
-        )
-    tokens = tokenize(text, tokenizer, config.data.max_length)
-    workload = workload_of_run(
-        config,
-        settings,
-        args,
-        text.labels,
-        row_lengths(tokens.train),
-        eval_rows=len(tokens.validation),
-    )
-    _check_positions(workload, config)
-    card, budget_bytes = _card_and_budget(config, gpu, named, args.device)
-    return PreparedTask(
-        config=config, workload=workload, card=card, gpu=gpu, budget_bytes=budget_bytes
+    text = read_table(config.data) if text is None else text
+    arguments = arguments_of(config, text.labels, output_dir)
+    if arguments.device.type == "cpu":
+        with doing(t("trying half precision on this CPU, which is done once …")):
+            half_on_cpu()
+    model = config.model if has_weights else replace(config.model, from_scratch=True)
+    settings, tokenizer = load_settings(model, text.labels)
+    rows = f"{len(text.train) + len(text.validation):,}"
+    with doing(t("tokenizing {rows} rows …", rows=rows)):
+        tokens = tokenize(text, tokenizer, config.data.max_length)
+    return Prepared(
+        config=config,
+        text=text,
+        tokens=tokens,
+        settings=settings,
+        tokenizer=tokenizer,
+        arguments=arguments,
+        gpu=gpu,
     )
 
 
-def _check_positions(workload: Workload, config: RunConfig) -> None:
-    """As when the weights are loaded; here there are none."""
+def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> TrainingArguments:
+    """The Trainer's arguments for a run on rows with these labels."""
+    return training_arguments(
+        config.training,
+        output_dir,
+        best_metric(labels.task)[0],
+        head_only=config.model.freeze == "encoder",
+        task=labels.task,
+    )
+
+
+def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
+    """Prepares a run that is only planned: a config.json and a tokenizer are enough of a model."""
     from memfit.models.loading import check_positions
     from memfit.planner.pricing.traced_setup import build_model, full_config
 
-    model = build_model(replace(workload, lora=None, freeze=None), full_config(workload))
+    check_training(config.training)
+    _named_card(gpu)  # a name that no card has is refused before the table is read
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare(config, Path(folder), gpu=gpu, has_weights=False)
+    whole = replace(prepared.workload, lora=None, freeze=None)
+    model = build_model(whole, full_config(whole))
     check_positions(model, config.data.max_length, config.model.model)
+    return prepared
 
 
-def _named_card(gpu: str | None) -> DeviceProfile | None:
-    if gpu is None or gpu.strip().lower() == "cpu":
+def _named_card(gpu: str | None) -> DeviceProfile | torch.device | None:
+    """The card of that name, or this machine's CPU; None where none is named."""
+    if gpu is None:
         return None
+    if gpu.strip().lower() == "cpu":
+        import torch
+
+        return torch.device("cpu")
     from memfit.memory.cards import find_card
 
     return find_card(gpu)
-
-
-def _card_and_budget(
-    config: RunConfig, gpu: str | None, named: DeviceProfile | None, device: torch.device
-) -> tuple[DeviceProfile | None, int]:
-    """The card named, or this machine's; `auto` leaves room for its display."""
-    from memfit.planner.this_machine import budget_here, card_here
-
-    budget = parse_budget(config.budget)
-    if named is not None:
-        total_bytes = named.total_bytes
-        return named, budget.resolve(total_bytes=total_bytes, free_bytes=total_bytes)
-    import torch
-
-    here = torch.device("cpu") if gpu is not None else device
-    return card_here(here), budget_here(budget, here)
 
 
 def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -245,13 +278,13 @@ def run_seconds(workload: Workload, price: Price) -> RunSeconds:
 # ---- as JSON ----
 
 
-def as_json(task: PreparedTask, planning: Planning, other: Alternatives | None) -> dict[str, Any]:
+def as_json(prepared: Prepared, planning: Planning, other: Alternatives | None) -> dict[str, Any]:
     """The plan, the others, and what else could be done."""
     price = planning.chosen.price
     assert price is not None
-    seconds = run_seconds(task.workload, price)
+    seconds = run_seconds(prepared.workload, price)
     return {
-        **_about(task),
+        **_about(prepared),
         "chosen": planning.chosen.as_json(),
         "candidates": [one.as_json() for one in planning.candidates],
         "training_seconds": seconds.training,
@@ -266,10 +299,10 @@ def as_json(task: PreparedTask, planning: Planning, other: Alternatives | None) 
     }
 
 
-def missing_json(task: PreparedTask, error: NothingFitsError) -> dict[str, Any]:
+def missing_json(prepared: Prepared, error: NothingFitsError) -> dict[str, Any]:
     """Nothing fits: the smallest plan, what is missing, what would help."""
     return {
-        **_about(task),
+        **_about(prepared),
         "chosen": None,
         "candidates": [],
         "smallest": error.smallest.as_json(),
@@ -286,10 +319,10 @@ def missing_json(task: PreparedTask, error: NothingFitsError) -> dict[str, Any]:
     }
 
 
-def checked_json(task: PreparedTask, checked: Checked) -> dict[str, Any]:
+def checked_json(prepared: Prepared, checked: Checked) -> dict[str, Any]:
     """Whether a plan fits, and by how much not."""
     return {
-        **_about(task),
+        **_about(prepared),
         "fits": checked.fits,
         "missing_bytes": checked.missing_bytes,
         "changed": list(checked.changed),
@@ -297,14 +330,14 @@ def checked_json(task: PreparedTask, checked: Checked) -> dict[str, Any]:
     }
 
 
-def _about(task: PreparedTask) -> dict[str, Any]:
+def _about(prepared: Prepared) -> dict[str, Any]:
     return {
-        "model": task.config.model.model,
-        "card": "cpu" if task.card is None else task.card.name,
-        "budget_bytes": task.budget_bytes,
-        "rows": len(task.workload.lengths),
-        "effective_batch": task.workload.effective_rows,
-        "steps_per_epoch": task.workload.steps_per_epoch,
+        "model": prepared.config.model.model,
+        "card": "cpu" if prepared.task.card is None else prepared.task.card.name,
+        "budget_bytes": prepared.task.budget_bytes,
+        "rows": len(prepared.workload.lengths),
+        "effective_batch": prepared.workload.effective_rows,
+        "steps_per_epoch": prepared.workload.steps_per_epoch,
     }
 
 
@@ -343,19 +376,17 @@ _PLANS_AGAIN = 3
 """After so many plans that missed their budget the last one is adjusted as it runs."""
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclass(kw_only=True)
 class Choosing:
-    """What a plan is chosen for, and where it will be kept."""
+    """Chooses the plan of a run: the one given, the one it was begun by, or the fastest."""
 
     config: RunConfig
-    workload: Workload
-    device: torch.device
+    task: PlanTask
     folder: RunFolder
     say: Say
+    given: Plan | None = None
     checkpoint: Path | None = None
     """The checkpoint a resumed run goes on from."""
-    reserve_bytes: int = 0
-    """Left free by the next plan: rehearsals of those before ran out of memory."""
     kept: bool = False
     """Whether the plan is that of an earlier run of the same task."""
     _missed: int = 0
@@ -365,80 +396,67 @@ class Choosing:
     def may_plan_again(self) -> bool:
         """Whether there is another plan to make when this one misses its budget.
 
-        A resumed run goes on with the optimizer's state as its plan stored it.
+        A plan that was given stays. A resumed run goes on with the optimizer's state as its plan
+        stored it.
         """
-        return self.checkpoint is None and self._missed < _PLANS_AGAIN
+        return self.is_free and self.checkpoint is None and self._missed < _PLANS_AGAIN
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the plan is ours to choose, and to adjust."""
+        return self.given is None and self.config.plan is None
 
     def leave_free(self, short_bytes: int) -> None:
         """The last plan needed about so much more than it was allowed."""
-        self.reserve_bytes += short_bytes
+        self.task = self.task.leaving(short_bytes)
         self._missed += 1
 
-    def choose(self, given: Plan | None = None) -> Plan | None:
+    def choose(self) -> Plan | None:
         """The plan; None where memory cannot be predicted and no budget was promised."""
+        from memfit.planner.plans import Plan
+
         try:
             if self.checkpoint is not None and self.folder.plan.is_file():
                 return self._resumed()
-            if given is not None:
-                return self._fitting(given, t("the plan given"))
+            if self.given is not None:
+                return self._fitting(self.given, t("the plan given"))
             if self.config.plan is not None:
-                from memfit.planner.plans import Plan
-
                 return self._fitting(Plan.read(Path(self.config.plan)), self.config.plan)
             return self._made()
         except TraceError as error:
-            if self._budget != Budget():
+            if self.task.budget != Budget():
                 raise  # a promise that cannot be checked is not made
             self.say(fact_line("note", t("memory cannot be predicted: {error}", error=error)))
             return None
 
-    @property
-    def _budget(self) -> Budget:
-        return parse_budget(self.config.budget)
-
     def _made(self) -> Plan:
-        from memfit.planner.this_machine import chosen_here
+        from memfit.planner.this_machine import choose
 
-        found = chosen_here(
-            self.workload,
-            self._budget,
-            self.device,
-            exact=self.config.exact,
-            allow=self.config.allowed,
-            folder=self.folder.path,
-            reserve_bytes=self.reserve_bytes,
-            pricer=self._pricer,
-        )
+        found = choose(self.task, folder=self.folder.path, pricer=self._pricer)
         self._pricer, self.kept = found.pricer, found.kept
         for note in found.notes:
             self.say(fact_line("note", note.sentence(language())))
         return found.plan
 
     def _fitting(self, plan: Plan, name: str) -> Plan:
-        checked = self._checked(plan)
+        from memfit.planner.plans import check
+
+        checked = check(plan, self.task)
         if not checked.fits:
             raise DoesNotFitError(does_not_fit_sentence(checked, name))
         return checked.plan
 
-    def _checked(self, plan: Plan) -> Checked:
-        from memfit.planner.this_machine import check_here
-
-        return check_here(plan, self.workload, self._budget, self.device)
-
     def _resumed(self) -> Plan:
         """The plan it was begun by; where it no longer fits, with smaller micro-batches."""
-        from memfit.planner.plans import Plan
-        from memfit.planner.this_machine import fit_here
+        from memfit.planner.plans import Plan, check
+        from memfit.planner.search import fit_strategies
 
         plan = Plan.read(self.folder.plan)
         recorded = self._recorded()
         if recorded is not None:
-            candidate = dataclasses.replace(plan.candidate, micro_batching=recorded)
-            plan = dataclasses.replace(plan, candidate=candidate)
-        checked = self._checked(plan)
-        if checked.fits:
-            return checked.plan
-        return fit_here(self.workload, plan.strategies, self._budget, self.device)
+            plan = replace(plan, candidate=replace(plan.candidate, micro_batching=recorded))
+        checked = check(plan, self.task)
+        return checked.plan if checked.fits else fit_strategies(self.task, plan.strategies)
 
     def _recorded(self) -> MicroBatching | None:
         """The micro-batches of the checkpoint, unless there is another budget now."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
 from memfit.config.files import atomic_writer, is_disk_problem, plain, staged_files, why_not_written
-from memfit.config.training_fields import check_training, training_arguments
-from memfit.engine.half_on_cpu import half_on_cpu
+from memfit.config.training_fields import check_training
 from memfit.errors import (
     DeviceLostError,
     LossError,
@@ -31,7 +30,6 @@ from memfit.errors import (
 from memfit.models.loading import check_model_folder, start_reading_weights
 from memfit.records.evaluation import (
     Evaluation,
-    best_metric,
     compute_metrics_for,
     evaluate_predictions,
     worst_mistakes,
@@ -54,18 +52,17 @@ from memfit.records.scoring import Scoring
 from memfit.report import terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
-from memfit.run.prepare import last_checkpoint, with_absolute_paths
+from memfit.run.prepare import Choosing, Prepared, last_checkpoint, prepare, with_absolute_paths
 from memfit.run.scoring_rules import keep_scoring, scoring_of_run
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, TrainingArguments
+    from transformers import TrainingArguments
 
     from memfit.data import TextData, TokenizedData
     from memfit.memory.components import MemoryPeak
     from memfit.planner.plans import Plan
-    from memfit.run.prepare import Choosing
     from memfit.training.checkpoints import Search
     from memfit.training.trainer import BudgetTrainer
 
@@ -249,12 +246,14 @@ class _Run:
     """None where memory could not be predicted."""
     found: Search | None = None
     """The checkpoint a resumed run goes on from."""
-    arguments: TrainingArguments = field(init=False)
-    settings: PretrainedConfig = field(init=False)
-    tokenizer: Any = field(init=False)
-    tokens: TokenizedData = field(init=False)
+    prepared: Prepared = field(init=False)
     scoring: Scoring = field(init=False)
     choosing: Choosing = field(init=False)
+
+    @property
+    def arguments(self) -> TrainingArguments:
+        """As the user gave them."""
+        return self.prepared.arguments
 
     @property
     def predicted(self) -> MemoryPeak | None:
@@ -302,7 +301,7 @@ class _Run:
                 preloading.load_libraries(card=not on_cpu)
         with announcements.no_progress_bars():
             self._prepare(text)
-            tokens = self.tokens
+            tokens = self.prepared.tokens
             trainer = self._trained(text)
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
@@ -382,29 +381,19 @@ class _Run:
 
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""
-        from memfit.data import tokenize
-        from memfit.models.loading import load_settings
-
-        labels, max_length = text.labels, self.config.data.max_length
-        self.arguments = arguments = training_arguments(
-            self.config.training,
-            self.claim.folder.checkpoints_dir,
-            best_metric(labels.task)[0],
-            head_only=self.config.model.freeze == "encoder",
-            task=labels.task,
-        )
-        self.scoring = scoring_of_run(self.config, text, arguments)
-        if arguments.device.type == "cpu":
-            with doing(t("trying half precision on this CPU, which is done once …")):
-                half_on_cpu()
         with self.clock.measure("load"):
-            self.settings, self.tokenizer = load_settings(self.config.model, labels)
-            rows = f"{len(text.train) + len(text.validation):,}"
-            with doing(t("tokenizing {rows} rows …", rows=rows)):
-                self.tokens = tokenize(text, self.tokenizer, max_length)
-        self.budget_bytes = announcements.budget_bytes(self.config.budget, arguments.device)
+            self.prepared = prepare(self.config, self.claim.folder.checkpoints_dir, text)
+            self.scoring = scoring_of_run(self.config, text, self.arguments)
         with self.clock.measure("plan"):
-            self.choosing = self._choosing(text)
+            with doing(t("planning …")):
+                self.choosing = Choosing(
+                    config=self.config,
+                    task=self.prepared.task,
+                    folder=self.claim.folder,
+                    say=self.say,
+                    given=self.given_plan,
+                    checkpoint=self.found.good if self.found is not None else None,
+                )
             self.plan = self._plan()
 
     def _trained(self, text: TextData) -> BudgetTrainer:
@@ -412,8 +401,8 @@ class _Run:
         while True:
             self._write_settings()
             trainer = self._trainer(text)
-            self._announce(trainer, text, self.tokens)
-            self.record.begin(self._summary(trainer, text, self.tokens, None))
+            self._announce(trainer, text, self.prepared.tokens)
+            self.record.begin(self._summary(trainer, text, self.prepared.tokens, None))
             try:
                 with self._model_kept(trainer), self.clock.measure("train"), doing(""):
                     self._train(trainer)
@@ -446,11 +435,12 @@ class _Run:
         from memfit.training.trainer import BudgetTrainer
 
         labels, max_length = text.labels, self.config.data.max_length
-        tokens, arguments, tokenizer = self.tokens, self.arguments, self.tokenizer
+        tokens, arguments = self.prepared.tokens, self.arguments
+        settings, tokenizer = self.prepared.settings, self.prepared.tokenizer
         free_memory(arguments.device)
         with self.clock.measure("load"), doing(t("loading the weights …")):
             set_seed(arguments.seed)  # the head's first weights are random
-            model = load_weights(self.config.model, self.settings, tokenizer, max_length)
+            model = load_weights(self.config.model, settings, tokenizer, max_length)
             trainer = BudgetTrainer(
                 model,
                 arguments,
@@ -465,7 +455,7 @@ class _Run:
                 compute_metrics=compute_metrics_for(labels.task, labels.names, self.scoring),
                 callbacks=self._callbacks(arguments.device.type),
             )
-        if self.plan is not None and self.given_plan is None and self.config.plan is None:
+        if self.plan is not None and self.choosing.is_free:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
             trainer.guard.adjuster.keeps_tokens = True
             trainer.guard.may_plan_again = self.choosing.may_plan_again
@@ -497,47 +487,25 @@ class _Run:
         self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
         self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
-        shown_bytes = self.budget_bytes if device_type == "cuda" else None
+        shown_bytes = self.prepared.task.budget_bytes if device_type == "cuda" else None
         bar = MemfitProgress(budget_bytes=shown_bytes, console=announcements.plain_console())
         # The time is kept before a stop ends the run.
         own = [self.elapsed, self.record, self.stop, self.probe, LoadMeanwhile()]
         return [*([] if self.quiet else [bar]), *own, *self.callbacks]
 
-    def _choosing(self, text: TextData) -> Choosing:
-        from memfit.engine.micro_batches import row_lengths
-        from memfit.planner.workload import workload_of_run
-        from memfit.run.prepare import Choosing
-
-        workload = workload_of_run(
-            self.config,
-            self.settings,
-            self.arguments,
-            text.labels,
-            row_lengths(self.tokens.train),
-            eval_rows=len(self.tokens.validation),
-        )
-        return Choosing(
-            config=self.config,
-            workload=workload,
-            device=self.arguments.device,
-            folder=self.claim.folder,
-            say=self.say,
-            checkpoint=self.found.good if self.found is not None else None,
-        )
-
     def _plan(self) -> Plan | None:
         with doing(t("planning …")):
-            plan = self.choosing.choose(self.given_plan)
-        return dataclasses.replace(plan, run=self.config.to_tables()) if plan else None
+            plan = self.choosing.choose()
+        return self.prepared.signed(plan) if plan else None
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
         self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
         if warnings := data_warnings(text.counts, tokens.lengths, text.labels.task):
             self.say(terminal.warnings_list(warnings))
-        line, config, device = announce.fact_line, self.config, trainer.args.device
-        self.say(line("model", announcements.model_sentence(config.model.model, trainer)))
-        self.say(line("budget", announcements.budget_sentence(config.budget, device)))
+        line = announce.fact_line
+        self.say(line("model", announcements.model_sentence(self.config.model.model, trainer)))
+        self.say(line("budget", announcements.budget_sentence(self.prepared.task)))
         if self.plan is not None:
             plan_said = announcements.plan_sentence(self.plan)
             kept = (
@@ -549,14 +517,14 @@ class _Run:
         self.say(line("batch", announcements.batch_sentence(trainer)))
         self.say(line("metric", announcements.metric_sentence(self.scoring, trainer)))
         if self.predicted is not None:
-            share = terminal.percent(self.predicted.device_bytes / max(self.budget_bytes, 1))
-            needs = format_both(self.predicted.device_bytes)
+            needs_bytes, budget_bytes = self.predicted.device_bytes, self.prepared.task.budget_bytes
+            share = terminal.percent(needs_bytes / max(budget_bytes, 1))
             self.say(
                 line(
                     "memory",
                     t(
                         "{needs} at the peak by prediction, {share} of the budget",
-                        needs=needs,
+                        needs=format_both(needs_bytes),
                         share=share,
                     ),
                 )
@@ -637,7 +605,7 @@ class _Run:
             lengths=plain(tokens.lengths),
             seconds=self.clock.seconds,
             memory=MemorySummary(
-                budget_bytes=self.budget_bytes,
+                budget_bytes=self.prepared.task.budget_bytes,
                 predicted=self.predicted,
                 measured=self.probe.peak(trainer.args.device),
                 measured_step=None if trainer.args.device.type == "cuda" else self.probe.step,

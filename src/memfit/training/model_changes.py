@@ -28,13 +28,12 @@ from transformers import (
 )
 
 from memfit.engine.micro_batches import MicroBatching
-from memfit.engine.step_state import RandomState
+from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
 from memfit.strategies import Setup, Strategy, apply_all
 from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.planner.candidates import Workload
     from memfit.planner.plans import Plan
     from memfit.training.trainer import BudgetTrainer
 
@@ -89,12 +88,11 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
         return None
     # Imported here: a trainer without a budget needs no planner.
     from memfit.planner import this_machine
-    from memfit.planner import workload as workloads
+    from memfit.planner.search import fit_strategies
+    from memfit.planner.workload import workload_of_model
 
-    device = trainer.setup.args.device
-    plan: Plan
     try:
-        workload: Workload = workloads.workload_of_model(
+        workload = workload_of_model(
             model,
             trainer.user_args,
             trainer.setup.train_dataset,
@@ -105,13 +103,12 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
             skips_bad_steps=asked.on_nan == "skip",
             collate=trainer.changes.collate_rows,
         )
-        if asked.given is None and trainer.setup.args.world_size == 1:
-            if workload.given is None:
-                plan = this_machine.chosen_here(workload, budget, device).plan
-            else:  # plans are kept by configuration, and this model is more than that
-                plan = this_machine.plan_here(workload, budget, device).chosen
-        else:  # ranks that measure their cards would come to different plans
-            plan = this_machine.fit_here(workload, asked.given or (), budget, device)
+        task = this_machine.task_for(workload, budget, trainer.setup.args.device)
+        with preserved_rng():
+            if asked.given is None and trainer.setup.args.world_size == 1:
+                return this_machine.choose(task).plan
+            # Ranks that measure their cards would come to different plans.
+            return fit_strategies(task, asked.given or ())
     except (DoesNotFitError, ConfigError):
         raise
     except Exception as error:  # a model may be anything, and fail in any way without weights
@@ -129,7 +126,6 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
             stacklevel=4,
         )
         return None
-    return plan
 
 
 _ATTRIBUTE = "_memfit_held"

@@ -294,12 +294,11 @@ class TracedRun:
         if isinstance(self._executor, GraphedExecutor) and self._is_graphed(len(parts)):
             self._graphed_step(self._executor, parts)
         else:
-            object.__setattr__(self._executor, "split", lambda _: parts)
             # A sink of two passes runs its one micro-batch twice: one part all the same.
             self._cuts = iter(("", "micro_more") if len(parts) > 1 else ())
             with contextlib.ExitStack() as self._stack:
                 self._stack.enter_context(self._part("micro"))
-                self._executor.run(self.setup.model, parts[0].inputs)
+                self._executor.run_parts(self.setup.model, parts)
         grads = (p.grad for p in self._learning if p.grad is not None)
         self._tracker.tag(grads, Component.GRADIENTS)
 
@@ -426,8 +425,7 @@ class TracedRun:
         longest = max(self._rows.lengths)
         rows = tuple(min(length, longest) for length in (lengths * count)[:count])
         with self._tracker.on_host():
-            split = replace(self._executor) if "split" in vars(self._executor) else self._executor
-            part = split.split(self._inputs(rows))[0]
+            part = self._executor.split(self._inputs(rows))[0]
         self._without_gradients(part.inputs)
 
     def _encode(self) -> None:
