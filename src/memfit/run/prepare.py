@@ -16,7 +16,9 @@ from memfit.config.training_fields import check_training, training_arguments
 from memfit.errors import DoesNotFitError, OutputError, TraceError
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
+from memfit.records.scoring import Scoring
 from memfit.report.terminal import fact_line
+from memfit.run.scoring_rules import scoring_of_run
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
 
@@ -118,6 +120,7 @@ class Prepared:
     """The model's own, with a head for these labels."""
     tokenizer: PreTrainedTokenizerBase
     arguments: TrainingArguments
+    scoring: Scoring
     gpu: str | None = None
     """A card by name, or cpu; None is what this machine trains on."""
 
@@ -186,6 +189,7 @@ def prepare(
 
     text = read_table(config.data) if text is None else text
     arguments = arguments_of(config, text.labels, output_dir)
+    scoring = scoring_of_run(config, text, arguments)
     if arguments.device.type == "cpu":
         with doing(t("trying half precision on this CPU, which is done once …")):
             half_on_cpu()
@@ -201,6 +205,7 @@ def prepare(
         settings=settings,
         tokenizer=tokenizer,
         arguments=arguments,
+        scoring=scoring,
         gpu=gpu,
     )
 

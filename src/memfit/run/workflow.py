@@ -53,7 +53,7 @@ from memfit.report import terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
 from memfit.run.prepare import Choosing, Prepared, last_checkpoint, prepare, with_absolute_paths
-from memfit.run.scoring_rules import keep_scoring, scoring_of_run
+from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes
 
@@ -247,7 +247,6 @@ class _Run:
     found: Search | None = None
     """The checkpoint a resumed run goes on from."""
     prepared: Prepared = field(init=False)
-    scoring: Scoring = field(init=False)
     choosing: Choosing = field(init=False)
 
     @property
@@ -306,10 +305,12 @@ class _Run:
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                     evaluation = evaluate_trained(
-                        trainer, text, tokens, self.scoring, self.claim.path
+                        trainer, text, tokens, self.prepared.scoring, self.claim.path
                     )
                 with self.clock.measure("save"), doing(t("saving the model …")):
-                    tuned = dataclasses.replace(self.scoring, threshold=evaluation.threshold)
+                    tuned = dataclasses.replace(
+                        self.prepared.scoring, threshold=evaluation.threshold
+                    )
                     save_model(trainer, self.claim.path, tuned)
                     self._settle(trainer)
         # A resumed run took what its sessions took together.
@@ -369,7 +370,7 @@ class _Run:
     def _is_saved(self, trainer: BudgetTrainer) -> bool:
         """Tries to save the model; where that fails too, what went wrong first says more."""
         try:
-            save_model(trainer, self.claim.path, self.scoring)
+            save_model(trainer, self.claim.path, self.prepared.scoring)
         except Exception:
             return False
         return True
@@ -383,7 +384,6 @@ class _Run:
         """Everything that is the same for every plan, and the first plan."""
         with self.clock.measure("load"):
             self.prepared = prepare(self.config, self.claim.folder.checkpoints_dir, text)
-            self.scoring = scoring_of_run(self.config, text, self.arguments)
         with self.clock.measure("plan"):
             with doing(t("planning …")):
                 self.choosing = Choosing(
@@ -452,7 +452,9 @@ class _Run:
                 train_dataset=tokens.train,
                 eval_dataset=tokens.validation,
                 processing_class=tokenizer,
-                compute_metrics=compute_metrics_for(labels.task, labels.names, self.scoring),
+                compute_metrics=compute_metrics_for(
+                    labels.task, labels.names, self.prepared.scoring
+                ),
                 callbacks=self._callbacks(arguments.device.type),
             )
         if self.plan is not None and self.choosing.is_free:
@@ -515,7 +517,7 @@ class _Run:
             )
             self.say(line("plan", kept))
         self.say(line("batch", announcements.batch_sentence(trainer)))
-        self.say(line("metric", announcements.metric_sentence(self.scoring, trainer)))
+        self.say(line("metric", announcements.metric_sentence(self.prepared.scoring, trainer)))
         if self.predicted is not None:
             needs_bytes, budget_bytes = self.predicted.device_bytes, self.prepared.task.budget_bytes
             share = terminal.percent(needs_bytes / max(budget_bytes, 1))
