@@ -126,7 +126,7 @@ def test_plans_are_made_for_what_is_free_a_small_card_and_half_of_the_baseline()
     assert [(one.name, one.budget) for one in made] == [
         ("plan-auto", "auto"),
         ("plan-4GB", "4GB"),
-        ("plan-half", "5000000000"),
+        ("plan-half", "5000000000B"),
     ]
     on_cpu = plan_rungs([], baseline_bytes=1_000_000, card_bytes=None)
     assert [one.name for one in on_cpu] == ["plan-auto", "plan-half"]

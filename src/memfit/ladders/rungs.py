@@ -202,8 +202,9 @@ def plan_rungs(
         if one == HALF and baseline_bytes is None:
             continue
         name = f"{PLAN}-{one}"
-        budget = str(baseline_bytes // 2) if one == HALF and baseline_bytes is not None else one
-        shown = format_bytes(int(budget)) if budget.isdecimal() else budget
+        budget, shown = one, format_bytes(int(one)) if one.isdecimal() else one
+        if one == HALF and baseline_bytes is not None:
+            budget, shown = f"{baseline_bytes // 2}B", format_bytes(baseline_bytes // 2)
         made[name] = Rung(name=name, kind=PLAN, fidelity="", budget=budget, words={"budget": shown})
     return list(made.values())
 
