@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -78,6 +79,7 @@ def fill_at_every_page(root: Path) -> None:
             (root / "pages.txt").write_text(f"{pages} {len(reasons)}")
             return
         reasons.add(f"{type(refused.__cause__).__module__}: {refused.__cause__}")
+        assert re.search(r"the disk is (probably )?full \(.* are free in ", str(refused)), refused
         assert refused.last_good == run_dir / f"checkpoint-{GOOD_STEPS}"
         (disk / "filler").unlink()
         assert_only_good_ones(run_dir, before)
@@ -182,7 +184,7 @@ def test_every_single_call_that_brings_a_checkpoint_to_the_disk_may_fail(tmp_pat
             if refused is None:
                 break
             failed[name] = call
-            assert "No space left on device" in str(refused)
+            assert "the disk is full" in str(refused)
             assert f"last good checkpoint is {folder / 'checkpoint-2'}" in str(refused)
             assert_only_good_ones(folder, before)
     assert failed["fsync"] == 10  # eight files, the manifest, the folder
@@ -211,7 +213,7 @@ def test_the_command_says_where_to_go_on_and_ends_with_1(
         failing_at(patch, "fsync", 25)
         assert run([*words, str(output)]) == 1
     said = capsys.readouterr().err
-    assert "No space left on device" in said
+    assert "the disk is full" in said
     assert "could not be written" in said
     assert f"go on with: memfit train --resume --output-dir {output}" in said
     assert "the last good checkpoint is" in said
@@ -234,7 +236,7 @@ def test_the_result_itself_may_find_no_room(
         code = run([*words, "--output-dir", str(output)])
     said = capsys.readouterr().err
     assert code == 1, said
-    assert "could not be written: No space left on device" in said
+    assert "could not be written: the disk is full" in said
     assert "Traceback" not in said
     left = {item.name for item in output.iterdir()} if output.exists() else set()
     assert not {name for name in left if name.startswith(".")}

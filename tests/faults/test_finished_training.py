@@ -157,7 +157,7 @@ def test_a_last_checkpoint_that_cannot_be_sealed_leaves_the_model(
     monkeypatch.setattr(saving, "write_manifest", full)
     assert run(words_for(by_plan, tmp_path / "out")) == 1
     said = capsys.readouterr().err
-    assert f"checkpoint-{STEPS} could not be written: No space left on device" in said
+    assert f"checkpoint-{STEPS} could not be written: the disk is full" in said
     assert_model_is_kept(tmp_path / "out", whole, said)
 
 

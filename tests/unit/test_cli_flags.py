@@ -123,6 +123,7 @@ def test_after_two_dashes_nothing_is_a_flag() -> None:
         (("--lerning-rate", "1"), r"no option --lerning-rate\. Did you mean --learning-rate\?"),
         (("--max-lenght", "1"), r"Did you mean --max-length\?"),
         (("--epoch", "1"), r"Did you mean --epochs\?"),
+        (("--lr", "1"), r"no option --lr\. Did you mean --learning-rate\?"),
         (("--zzzzqq", "1"), r"no option --zzzzqq\.$"),
         (("--learning-rate",), "--learning-rate needs a value"),
         (("--learning-rate", "--bf16"), "--learning-rate needs a value"),

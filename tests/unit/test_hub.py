@@ -186,8 +186,12 @@ def test_without_a_network_a_bare_name_does_not_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
                         "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
     started = time.perf_counter()
-    with pytest.raises(ModelError, match=r"bert-base-nowhere: .* the hub cannot be reached"):
+    with pytest.raises(
+        ModelError, match=r"bert-base-nowhere: .* the hub cannot be reached"
+    ) as raised:
         load_config(ModelConfig(model="bert-base-nowhere"))
+    assert "HF_ENDPOINT=https://hf-mirror.com" in str(raised.value)
+    assert "modelscope:org/name" in str(raised.value)
     assert time.perf_counter() - started < 5
 
 

@@ -91,17 +91,18 @@ def test_exact_forbids_rounding_and_fits_16_gb(workload: Workload) -> None:
 
 def test_infeasible_budget_names_the_smallest_plan_and_what_is_missing(workload: Workload) -> None:
     with pytest.raises(NothingFitsError) as caught:
-        plan(workload, 0.9e9)
+        plan(workload, 0.925e9)
     error = caught.value
     assert isinstance(error, DoesNotFitError)
     assert error.exit_code == 3
     assert error.smallest.price is not None
-    assert error.missing_bytes == error.smallest.price.device_bytes - 900_000_000
-    assert error.budget_bytes == 900_000_000
-    kinds = {one.kind for one in error.helps}
-    assert {"budget", "allow"} <= kinds
-    assert all(one.device_bytes > 0 for one in error.helps)
-    assert "0.90 GB" in str(error)
+    assert error.missing_bytes == error.smallest.price.device_bytes - 925_000_000
+    assert error.budget_bytes == 925_000_000
+    assert {"budget", "allow", "model"} == {one.kind for one in error.helps}
+    assert [one.value for one in error.helps if one.kind == "allow"] == ["truncate"]
+    for one in error.helps:  # nothing is offered that would not help
+        assert (one.device_bytes <= 925_000_000) == (one.kind != "budget")
+    assert "0.93 GB" in str(error)
 
 
 def test_budget_of_the_smallest_plan_fits(workload: Workload) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import Json, PlainCommand
+from memfit.cli.options import Json, PlainCommand, check_card
 from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
 
@@ -36,6 +36,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Versions, the GPU, what is missing for which strategy, and what the card can train."""
+    check_card(gpu)
     from memfit.doctor.diagnosis import diagnose
 
     with console.only_results_on_stdout():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import FlagCommand, Json, config_options
+from memfit.cli.options import FlagCommand, Json, check_card, config_options
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
 from memfit.text import N_, t
@@ -58,6 +58,7 @@ def estimate(
     del ctx
     if "model" not in options:
         raise ConfigError(t("no model given; name one with --model"))
+    check_card(gpu)
     target = _check_target(timeline) if timeline is not None else None
     from memfit import api
     from memfit.run import stock_flags

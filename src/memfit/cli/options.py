@@ -26,7 +26,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from memfit._compat import OLD_FIELDS, RENAMED
 from memfit.config import DataConfig, ModelConfig, RunConfig
-from memfit.config.training_fields import SHORT_NAMES, is_switch, takes_several, training_fields
+from memfit.config.training_fields import (
+    MEANT,
+    SHORT_NAMES,
+    is_switch,
+    takes_several,
+    training_fields,
+)
 from memfit.errors import ConfigError, nearest
 from memfit.run.signals import INTERRUPTED, handled, stop_at_once
 from memfit.text import N_, Language, cells, checked, language, t, template_of, wrap
@@ -226,7 +232,8 @@ def split_flags(
         else:
             known = [*own, *((*SHORT_NAMES, *training_fields()) if training else ())]
             flags = ["--" + item.replace("_", "-") for item in known]
-            hint = nearest("--" + key.replace("_", "-"), flags).replace("'", "")
+            meant = MEANT.get(key, key)
+            hint = nearest("--" + meant.replace("_", "-"), flags).replace("'", "")
             raise ConfigError(t("there is no option {flag}.{hint}", flag=f"--{name}", hint=hint))
     return split.rest, split.training
 
@@ -373,6 +380,14 @@ NoCache = Annotated[
     bool,
     typer.Option("--no-cache", help="Plan and measure anew, whatever earlier runs have found out."),
 ]
+
+
+def check_card(gpu: str | None) -> None:
+    """Refuses a card that is not known before seconds are spent on imports."""
+    from memfit.memory.cards import find_card
+
+    if gpu is not None and gpu.strip().lower() != "cpu":
+        find_card(gpu)
 
 
 def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import FlagCommand, Json, NoCache, config_options
+from memfit.cli.options import FlagCommand, Json, NoCache, check_card, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.errors import DoesNotFitError, OutputError
 from memfit.text import doing, language, t, telling
@@ -56,6 +56,7 @@ def plan(
 ) -> None:
     """Plan a training inside a budget: each decision and its reason, memory and time."""
     del ctx
+    check_card(gpu)
     target = _check_target(output) if output is not None else None
     if data is not None:
         options = {**options, "path": data}
@@ -73,11 +74,11 @@ def _plan(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
+    run = RunConfig.build(config, **options)
     from memfit.planner.advice import NothingFitsError, alternatives
     from memfit.report import plan_terminal, terminal
     from memfit.run import prepare
 
-    run = RunConfig.build(config, **options)
     with console.only_results_on_stdout(), telling(), doing(t("planning …")):
         prepared = prepare.prepare_to_plan(run, gpu)
         try:

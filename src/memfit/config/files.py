@@ -43,6 +43,8 @@ _DISK_ERRORS = frozenset(
     if hasattr(errno, name)
 )
 
+_FULL = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)})
+
 _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
 
 
@@ -131,17 +133,27 @@ def is_disk_problem(error: BaseException) -> bool:
     if isinstance(error, InputError):  # its sentence quotes what was given, whatever that says
         return error.__context__ is not None and is_disk_problem(error.__context__)
     text = str(error)
-    return "os error" in text or "No space left" in text or "PytorchStreamWriter" in text
+    return "os error" in text or "No space left" in text or _is_torchs_writer(error)
 
 
 def why_not_written(error: BaseException, folder: Path) -> str:
-    """The system's words and the room that is left, since libraries hide which of them it was."""
+    """What was wrong with the disk, and the room that is left on it."""
     reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__)
+    why: str = reason.splitlines()[0]
+    if getattr(error, "errno", None) in _FULL or "os error 28" in why or "No space left" in why:
+        why = t("the disk is full")
+    elif _is_torchs_writer(error):
+        why = t("torch could not write the whole file, so the disk is probably full")
     with contextlib.suppress(OSError):
         free = format_bytes(shutil.disk_usage(folder).free)
-        why = reason.splitlines()[0]
         return t("{reason} ({free} are free in {folder})", reason=why, free=free, folder=folder)
-    return str(reason.splitlines()[0])
+    return why
+
+
+def _is_torchs_writer(error: BaseException) -> bool:
+    """Whether torch's writer of zip files failed: it says in which line of its own, never why."""
+    words = ("inline_container", "PytorchStreamWriter", "iostream error")
+    return any(word in str(error) for word in words)
 
 
 def _umask() -> int:

@@ -23,7 +23,13 @@ from typing import Any, TypeVar
 
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.config import files
-from memfit.config.training_fields import SECRET_FIELDS, SHORT_NAMES, check_seed, training_fields
+from memfit.config.training_fields import (
+    MEANT,
+    SECRET_FIELDS,
+    SHORT_NAMES,
+    check_seed,
+    training_fields,
+)
 from memfit.errors import ConfigError, nearest
 from memfit.text import t
 from memfit.units import parse_budget
@@ -322,7 +328,8 @@ def training_names() -> frozenset[str]:
 
 def _suggest(name: str) -> str:
     own = [key for table in _TABLES for key in own_fields(table)]
-    return nearest(name.replace("-", "_"), [*own, *_ALIASES, *sorted(training_names())])
+    name = name.replace("-", "_")
+    return nearest(MEANT.get(name, name), [*own, *_ALIASES, *sorted(training_names())])
 
 
 def _construct(kind: type[_Part], options: Mapping[str, Any]) -> _Part:

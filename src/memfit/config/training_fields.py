@@ -45,6 +45,19 @@ SHORT_NAMES: Mapping[str, str] = {
 }
 """Our short names for the longest fields."""
 
+MEANT: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "batch_size",
+    "max_len": "max_length",
+    "max_seq_len": "max_length",
+    "max_seq_length": "max_length",
+    "num_epochs": "epochs",
+    "val_split": "validation_split",
+    "warmup": "warmup_steps",
+}
+"""What other programs call our options; a wrong name is answered with ours."""
+
 SECRET_FIELDS = frozenset({"hub_token", "push_to_hub_token"})
 """Fields that are never written to a file."""
 

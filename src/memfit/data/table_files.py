@@ -559,7 +559,8 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
         raise DataError(
             t(
                 "{name} is neither a file here nor a dataset the Hub gives ({reason}); check "
-                "the spelling and the connection",
+                "the spelling and the connection (HF_ENDPOINT=https://hf-mirror.com names a "
+                "mirror)",
                 **said,
             )
         ) from error

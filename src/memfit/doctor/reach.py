@@ -30,8 +30,6 @@ _NEEDS = {"lora": "peft", "fused_layers": "triton", "state_offload": "triton"}
 
 _FASTER_WITH = {"lowbit_adamw": "triton", "gradient_release": "triton", "cuda_graphs": "triton"}
 
-_FIRST_WITH_TRITON = (7, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -96,9 +94,8 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
     note = command = ""
     if kind.name in _NEEDS and reason:
         package = found.package(_NEEDS[kind.name])
-        command = package.command if package.lacking else ""
-        if _NEEDS[kind.name] == "triton" and _is_too_old(setup):
-            reason, command = t("its kernels need Triton, which needs compute capability 7.0"), ""
+        too_old = _NEEDS[kind.name] == "triton" and _is_too_old(setup)
+        command = package.command if package.lacking and not too_old else ""
     elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
         package = found.package(_FASTER_WITH[kind.name])
         if not setup.has_triton and not _is_too_old(setup):
@@ -108,7 +105,9 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
 
 def _is_too_old(setup: Setup) -> bool:
     """Whether it is the card that keeps Triton's kernels away, so that nothing can be installed."""
-    return setup.device_type == "cuda" and setup.capability < _FIRST_WITH_TRITON
+    from memfit.strategies.base import TRITON_FROM
+
+    return setup.device_type == "cuda" and setup.capability < TRITON_FROM
 
 
 def _setup(found: Environment, card: DeviceProfile | None) -> Setup:

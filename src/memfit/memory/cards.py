@@ -8,11 +8,11 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from importlib import resources
 from typing import Any
 
 from memfit.errors import ConfigError
-from memfit.errors import nearest as suggestion
 from memfit.memory.cuda_context import (
     LOADED_LATER_BYTES,
     PAGE_BYTES,
@@ -26,6 +26,17 @@ from memfit.units import GIB, MIB
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "graphics", "card", "generation", "hbm3"}
 
 _MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
+
+# Words in the names of devices that are not NVIDIA's.
+_OTHER_MAKERS = {
+    "AMD": re.compile(r"amd|radeon|rx\d*(xtx?)?|xtx?|vega|instinct|mi\d{2,3}[ax]?|w[67]\d00|rocm"),
+    "Apple": re.compile(r"apple|mac(book)?|mps|m[1-9]"),
+    "Intel": re.compile(r"intel|arc|iris|xpu|[ab][3-7][5-8]0"),
+    "Huawei": re.compile(r"huawei|ascend|atlas|npu|910[abc]"),
+}
+
+_ALIKE = 0.5
+"""Names that share less than half of their letters are not suggested."""
 
 _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
@@ -226,17 +237,41 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _unknown(name: str) -> str:
-    words = " ".join(sorted(_words(name)))
-    plain = {" ".join(sorted(_words(card))): card for card in _table()}
-    near = suggestion(words, plain)
-    for key, card in plain.items():
-        near = near.replace(repr(key), repr(card))
+    """The sentence for a name that no row of the table has."""
+    words = _words(name)
+    for maker, marks in _OTHER_MAKERS.items():
+        if any(marks.fullmatch(word) for word in words):
+            return t(
+                "{name} is a device of {maker}; AMD, Apple, Intel and Ascend are not supported "
+                "yet, only NVIDIA cards and CPUs (--gpu cpu)",
+                name=repr(name),
+                maker=maker,
+            )
+    near = _nearest(words)
+    if not near:
+        return t("no card {name} is known; write it as in 'RTX 3060' or T4", name=repr(name))
     return t(
-        "no card {name} is known.{hint} Known are: {known}",
-        name=repr(name),
-        hint=near,
-        known=", ".join(_table()),
+        "no card {name} is known; the nearest are {cards}", name=repr(name), cards=", ".join(near)
     )
+
+
+def _nearest(words: frozenset[str]) -> list[str]:
+    """Up to three cards whose names look most like these words, first those of the same number."""
+
+    def likeness(card: str) -> float:
+        known = _words(card)
+        numbers = any(re.search(r"\d", word) for word in _model(words) & _model(known))
+        pair = (" ".join(sorted(_model(one))) for one in (words, known))
+        return numbers + SequenceMatcher(None, *pair).ratio()
+
+    by_likeness = {card: likeness(card) for card in _table()}
+    best = sorted(by_likeness, key=lambda card: -by_likeness[card])
+    return [card for card in best[:3] if by_likeness[card] >= _ALIKE]
+
+
+def _model(words: Iterable[str]) -> set[str]:
+    """The words without the card's memory."""
+    return {word for word in words if not _MEMORY.fullmatch(word)}
 
 
 def _either(cards: Iterable[str]) -> str:

@@ -24,11 +24,13 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from memfit.memory import nvml
 from memfit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    import torch
 
 _LARGE_FROM_MAJOR = 9  # Hopper and Blackwell
 
@@ -117,6 +119,8 @@ def take_workspaces(device: torch.device) -> None:
     end of what stays. Those that earlier trainings took on other streams are given back.
     """
     drop_workspaces()
+    import torch
+
     half = torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if half else torch.float16
     with torch.enable_grad():

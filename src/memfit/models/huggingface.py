@@ -83,7 +83,11 @@ def why_silent() -> str:
     """Why the hub does not answer, after `answers` was false."""
     if is_off():
         return t("is switched off (HF_HUB_OFFLINE=1)")
-    return t("cannot be reached ({address})", address=endpoint())
+    return t(
+        "cannot be reached ({address}; name a mirror with HF_ENDPOINT=https://hf-mirror.com, or "
+        "give a model of ModelScope as modelscope:org/name)",
+        address=endpoint(),
+    )
 
 
 def answers(name: str) -> bool:

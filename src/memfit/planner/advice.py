@@ -413,27 +413,27 @@ def does_not_fit(
 
 
 def _helps(asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int) -> Iterator[Help]:
+    """What would make it fit, each by itself."""
     needs = -(-price.device_bytes // 10**8) * 10**8
     yield _help("budget", gb(needs), needs, bytes=gb(needs))
-    below = price.device_bytes
     if asked.exact:
         wider = dataclasses.replace(asked, exact=False, left_out={})
         least = min(pricer.quick(one).device_bytes for one in candidates(wider))
-        if least < below:
+        if least <= budget_bytes:
             yield _help("inexact", "", least, bytes=gb(least))
     for reach in reaches(asked, pricer, budget_bytes):
         size = reach.smallest.device_bytes
-        if size < below:
+        if size <= budget_bytes:
             yield _help("allow", reach.name, size, permission=reach.name, bytes=gb(size))
-    yield from _shorter(asked, pricer, below)
+    yield from _shorter(asked, pricer, budget_bytes)
     for model in smaller_models(asked, pricer, budget_bytes):
         size = model.price.device_bytes
-        if size < below:
+        if size <= budget_bytes:
             shape = {"layers": str(model.layers), "width": str(model.width)}
             yield _help("model", f"{model.layers}x{model.width}", size, bytes=gb(size), **shape)
 
 
-def _shorter(asked: PlanRequest, pricer: Pricer, below: int) -> Iterator[Help]:
+def _shorter(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[Help]:
     from memfit.strategies import Truncation
 
     for tokens in _SHORTER:
@@ -443,7 +443,7 @@ def _shorter(asked: PlanRequest, pricer: Pricer, below: int) -> Iterator[Help]:
         sizes = [
             pricer.quick(one).device_bytes for one in candidates(cut, also=(Truncation(tokens),))
         ]
-        if sizes and min(sizes) < below:
+        if sizes and min(sizes) <= budget_bytes:
             size = min(sizes)
             yield _help("length", str(tokens), size, tokens=str(tokens), bytes=gb(size))
             return

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
 
-_TRITON_FROM = (7, 0)
+TRITON_FROM = (7, 0)
 """The oldest cards Triton compiles for."""
 
 
@@ -149,7 +149,21 @@ class Setup:
 
         if self.card is None:
             return has_triton()
-        return triton_expected() and self.card.capability >= _TRITON_FROM
+        return triton_expected() and self.card.capability >= TRITON_FROM
+
+    @property
+    def lacks_triton(self) -> str:
+        """Why Triton's kernels do not run there; empty where they do, or where there is no card."""
+        if self.device_type != "cuda" or self.has_triton:
+            return ""
+        if self.capability < TRITON_FROM:
+            version = ".".join(map(str, self.capability))
+            return Message(
+                "its kernels need Triton, which needs a card of compute capability 7.0; this one "
+                "has {version}",
+                version=version,
+            )
+        return Message("its kernels need Triton, which is not installed")
 
     def restore(self) -> None:
         """Give the model back as it was before any strategy."""

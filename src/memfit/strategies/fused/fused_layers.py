@@ -78,8 +78,8 @@ class FusedLayers(Strategy):
                 "its kernels are for CUDA; on a {device} they would save nothing",
                 device=setup.device_type,
             )
-        if not setup.has_triton:
-            return Message("its kernels need Triton, which is not installed")
+        if reason := setup.lacks_triton:
+            return reason
         if setup.args.bf16 or setup.args.fp16:
             return Message("under autocast weights and activations are of different types")
         if setup.args.torch_compile:

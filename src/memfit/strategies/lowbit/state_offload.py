@@ -42,8 +42,8 @@ class StateOffload(Strategy):
             return Message(
                 "it needs the low-bit optimizer, whose state is small enough to cross the bus"
             )
-        if not setup.has_triton:
-            return Message("its kernels need Triton, which is not installed")
+        if reason := setup.lacks_triton:
+            return reason
         if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
             return Message("only gradients of eight bits can be added up there; take kept8")
         # What the host of a card that is not here has free is the planner's to ask.
