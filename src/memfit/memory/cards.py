@@ -261,8 +261,8 @@ def _nearest(words: frozenset[str]) -> list[str]:
     def likeness(card: str) -> float:
         known = _words(card)
         numbers = any(re.search(r"\d", word) for word in _model(words) & _model(known))
-        pair = (" ".join(sorted(_model(one))) for one in (words, known))
-        return numbers + SequenceMatcher(None, *pair).ratio()
+        mine, its = (" ".join(sorted(_model(one))) for one in (words, known))
+        return numbers + SequenceMatcher(None, mine, its).ratio()
 
     by_likeness = {card: likeness(card) for card in _table()}
     best = sorted(by_likeness, key=lambda card: -by_likeness[card])
