@@ -329,6 +329,12 @@ class GraphedExecutor(SinkExecutor):
         return packed.pin_memory() if self.device.type == "cuda" else packed
 
     def _whole_step(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
+        """Forward, backward, norm, clipping and update, captured together.
+
+        The update is not left to the optimizer's step: gradients that outlive the replay would be
+        a part of the graph's memory that no other graph can use, and the update's kernels would be
+        launched from Python.
+        """
         sink = self.sink()
         sink.begin(1)
         for phase in sink.phases:

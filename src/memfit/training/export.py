@@ -11,42 +11,25 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from memfit.config.files import atomic_writer
-from memfit.strategies import Setup
-from memfit.training.guard.updates import unwrapped
+from memfit.training.parts import TrainerParts, unwrapped
 
 _OPTIMIZER_FILE = "optimizer.pt"
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class ExportingTrainer(Protocol):
-    """What an export needs of a trainer."""
-
-    args: TrainingArguments
-    state: TrainerState
-    model: PreTrainedModel
-    optimizer: Any
-    accelerator: Any
-
-    @property
-    def setup(self) -> Setup:
-        """What the strategies have changed."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
-
-
 class MasterWeights:
     """The weights of a low-bit training in full precision; there are none in other trainings."""
 
-    def __init__(self, trainer: ExportingTrainer) -> None:
+    def __init__(self, trainer: TrainerParts, load_optimizer: Callable[[str | None], None]) -> None:
         self._trainer = trainer
+        self._load_optimizer = load_optimizer
         self._are_older = False
         """Whether the model was loaded from a checkpoint without its masters."""
 
@@ -91,7 +74,7 @@ class MasterWeights:
             return
         self._are_older = not (checkpoint / _OPTIMIZER_FILE).is_file()
         if not self._are_older:
-            self._trainer._load_optimizer_and_scheduler(str(checkpoint))
+            self._load_optimizer(str(checkpoint))
 
     def push(self, checkpoint: Path, push: Callable[[str], None]) -> None:
         """The model goes up in float32; a checkpoint, where that is asked for, as it is."""

@@ -37,18 +37,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfit.errors import ConfigError, LossError
-from memfit.strategies import Setup
 from memfit.text import N_, t
-from memfit.training.guard.updates import unwrapped
+from memfit.training.parts import TrainerParts, unwrapped
 
 _LOOKS = 3
 """All of them must show it: a single batch may have next to no gradient."""
@@ -382,25 +375,10 @@ def _in_a_row(steps: Sequence[int]) -> int:
     return count
 
 
-class WatchedTrainer(Protocol):
-    """What health needs of a trainer."""
-
-    args: TrainingArguments
-    state: TrainerState
-    model: PreTrainedModel
-    optimizer: Any
-    accelerator: Any
-    callback_handler: Any
-
-    @property
-    def setup(self) -> Setup:
-        """What the strategies have changed."""
-
-
 class Health:
     """Looks at the loss and the gradient norm of every step of one trainer."""
 
-    def __init__(self, trainer: WatchedTrainer, on_nan: str) -> None:
+    def __init__(self, trainer: TrainerParts, on_nan: str) -> None:
         self._trainer = trainer
         self.watch = LossWatch(
             on_nan,

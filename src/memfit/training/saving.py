@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from memfit.training.checkpoints import (
     tidy,
     write_manifest,
 )
-from memfit.training.guard.updates import unwrapped
+from memfit.training.parts import TrainerParts, unwrapped
 from memfit.units import format_bytes
 
 _BY_SAFETENSORS = frozenset(
@@ -67,22 +67,10 @@ _BY_SAFETENSORS = frozenset(
 )  # fmt: skip
 
 
-class SavingTrainer(Protocol):
-    """What saving needs of a trainer."""
-
-    args: transformers.TrainingArguments
-    state: transformers.TrainerState
-    model: PreTrainedModel
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
-    callback_handler: Any
-
-
 _Loaded = TypeVar("_Loaded")
 
 
-def check_savable(trainer: SavingTrainer) -> int:
+def check_savable(trainer: TrainerParts) -> int:
     """The bytes of a checkpoint, 0 where none is to be written.
 
     SaveError names what cannot be saved; OutputError says that a checkpoint has no room.
@@ -103,7 +91,7 @@ def check_savable(trainer: SavingTrainer) -> int:
     return size_bytes
 
 
-def _parts(trainer: SavingTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _parts(trainer: TrainerParts) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What the Trainer pickles, by the name it has in a sentence."""
     yield "arguments", lambda: trainer.args
     if trainer.args.save_only_model:
@@ -119,7 +107,7 @@ def _parts(trainer: SavingTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "random", lambda: [random.getstate(), np.random.get_state(), torch.get_rng_state()]
 
 
-def _state_bytes(trainer: SavingTrainer) -> int:
+def _state_bytes(trainer: TrainerParts) -> int:
     """The Trainer's own state, with what callbacks keep in it."""
     kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
     size_bytes = 0
@@ -263,7 +251,7 @@ class Checkpoints:
     more. Whatever a checkpoint needs there is worth more than what makes steps faster.
     """
 
-    def __init__(self, trainer: SavingTrainer, make_room: Callable[[], None]) -> None:
+    def __init__(self, trainer: TrainerParts, make_room: Callable[[], None]) -> None:
         self._trainer = trainer
         self._make_room = make_room
         self.size_bytes = 0

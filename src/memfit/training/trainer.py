@@ -61,7 +61,7 @@ from memfit.training.checkpoints import (
 )
 from memfit.training.export import MasterWeights
 from memfit.training.guard.step_guard import Guard
-from memfit.training.guard.updates import allocate_state, careful, unwrapped
+from memfit.training.guard.updates import allocate_state, careful
 from memfit.training.health import Health, StallWatch
 from memfit.training.loaders import in_order, kept_on_cpu, quick, repeatable
 from memfit.training.model_changes import (
@@ -71,6 +71,7 @@ from memfit.training.model_changes import (
     give_back,
     own_optimizer,
 )
+from memfit.training.parts import unwrapped
 from memfit.training.progress import MemfitProgress, register_memory_logging
 from memfit.training.saving import Checkpoints, arguments_as_given, reading, same_parameters
 from memfit.units import Budget, parse_budget
@@ -145,7 +146,7 @@ class BudgetTrainer(transformers.Trainer):
         )
         self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
         self.checkpoints = Checkpoints(self, make_room=lambda: self.guard.make_room())
-        self.masters = MasterWeights(self)
+        self.masters = MasterWeights(self, self._load_optimizer_and_scheduler)
         self.health = Health(self, on_nan)
         self.noise = BatchNoise()
         if self.budget is not None and effective.device.type == "cuda":
@@ -417,28 +418,30 @@ class BudgetTrainer(transformers.Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         with self.guard.retrying():
-            if self.setup.sink is not None:
-                return self._measured_norm()
-            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+            if self.setup.sink is None:
+                return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+            return self._sink_norm()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As the Trainer's, or what the sink measured; health looks at it before the update."""
+        """As the Trainer's; health looks at loss and norm before the optimizer's step."""
         with self.guard.retrying():
-            if self.setup.sink is not None and (grad_norm := self._measured_norm()) is None:
-                return None  # which the Trainer does not log
-            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            if self.setup.sink is None:
+                norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            else:
+                norm = self._sink_norm()
             if self.health.leaves_out(norm):
                 model.zero_grad()  # an optimizer without gradients does nothing
                 return torch.zeros_like(norm) if isinstance(norm, torch.Tensor) else norm
             return norm
 
-    def _measured_norm(self) -> torch.Tensor | None:
-        """The norm of what the sink has taken, if it has one; the optimizer's step moves weights.
+    def _sink_norm(self) -> Any:
+        """The norm of what the sink has taken, by which it clips; None where it has none.
 
-        (Those that backward has not moved already: docs/python-api.md says which.)
+        No weight moves here: the optimizer's step makes the updates. Two kinds were made before,
+        inside `training_step`: of gradients released in backward, and of a step replayed as one
+        CUDA graph (`GraphedExecutor`). docs/python-api.md says what callbacks see then.
         """
-        sink = self.setup.sink
-        assert sink is not None
+        sink: Any = self.setup.sink
         norm = sink.measure()
         return norm if getattr(sink, "measures", True) else None
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
@@ -56,6 +55,7 @@ from memfit.training.guard.adjusting import (
 )
 from memfit.training.guard.rehearsal import Rehearsal, rehearse, seconds_between_steps
 from memfit.training.limits import Cap, CpuCap, CudaCap, SpillWatch
+from memfit.training.parts import TrainerParts
 from memfit.training.progress import MemfitProgress
 from memfit.units import MIB, Budget, format_both
 
@@ -65,21 +65,12 @@ if TYPE_CHECKING:
     from memfit.training.saving import Checkpoints
 
 
-class GuardedTrainer(Protocol):
+class GuardedTrainer(TrainerParts, Protocol):
     """What the guard and its rehearsal need of a trainer."""
 
     executor: StepExecutor
-    args: TrainingArguments
-    state: TrainerState
-    model: PreTrainedModel
-    optimizer: Any
     eval_dataset: Any
     budget: Budget | None
-    callback_handler: Any
-
-    @property
-    def setup(self) -> Setup:
-        """What the strategies have changed."""
 
     @property
     def plan(self) -> Plan | None:

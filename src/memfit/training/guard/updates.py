@@ -13,6 +13,7 @@ and is given all gradients in one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -25,16 +26,12 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from memfit.memory.out_of_memory import retrying
+from memfit.training.parts import unwrapped
 
 _MARK = "_memfit_careful"
 
 _TEMPORARIES = 2
 """An update makes at most so many tensors as large as the gradients (torch's own: one)."""
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer itself; accelerate wraps it for the training."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def allocate_state(optimizer: Optimizer) -> bool:
@@ -58,18 +55,16 @@ def _takes_nothing(method: Callable[..., Any]) -> bool:
     return not inspect.signature(method).parameters
 
 
-class _gradients_of_nothing:  # noqa: N801 - reads as a context
+@contextlib.contextmanager
+def _gradients_of_nothing(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Zero gradients that all share one element, for parameters that learn and have none."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._given = [p for p in parameters if p.requires_grad and p.grad is None]
-
-    def __enter__(self) -> None:
-        for p in self._given:
-            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
-
-    def __exit__(self, *_: object) -> None:
-        for p in self._given:
+    given = [p for p in parameters if p.requires_grad and p.grad is None]
+    for p in given:
+        p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+    try:
+        yield
+    finally:
+        for p in given:
             p.grad = None
 
 
@@ -132,16 +127,14 @@ def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor
     yield part
 
 
-class _only:  # noqa: N801 - reads as a context
+@contextlib.contextmanager
+def _only(shown: list[Tensor], parts: list[list[Tensor]]) -> Iterator[None]:
     """Hides the gradients of all other parts: an optimizer leaves parameters without one alone."""
-
-    def __init__(self, shown: list[Tensor], parts: list[list[Tensor]]) -> None:
-        self._hidden = [(p, p.grad) for part in parts if part is not shown for p in part]
-
-    def __enter__(self) -> None:
-        for p, _ in self._hidden:
-            p.grad = None
-
-    def __exit__(self, *_: object) -> None:
-        for p, gradient in self._hidden:
+    hidden = [(p, p.grad) for part in parts if part is not shown for p in part]
+    for p, _ in hidden:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in hidden:
             p.grad = gradient
