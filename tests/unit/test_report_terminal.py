@@ -128,7 +128,8 @@ def test_shortened_text_counts_chinese_as_two_cells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0.0, "0 %"), (0.004, "0.4 %"), (0.17, "17 %"), (1.0, "100 %")]
+    ("share", "text"),
+    [(0.0, "0 %"), (0.004, "0.4 %"), (0.17, "17 %"), (0.996, "99.6 %"), (1.0, "100 %")],
 )
 def test_percent(share: float, text: str) -> None:
     assert terminal.percent(share) == text

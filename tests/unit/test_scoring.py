@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data_fixtures import config, reviews, write_csv
+from transformers import AutoConfig, TrainerCallback, TrainerControl
 
 import memfit
+from memfit.config import RunConfig
 from memfit.data import LabelSpace, LengthSummary, read_table
-from memfit.errors import ConfigError, DataError
+from memfit.data.labels import weights_of_classes
+from memfit.errors import ConfigError, DataError, OutputError
 from memfit.records.evaluation import evaluate_predictions, probabilities, worst_mistakes
 from memfit.records.results import RunSummary, read_summary, write_summary
 from memfit.records.run_warnings import answer_warnings, data_warnings
 from memfit.records.scoring import Scoring, scoring_for
+from memfit.run.callbacks import StopEarly
+from memfit.run.model_card import model_card
 from memfit.text import speaking
 
 TWO = LabelSpace("single_label", ("投诉", "正常"))
@@ -238,3 +246,154 @@ def test_a_positive_label_is_for_two_classes(tiny_model_dir: Path, tmp_path: Pat
         memfit.finetune(
             table, output_dir=tmp_path / "run", model=tiny_model_dir, positive_label="2"
         )
+
+
+# ---- what a run may be told ----
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("balanced", "balanced"),
+        ("0=1,1=5", {"0": 1.0, "1": 5.0}),
+        ("正常=1，投诉=2.5", {"正常": 1.0, "投诉": 2.5}),
+        ({0: 1, "a,b=c": 3}, {"0": 1.0, "a,b=c": 3.0}),
+    ],
+)
+def test_class_weights_are_written_in_several_ways_and_kept_in_the_file(
+    given: Any, kept: Any, tmp_path: Path
+) -> None:
+    run = RunConfig.build(data="a.csv", model="m", class_weights=given, threshold="0.3")
+    assert (run.class_weights, run.threshold) == (kept, 0.3)
+    (tmp_path / "run.toml").write_text(run.to_toml(), encoding="utf-8")
+    assert RunConfig.from_toml(tmp_path / "run.toml") == run
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("class_weights", "many"),
+        ("class_weights", "a=-1"),
+        ("class_weights", {"a": float("nan")}),
+        ("class_weights", [1, 2]),
+        ("threshold", "1.5"),
+        ("threshold", "half"),
+        ("threshold", True),
+        ("early_stopping", 0),
+    ],
+)
+def test_what_is_no_weight_or_threshold_is_refused(option: str, value: Any) -> None:
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} is .*; write"):
+        RunConfig.build(data="a.csv", model="m", **{option: value})
+
+
+def test_balanced_classes_count_alike_in_sum() -> None:
+    assert weights_of_classes("balanced", TWO, COUNTS, 1005, {}) == [100.5, 0.5025]
+    several = LabelSpace("multi_label", ("a", "b", "c"))
+    found = {"a": 10, "b": 50, "c": 0}
+    assert weights_of_classes("balanced", several, found, 100, {}) == [9.0, 1.0, 1.0]
+    named = weights_of_classes({"0": 7}, TWO, COUNTS, 1005, {"0": "投诉"})
+    assert named == [7.0, 1.0]
+    with pytest.raises(DataError, match="--class-weights names '退款', which is no label here"):
+        weights_of_classes({"退款": 2}, TWO, COUNTS, 1005, {})
+    with pytest.raises(DataError, match="no class any weight"):
+        weights_of_classes({"正常": 0, "投诉": 0}, TWO, COUNTS, 1005, {})
+    with pytest.raises(DataError, match="no meaning for a regression"):
+        weights_of_classes("balanced", LabelSpace("regression", ("y",)), {}, 5, {})
+
+
+@pytest.mark.parametrize("greater", [True, False])
+def test_early_stopping_counts_evaluations_since_the_best_also_of_an_earlier_session(
+    greater: bool,
+) -> None:
+    arguments: Any = SimpleNamespace(metric_for_best_model="f1", greater_is_better=greater)
+
+    def stops(*values: float) -> bool:
+        signed = [value if greater else -value for value in values]
+        history = [{"loss": 1.0}, *({"eval_f1": value} for value in signed)]
+        state: Any = SimpleNamespace(log_history=history, global_step=9)
+        control = TrainerControl()
+        StopEarly(2).on_evaluate(arguments, state, control)
+        return control.should_training_stop
+
+    assert not stops()
+    assert not stops(0.5, 0.4)
+    assert not stops(0.5, 0.4, 0.6, 0.1)
+    assert stops(0.5, 0.4, 0.5)  # as good is not better
+    assert stops(0.1, 0.6, 0.5, 0.4)
+
+
+class _Broken(TrainerCallback):
+    """Ends the run after its first checkpoint."""
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saved = getattr(self, "saved", 0) + 1
+        if self.saved == 1:
+            raise RuntimeError("the machine went away")
+
+
+def test_weights_threshold_and_early_stopping_hold_for_a_run_and_its_resumption(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [("正常", f"房间很大 {n}") for n in range(126)] + [
+        ("投诉", f"房间很脏 {n}") for n in range(7)
+    ]
+    table = write_csv(tmp_path / "a.csv", [*rows[:108], *rows[126:130]])
+    checked = write_csv(tmp_path / "b.csv", [*rows[108:126], *rows[130:]])
+    options: dict[str, Any] = {
+        "model": tiny_model_dir, "max_length": 16, "learning_rate": 3e-3, "epochs": 30,
+        "class_weights": "balanced", "threshold": "auto", "early_stopping": 1, "quiet": True,
+        "positive_label": "投诉", "validation_file": checked, "batch_size": 64,
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="the machine went away"):
+        memfit.finetune(table, output_dir=folder, callbacks=[_Broken()], **options)
+    with pytest.raises(OutputError, match="class_weights: not set, not balanced"):
+        memfit.finetune(output_dir=folder, resume=True, class_weights={"投诉": 2})
+    result = memfit.finetune(output_dir=folder, resume=True, quiet=True)
+    training = result.summary.training
+    assert training["class_weights"] == "投诉 14, 正常 0.5185"
+    assert (training["threshold"], training["early_stopping"]) == ("auto", 1)
+    assert training["stopped_early"]
+    assert training["epochs"] < 30
+    assert result.summary.threshold == result.evaluation.threshold is not None
+    # The loss is the weighted one, in an evaluation that is cut into micro-batches too.
+    classifier = memfit.load(folder)
+    logits = classifier.logits([text for _, text in (*rows[108:126], *rows[130:])])
+    truth = torch.tensor([1] * 18 + [0] * 3)
+    weights = torch.tensor([112 / 8, 112 / 216])
+    expected = torch.nn.functional.cross_entropy(torch.tensor(logits), truth, weights)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    best_step = int(str(result.summary.best_checkpoint).removeprefix("checkpoint-"))
+    losses = {one["step"]: one["eval_loss"] for one in history if "eval_loss" in one}
+    assert losses[best_step] == pytest.approx(float(expected), rel=0.02)
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "投诉 14, 正常 0.5185" in page
+    assert "A text is called 投诉 from a probability of" in page
+    card = model_card(folder, "anna/complaints", "mit")
+    assert "| class weights | 投诉 14, 正常 0.5185 |" in card
+    assert "memfit answers by a threshold of" in card
+    # The threshold lies in the model's own config, which transformers reads as before.
+    settings = AutoConfig.from_pretrained(folder)
+    assert settings.memfit["threshold"] == result.summary.threshold
+    answer = classifier.predict("房间很脏 3")[0]
+    assert answer.score == answer.scores[answer.label]
+    # From just above its own probability on, the same text is the other class.
+    rules = dataclasses.replace(classifier.scoring, threshold=answer.scores["投诉"] + 1e-6)
+    other = dataclasses.replace(classifier, scoring=rules).predict("房间很脏 3")[0]
+    assert (other.label, other.scores) == ("正常", answer.scores)
+    again = memfit.evaluate(folder, table)
+    assert again.threshold == result.summary.threshold
+    assert not again.tuned
+
+
+def test_what_cannot_stop_early_or_has_no_threshold_is_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    table = write_csv(tmp_path / "a.csv", [(n % 3, f"text {n}") for n in range(60)])
+    options: dict[str, Any] = {"output_dir": tmp_path / "run", "model": tiny_model_dir}
+    with pytest.raises(ConfigError, match="--threshold is for two classes or several labels"):
+        memfit.finetune(table, threshold="auto", **options)
+    with pytest.raises(ConfigError, match="--early-stopping goes back to the best model"):
+        memfit.finetune(table, early_stopping=2, eval_strategy="no", **options)

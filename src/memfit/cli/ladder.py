@@ -27,7 +27,15 @@ def add_to(app: typer.Typer) -> None:
     app.command(cls=FlagCommand, epilog=EPILOG)(ladder)
 
 
-@config_options(RunConfig, ModelConfig, DataConfig, leave_out=("path", "plan", "on_nan"))
+@config_options(
+    RunConfig,
+    ModelConfig,
+    DataConfig,
+    # What changes no memory and no speed.
+    leave_out=(
+        "path", "plan", "on_nan", "class_weights", "threshold", "early_stopping", "positive_label",
+    ),
+)  # fmt: skip
 def ladder(
     ctx: typer.Context,
     options: dict[str, Any],

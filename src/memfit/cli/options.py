@@ -456,7 +456,9 @@ def _parameters(kind: type, leave_out: tuple[str, ...]) -> list[inspect.Paramete
 
 
 def _cli_type(hint: Any) -> Any:
-    """Every option may be left out; a mapping comes as several `key=value`."""
+    """Every option may be left out; a mapping comes as several `key=value`, or as one word."""
+    if str in typing.get_args(hint):
+        return str | None
     if typing.get_origin(hint) in (Mapping, dict) or "Mapping" in str(hint):
         return list[str] | None
     return hint | None

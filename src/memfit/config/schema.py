@@ -170,9 +170,23 @@ class RunConfig:
         "What a loss that is not a finite number does: stop the run, or skip the update.",
         default="stop",
     )
+    class_weights: Mapping[str, float] | str | None = option(
+        "What a row of each class counts in the loss: balanced, or by name, 0=1,1=5.", default=None
+    )
+    threshold: float | str | None = option(
+        "The probability from which a text has a label: a number, or auto to tune it on the "
+        "validation rows.",
+        default=None,
+    )
+    early_stopping: int | None = option(
+        "Stop after this many evaluations without a better one.", default=None
+    )
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.early_stopping is not None and self.early_stopping < 1:
+            said = {"flag": "--early-stopping", "value": self.early_stopping}
+            raise ConfigError(t("{flag} is {value}; write a whole number from 1 on", **said))
         _check_path("--output-dir", self.output_dir)
         parse_budget(self.budget)
         _check_choice("on_nan", self.on_nan, ON_NAN)
@@ -218,7 +232,9 @@ class RunConfig:
         tables: dict[str, Any] = {"budget": self.budget}
         if self.output_dir is not None:
             tables["output_dir"] = self.output_dir
-        for name in ("on_nan", "plan", "exact", "allow"):
+        for name in (
+            "on_nan", "plan", "exact", "allow", "class_weights", "threshold", "early_stopping",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value not in ("stop", None, False, ""):
                 tables[name] = value
@@ -354,6 +370,10 @@ def _coerce(kind: type, key: str, value: Any) -> Any:
     types = set(typing.get_args(wanted) or (wanted,))
     if key == "label_names":
         return _label_names(value)
+    if key == "class_weights":
+        return _class_weights(value)
+    if key == "threshold":
+        return _threshold(value)
     if bool in types and isinstance(value, bool):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -395,6 +415,58 @@ def _label_names(value: Any) -> dict[str, str]:
             )
         names[label.strip()] = name.strip()
     return names
+
+
+def _class_weights(value: Any) -> dict[str, float] | str | None:
+    """balanced, or a mapping, or '0=1,1=5' as the command line gives it."""
+    if value is None or value == "balanced":
+        return value  # type: ignore[no-any-return]
+    given = value.items() if isinstance(value, Mapping) else _weight_items(value)
+    weights: dict[str, float] = {}
+    for label, weight in given:
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0) or isinstance(weight, bool):
+            _refuse_weights(value)
+        weights[str(label).strip()] = number
+    return weights
+
+
+def _weight_items(value: Any) -> list[tuple[str, str]]:
+    parts = re.split("[,，]", value) if isinstance(value, str) else []
+    items = [part.rpartition("=") for part in parts]
+    if not items or not all(label.strip() for label, _, _ in items):
+        _refuse_weights(value)
+    return [(label, weight) for label, _, weight in items]
+
+
+def _refuse_weights(value: Any) -> typing.NoReturn:
+    raise ConfigError(
+        t(
+            "--class-weights is {value}; write balanced, or each label with its weight, such as "
+            "0=1,1=5",
+            value=repr(value),
+        )
+    )
+
+
+def _threshold(value: Any) -> float | str | None:
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < 1:  # also refuses nan
+        raise ConfigError(
+            t(
+                "--threshold is {value}; write auto, or a number between 0 and 1",
+                value=repr(value),
+            )
+        )
+    return number
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

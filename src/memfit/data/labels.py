@@ -280,6 +280,35 @@ def label_named(
     )
 
 
+def weights_of_classes(
+    asked: Mapping[str, float] | str,
+    space: LabelSpace,
+    counts: Mapping[str, int],
+    rows: int,
+    label_names: Mapping[str, str],
+) -> list[float]:
+    """What a row of each class counts in the loss, in the order of the ids; 1 if not named.
+
+    `balanced` lets all classes count alike in sum, rows / (classes x rows of the class); for
+    several labels a row it weighs the rows that have a label as those that have not.
+    """
+    if space.task == REGRESSION:
+        raise DataError(t("--class-weights has no meaning for a regression; leave it out"))
+    if isinstance(asked, str):
+        found = [counts.get(name, 0) for name in space.names]
+        if space.task == MULTI_LABEL:
+            return [(rows - count) / count if 0 < count < rows else 1.0 for count in found]
+        present = sum(count > 0 for count in found)
+        return [rows / (present * count) if count else 1.0 for count in found]
+    named = {
+        label_named(label, space, label_names, "--class-weights"): weight
+        for label, weight in asked.items()
+    }
+    if not any(named.get(name, 1.0) for name in space.names):
+        raise DataError(t("--class-weights gives no class any weight; give one more than 0"))
+    return [float(named.get(name, 1.0)) for name in space.names]
+
+
 def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] | None) -> str:
     if len(columns) > 1 or scan.lists or ("|" in scan.separators and not declared):
         return MULTI_LABEL

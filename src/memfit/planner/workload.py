@@ -309,7 +309,7 @@ def workload_of_run(
         freeze=model.freeze,
         lora=model.lora,
         dtype=model.dtype or "float32",
-        stock_loss=args.label_smoothing_factor == 0,
+        stock_loss=args.label_smoothing_factor == 0 and config.class_weights is None,
         eval_rows=eval_rows,
         skips_bad_steps=config.on_nan == "skip",
     )

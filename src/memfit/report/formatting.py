@@ -36,6 +36,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "parameters": N_("parameters"),
         "learning_parameters": N_("parameters that learn"),
         "best_by": N_("best model picked by"),
+        "class_weights": N_("class weights"),
+        "threshold": N_("threshold asked for"),
+        "early_stopping": N_("evaluations without a better one before it stops"),
+        "stopped_early": N_("stopped early"),
     },
     "work": {
         "data": N_("time reading the data"),

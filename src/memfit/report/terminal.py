@@ -76,10 +76,9 @@ def shorten(text: object, cells: int) -> str:
 
 
 def percent(share: float) -> str:
-    """17 %, 0.4 %, 0 %."""
-    return (
-        f"{share:.1%}".replace("%", " %") if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
-    )
+    """17 %, 0.4 %, 99.6 %, 0 %."""
+    near_an_end = 0 < share < 0.01 or 0.99 < share < 1
+    return (f"{share:.1%}" if near_an_end else f"{share:.0%}").replace("%", " %")
 
 
 def metric(value: float | None) -> str:
@@ -183,6 +182,8 @@ def _training_sentence(summary: RunSummary) -> str:
     steps, epochs = summary.training.get("steps"), summary.training.get("epochs")
     seconds = summary.seconds.get("train")
     words = [status_name(summary.status)]
+    if summary.training.get("stopped_early"):
+        words.append(t("stopped early"))
     if steps is not None:
         words.append(t("{steps:,} steps", steps=steps))
     if epochs is not None:
@@ -313,6 +314,7 @@ _FACT_NAMES = {
     "plan": N_("plan"),
     "batch": N_("batch"),
     "metric": N_("metric"),
+    "weights": N_("weights"),
     "memory": N_("memory"),
     "note": N_("note"),
 }

@@ -37,6 +37,41 @@ _FEW_STEPS = 20
 """The first steps are all written down: a short run has no others."""
 
 
+class StopEarly(TrainerCallback):
+    """Ends the training after `patience` evaluations in a row without a better metric.
+
+    Counted in what was logged, which a resumed run has too.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.stopped_at: int | None = None
+        """The step after which it stopped."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """A run that was killed after its last evaluation has stopped already."""
+        self._decide(args, state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Called by the Trainer, which has logged the metrics by now."""
+        self._decide(args, state, control)
+
+    def _decide(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        key = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+        found = [entry[key] for entry in state.log_history if key in entry]
+        if not args.greater_is_better:
+            found = [-value for value in found]
+        if found and len(found) - 1 - found.index(max(found)) >= self.patience:
+            control.should_training_stop = True
+            self.stopped_at = state.global_step
+
+
 class RecordRun(TrainerCallback):
     """Samples at most twice a second; an evaluation or an adjustment is always kept."""
 

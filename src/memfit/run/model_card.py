@@ -86,6 +86,9 @@ _FACTS = {
     "optim": N_("optimizer"),
     "seed": N_("seed"),
     "best_by": N_("best model picked by"),
+    "class_weights": N_("class weights"),
+    "threshold": N_("threshold asked for"),
+    "early_stopping": N_("evaluations without a better one before it stops"),
 }
 
 _HEADS = {

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
 from memfit.config.training_fields import check_training, training_arguments
-from memfit.errors import DoesNotFitError, OutputError, TraceError
+from memfit.errors import ConfigError, DoesNotFitError, OutputError, TraceError
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring
 from memfit.report.terminal import fact_line
-from memfit.run.scoring_rules import scoring_of_run
+from memfit.run.scoring_rules import class_weights_of_run, scoring_of_run
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
 
@@ -121,6 +121,8 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     arguments: TrainingArguments
     scoring: Scoring
+    class_weights: list[float] | None = None
+    """What a row of each class counts in the loss, by label id; None where all count alike."""
     gpu: str | None = None
     """A card by name, or cpu; None is what this machine trains on."""
 
@@ -190,6 +192,7 @@ def prepare(
     text = read_table(config.data) if text is None else text
     arguments = arguments_of(config, text.labels, output_dir)
     scoring = scoring_of_run(config, text, arguments)
+    class_weights = class_weights_of_run(config, text)
     if arguments.device.type == "cpu":
         with doing(t("trying half precision on this CPU, which is done once …")):
             half_on_cpu()
@@ -206,19 +209,28 @@ def prepare(
         tokenizer=tokenizer,
         arguments=arguments,
         scoring=scoring,
+        class_weights=class_weights,
         gpu=gpu,
     )
 
 
 def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> TrainingArguments:
     """The Trainer's arguments for a run on rows with these labels."""
-    return training_arguments(
+    arguments = training_arguments(
         config.training,
         output_dir,
         best_metric(labels.task)[0],
         head_only=config.model.freeze == "encoder",
         task=labels.task,
     )
+    if config.early_stopping is not None and not arguments.load_best_model_at_end:
+        raise ConfigError(
+            t(
+                "--early-stopping goes back to the best model, so it needs evaluations "
+                "(--eval-strategy epoch or steps) and --load-best-model-at-end"
+            )
+        )
+    return arguments
 
 
 def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:

@@ -1,4 +1,4 @@
-"""The rules a run is scored by, from its options and its training rows; how a model keeps them."""
+"""How a run is scored and its classes weighed, by its options and rows; how a model keeps it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.files import read_json, write_json
-from memfit.data.labels import label_named
+from memfit.data.labels import label_named, weights_of_classes
 from memfit.errors import ConfigError
 from memfit.records.scoring import Scoring, scoring_for
 from memfit.text import t
@@ -45,7 +45,22 @@ def scoring_of_run(config: RunConfig, text: TextData, arguments: Any) -> Scoring
         text.labels,
         text.counts.train_class_counts,
         positive=_positive_label(config.data, text.labels),
+        threshold=_threshold(config, text.labels),
         leads=chosen_by.removeprefix("eval_") if chosen_by else None,
+    )
+
+
+def class_weights_of_run(config: RunConfig, text: TextData) -> list[float] | None:
+    """What a row of each class counts in the loss; None where all count alike."""
+    if config.class_weights is None:
+        return None
+    counts = text.counts
+    return weights_of_classes(
+        config.class_weights,
+        text.labels,
+        counts.train_class_counts,
+        counts.train_rows,
+        config.data.label_names,
     )
 
 
@@ -61,6 +76,19 @@ def scoring_of_table(
     if threshold is not None and scoring.positive not in ("", positive):
         threshold = 1 - threshold  # the same answers, told of the other class
     return replace(scoring, averaging="binary", positive=positive, why="given", threshold=threshold)
+
+
+def _threshold(config: RunConfig, labels: LabelSpace) -> float | str | None:
+    if config.threshold is not None and (
+        labels.task == "regression" or (labels.task == "single_label" and len(labels.names) != 2)
+    ):
+        raise ConfigError(
+            t(
+                "--threshold is for two classes or several labels a row, and this table has "
+                "neither; leave it out"
+            )
+        )
+    return config.threshold
 
 
 def _positive_label(data: DataConfig, labels: LabelSpace) -> str | None:

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from memfit.data import TextData, TokenizedData
     from memfit.memory.components import MemoryPeak
     from memfit.planner.plans import Plan
+    from memfit.run.callbacks import StopEarly
     from memfit.training.checkpoints import Search
     from memfit.training.trainer import BudgetTrainer
 
@@ -247,6 +248,7 @@ class _Run:
     found: Search | None = None
     """The checkpoint a resumed run goes on from."""
     prepared: Prepared = field(init=False)
+    stop_early: StopEarly | None = None
     choosing: Choosing = field(init=False)
 
     @property
@@ -449,6 +451,7 @@ class _Run:
                 micro_batching=None if self.plan is not None else MicroBatching(),
                 user_set=user_set_of(self.config),
                 on_nan=self.config.on_nan,
+                class_weights=self.prepared.class_weights,
                 train_dataset=tokens.train,
                 eval_dataset=tokens.validation,
                 processing_class=tokenizer,
@@ -481,6 +484,7 @@ class _Run:
             MeasureOneStep,
             RecordRun,
             StopAfterStep,
+            StopEarly,
             elapsed_seconds,
         )
         from memfit.training.progress import MemfitProgress
@@ -492,8 +496,11 @@ class _Run:
         shown_bytes = self.prepared.task.budget_bytes if device_type == "cuda" else None
         bar = MemfitProgress(budget_bytes=shown_bytes, console=announcements.plain_console())
         # The time is kept before a stop ends the run.
-        own = [self.elapsed, self.record, self.stop, self.probe, LoadMeanwhile()]
-        return [*([] if self.quiet else [bar]), *own, *self.callbacks]
+        if self.config.early_stopping is not None:
+            self.stop_early = StopEarly(self.config.early_stopping)
+        own = [self.elapsed, self.record, self.stop, self.probe, LoadMeanwhile(), self.stop_early]
+        shown = [] if self.quiet else [bar]
+        return [*shown, *(one for one in own if one is not None), *self.callbacks]
 
     def _plan(self) -> Plan | None:
         with doing(t("planning …")):
@@ -517,6 +524,8 @@ class _Run:
             )
             self.say(line("plan", kept))
         self.say(line("batch", announcements.batch_sentence(trainer)))
+        if weights := self._asked_for(text.labels.names).get("class_weights"):
+            self.say(line("weights", weights))
         self.say(line("metric", announcements.metric_sentence(self.prepared.scoring, trainer)))
         if self.predicted is not None:
             needs_bytes, budget_bytes = self.predicted.device_bytes, self.prepared.task.budget_bytes
@@ -567,6 +576,19 @@ class _Run:
         finally:
             self.probe.close()
 
+    def _asked_for(self, names: Sequence[str]) -> dict[str, Any]:
+        """What was chosen for this training beyond the Trainer's arguments."""
+        asked: dict[str, Any] = {}
+        if (weights := self.prepared.class_weights) is not None:
+            pairs = zip(names, weights, strict=True)
+            asked["class_weights"] = ", ".join(f"{name} {weight:.4g}" for name, weight in pairs)
+        if self.config.threshold is not None:
+            asked["threshold"] = self.config.threshold
+        if self.stop_early is not None:
+            asked["early_stopping"] = self.config.early_stopping
+            asked["stopped_early"] = self.stop_early.stopped_at is not None
+        return asked
+
     def _summary(
         self,
         trainer: BudgetTrainer,
@@ -602,6 +624,7 @@ class _Run:
                 "parameters": total,
                 "learning_parameters": learning,
                 "best_by": trainer.args.metric_for_best_model,
+                **self._asked_for(text.labels.names),
             },
             data=plain(text.counts),
             lengths=plain(tokens.lengths),
