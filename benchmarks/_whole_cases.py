@@ -49,7 +49,7 @@ class Case:
         return [*words, *TASK_FLAGS[self.task], *self.flags]
 
 
-ONE_LABEL = ("--text-column", "review", "--label-column", "label")
+ONE_LABEL = ("--text-column", "review", "--label-column", "label", "--positive-label", "1")
 TASK_FLAGS: dict[str, tuple[str, ...]] = {
     "single": ONE_LABEL,
     "full": ONE_LABEL,

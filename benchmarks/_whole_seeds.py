@@ -133,7 +133,8 @@ def with_plan(
     result = memfit.finetune(
         table, model=model, output_dir=folder, seed=seed, quiet=True, max_length=LENGTH,
         per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=rate,
-        text_column="review", label_column="label", validation_split=VALIDATION, **given,
+        text_column="review", label_column="label", validation_split=VALIDATION,
+        positive_label="1", **given,
     )  # fmt: skip
     used = result.summary.plan
     return {
