@@ -16,7 +16,7 @@ import pytest
 from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
 from memfit.data import DataCounts, LabelSpace, read_table, read_texts
-from memfit.data.reading import split_rows
+from memfit.data.splitting import numbered, split_rows
 from memfit.errors import DataError
 
 CHN = ("data", "ChnSentiCorp_htl_all.csv")
@@ -31,11 +31,15 @@ def test_chnsenticorp_is_split_as_the_tutorials_split_it(shared: Path) -> None:
         "train_rows": 6988,
         "validation_rows": 777,
         "duplicates_across_split": 0,
+        "contradicting_rows": 0,
+        "contradicting_example": "",
         "train_class_counts": {"負評": 2199, "正評": 4789},
         "validation_class_counts": {"負評": 244, "正評": 533},
         "text_column": "review",
         "text_pair_column": None,
         "label_column": "label",
+        "group_column": None,
+        "groups": None,
         "encoding": "utf-8",
     }
     assert data.labels == LabelSpace("single_label", ("負評", "正評"))
@@ -82,11 +86,66 @@ def test_texts_are_kept_to_the_letter_but_compared_without_their_edges(tmp_path:
     assert data.counts.duplicates_across_split == 2
 
 
-def test_duplicates_across_our_own_split_are_counted_and_kept(tmp_path: Path) -> None:
+def test_duplicates_of_a_class_with_one_text_are_counted_and_kept(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "a.csv", [(1, "good"), (0, "bad")] * 20)
     data = read_table(config(path))
     assert data.counts.duplicates_across_split == 4
     assert data.counts.validation_rows == 4
+
+
+def test_equal_texts_stay_on_one_side_of_the_split(tmp_path: Path) -> None:
+    rows = [(n % 2, f"text {n // 6} of {n % 2}") for n in range(600)]  # each three times
+    data = read_table(config(write_csv(tmp_path / "a.csv", rows)))
+    assert data.counts.duplicates_across_split == 0
+    assert data.counts.validation_class_counts == {"0": 30, "1": 30}
+    several = [(f"{n % 2}|{n % 3}", f"text {n // 3}") for n in range(300)]
+    data = read_table(config(write_csv(tmp_path / "b.csv", several)))
+    assert data.counts.duplicates_across_split == 0
+    assert data.counts.validation_rows == 30
+
+
+def test_a_text_with_two_labels_stays_on_one_side(tmp_path: Path) -> None:
+    rows = [(label, f"text {n}") for n in range(100) for label in (0, 1)]
+    counts = read_table(config(write_csv(tmp_path / "a.csv", rows))).counts
+    assert (counts.contradicting_rows, counts.duplicates_across_split) == (200, 0)
+    assert set(counts.validation_class_counts.values()) == {counts.validation_rows // 2}
+
+
+def test_the_split_of_repeated_texts_does_not_follow_the_hashes_of_a_process() -> None:
+    hashes = np.array([7, -3, 7, 5, -3, 9])
+    assert numbered(hashes).tolist() == [0, 1, 0, 2, 1, 3]
+    assert numbered(-hashes).tolist() == [0, 1, 0, 2, 1, 3]
+    assert numbered(np.arange(5)) is None
+
+
+def test_a_group_is_never_divided_and_every_class_is_on_both_sides(tmp_path: Path) -> None:
+    rows = [(n % 2, f"text {n}", f"customer {n % 40}" if n % 40 else "") for n in range(800)]
+    header = ("label", "text", "customer")
+    path = write_csv(tmp_path / "a.csv", rows, header)
+    data = read_table(config(path, group_column="Customer"))
+    of_text = {text: customer for _, text, customer in rows}
+    train, held = (
+        {of_text[text] for text in part["text"][:]} for part in (data.train, data.validation)
+    )
+    assert train & held <= {""}  # rows without a group are each alone
+    assert data.counts.groups == 39 + 20
+    assert data.counts.validation_rows == 80
+    assert min(data.counts.validation_class_counts.values()) >= 30
+    again = read_table(config(path, group_column="customer"))
+    assert again.validation["text"][:] == data.validation["text"][:]
+
+
+def test_groups_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    header = ("label", "text", "who")
+    path = write_csv(tmp_path / "a.csv", [(n % 2, f"text {n}", n % 2) for n in range(40)], header)
+    with pytest.raises(DataError, match="2 groups cannot be split so that every class"):
+        read_table(config(path, group_column="who"))
+    with pytest.raises(DataError, match=r"no column 'whom' \(--group-column\)"):
+        read_table(config(path, group_column="whom"))
+    with pytest.raises(DataError, match="'label' is the text or the label already"):
+        read_table(config(path, group_column="label"))
+    with pytest.raises(DataError, match="leave it out"):
+        read_table(config(path, group_column="who", validation_file=str(path)))
 
 
 def test_a_pair_is_a_duplicate_only_as_a_whole(tmp_path: Path) -> None:

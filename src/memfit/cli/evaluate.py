@@ -11,7 +11,9 @@ from memfit.cli.options import Json, PlainCommand, config_options
 from memfit.config import DataConfig
 
 # What belongs to splitting a table and training on it.
-_NOT_HERE = ("path", "validation_file", "validation_split", "task", "seed", "max_length")
+_NOT_HERE = (
+    "path", "validation_file", "validation_split", "group_column", "task", "seed", "max_length",
+)  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:

@@ -77,6 +77,9 @@ class DataConfig:
         default=None,
     )
     task: str = option(f"One of {', '.join(TASKS)}.", default="auto")
+    group_column: str | None = option(
+        "Rows with the same value here stay on one side of the split.", default=None
+    )
     validation_split: float = option("The share of rows held out to validate.", default=0.1)
     max_length: int = option("Texts longer than this many tokens are cut.", default=128)
     encoding: str | None = option("The file's encoding; found if not given.", default=None)

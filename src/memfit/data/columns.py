@@ -43,6 +43,7 @@ class Columns:
     text: str
     text_pair: str | None
     labels: tuple[str, ...]
+    group: str | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ class Columns:
     @property
     def all(self) -> tuple[str, ...]:
         """In the order they are read."""
-        return (*self.texts, *self.labels)
+        return (*self.texts, *self.labels, *(() if self.group is None else (self.group,)))
 
 
 def choose_columns(table: Table, config: DataConfig) -> Columns:
@@ -77,7 +78,16 @@ def choose_columns(table: Table, config: DataConfig) -> Columns:
     ):
         if one in labels:
             raise DataError(t(kind, where=table.where, column=repr(one)))
-    columns = Columns(text, pair, labels)
+    group = config.group_column and _named(table, config.group_column, "--group-column")
+    if group is not None and group in (text, pair, *labels):
+        raise DataError(
+            t(
+                "{where}: {column} is the text or the label already; name another --group-column",
+                where=table.where,
+                column=repr(group),
+            )
+        )
+    columns = Columns(text, pair, labels, group)
     for column in columns.all:
         _check_unique(table, column)
     return columns

@@ -20,6 +20,13 @@ from memfit.data.labels import (
     label_items,
     shorten,
 )
+from memfit.data.splitting import (
+    check_share,
+    contradictions,
+    count_shared,
+    numbered,
+    split_rows,
+)
 from memfit.data.table_files import open_file, open_source
 from memfit.data.tables import (
     MULTI_LABEL,
@@ -57,6 +64,8 @@ class CleanRows:
     scan: LabelScan
     text_hashes: np.ndarray[Any, Any]
     """One number a row, so that duplicates are found without keeping the texts."""
+    group_hashes: np.ndarray[Any, Any]
+    """The same of --group-column; empty where there is none."""
     rows_read: int
     dropped_no_text: int
     dropped_no_label: int
@@ -69,7 +78,7 @@ class _Cleaner:
         self.where = table.where
         self.columns = columns
         self.scan = LabelScan()
-        self.hashes = array("q")
+        self.hashes, self.groups = array("q"), array("q")
         self.rows_read = self.no_text = self.no_label = 0
 
     def clean(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -82,7 +91,7 @@ class _Cleaner:
             if not all(text.strip() for text in texts):
                 self.no_text += 1
                 continue
-            values = row[count:]
+            values = row[count : count + len(names)]
             several = len(names) > 1
             items = flag_items(values, names, self.where) if several else label_items(values[0])
             if items is None:
@@ -90,6 +99,9 @@ class _Cleaner:
                 continue
             self.scan.add(items, is_list=isinstance(values[0], list | tuple))
             self.hashes.append(hash(tuple(text.strip() for text in texts)))
+            if self.columns.group is not None:
+                group = as_text(row[-1], self.where).strip()
+                self.groups.append(hash(group or (self.rows_read,)))  # without one: alone
             yield (*texts, items)
         bar.close()
 
@@ -123,6 +135,7 @@ def clean_rows(table: Table, columns: Columns) -> CleanRows:
         dataset,
         cleaner.scan,
         np.array(cleaner.hashes, dtype=np.int64),
+        np.array(cleaner.groups, dtype=np.int64),
         cleaner.rows_read,
         cleaner.no_text,
         cleaner.no_label,
@@ -233,125 +246,6 @@ def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
         ) from None
 
 
-def check_share(share: float) -> None:
-    """`validation_split` before anything is read."""
-    if not 0 < share < 1:  # also refuses nan
-        raise DataError(
-            t(
-                "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
-                share=share,
-            )
-        )
-
-
-def split_rows(
-    labels: Array, space: LabelSpace, share: float, seed: int, where: str
-) -> tuple[Array, Array]:
-    """(training, validation) row numbers, each in the order of the file.
-
-    In order and not shuffled, so that a file larger than memory is read front to back;
-    the Trainer shuffles every epoch.
-    """
-    import numpy as np
-
-    rows = len(labels)
-    wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
-    if wanted >= rows:
-        raise DataError(
-            t(
-                "{where}: {rows} usable rows cannot be split at --validation-split {share}; "
-                "add rows or give a --validation-file",
-                where=where,
-                rows=rows,
-                share=share,
-            )
-        )
-    random = np.random.default_rng(seed)
-    if space.task == SINGLE_LABEL:
-        shares = _stratified_counts(labels, space, wanted, where)
-        members = (np.flatnonzero(labels == number) for number in range(space.num_labels))
-        chosen = [
-            random.permutation(member)[:count]
-            for member, count in zip(members, shares, strict=True)
-        ]
-        validates = np.concatenate(chosen)
-    else:
-        validates = random.permutation(rows)[:wanted]
-    in_validation = np.zeros(rows, dtype=bool)
-    in_validation[validates] = True
-    if space.task == MULTI_LABEL:
-        _keep_every_label_in_training(labels, in_validation)
-    return np.flatnonzero(~in_validation), np.flatnonzero(in_validation)
-
-
-def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str) -> list[int]:
-    """Validation rows of every class: proportional, and at least one on either side."""
-    import numpy as np
-
-    totals = np.bincount(labels, minlength=space.num_labels)
-    present = totals > 0  # a source may declare a class that has no rows
-    classes = int(present.sum())
-    if min(wanted, len(labels) - wanted) < classes:
-        least = f"{math.ceil(100 * classes / len(labels)) / 100:.2f}"
-        most = f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}"
-        said = {"wanted": wanted, "rows": len(labels), "classes": classes}
-        raise DataError(
-            t(
-                "{where}: {wanted} of {rows} rows for validation leave a label out of one "
-                "split, as there are {classes} labels; give a --validation-split of {least} to "
-                "{most}, or a --validation-file",
-                where=where,
-                least=least,
-                most=most,
-                **said,
-            )
-        )
-    quota = totals * (wanted / len(labels))
-    counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)
-    # Rounding leaves a few rows over or short; they go where the quota is missed most.
-    while counts.sum() < wanted:
-        room = counts < totals - 1
-        counts[np.argmax(np.where(room, quota - counts, -np.inf))] += 1
-    while counts.sum() > wanted:
-        counts[np.argmax(np.where(counts > 1, counts - quota, -np.inf))] -= 1
-    return [int(count) for count in counts]
-
-
-def _keep_every_label_in_training(labels: Array, in_validation: Array) -> None:
-    """A rare label of a multi-label table must at least be learned; its first row is moved."""
-    import numpy as np
-
-    for column in labels.T > 0:
-        holders = np.flatnonzero(column)
-        if len(holders) and in_validation[holders].all():
-            in_validation[holders[0]] = False
-
-
-def count_shared(train_hashes: Array, validation_hashes: Array) -> int:
-    """Validation rows whose text also occurs in training."""
-    import numpy as np
-
-    return int(np.isin(validation_hashes, train_hashes).sum())
-
-
-def contradictions(hashes: Array, labels: Array, space: LabelSpace) -> Array:
-    """Row numbers whose text another row has with another label; none for a regression."""
-    import numpy as np
-
-    _, of_row, rows = np.unique(hashes, return_inverse=True, return_counts=True)
-    repeated = np.flatnonzero(rows[of_row] > 1)
-    if space.task == REGRESSION or not len(repeated):
-        return repeated[:0]
-    text, label = of_row[repeated], labels[repeated]
-    if space.task == MULTI_LABEL:
-        label = np.unique(label, axis=0, return_inverse=True)[1].reshape(-1)
-    least, most = np.full(len(rows), label.max()), np.full(len(rows), label.min())
-    np.minimum.at(least, text, label)
-    np.maximum.at(most, text, label)
-    found: Array = repeated[least[text] != most[text]]
-    return found
-
-
 def _contradicting(*tables: tuple[CleanRows, Dataset], space: LabelSpace) -> dict[str, Any]:
     """How many rows of all tables contradict each other, and how the first one begins."""
     import numpy as np
@@ -390,6 +284,14 @@ def read_table(config: DataConfig) -> TextData:
         path = Path(config.validation_file).expanduser()
         validation_table = open_file(path, config.encoding)
     columns = choose_columns(table, config)
+    if validation_table is not None and columns.group is not None:
+        raise DataError(
+            t(
+                "--group-column keeps groups together when a table is split, and {where} is "
+                "validated on as it is; leave it out",
+                where=validation_table.where,
+            )
+        )
     if validation_table is not None:
         require_columns(validation_table, columns, table.where)
     with quiet_datasets():
@@ -485,14 +387,26 @@ def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig)
 def _split(
     table: Table, columns: Columns, rows: CleanRows, coding: Coding, config: DataConfig
 ) -> TextData:
+    import numpy as np
+
     if coding.space.task == SINGLE_LABEL:
         _check_no_single_rows(table, columns, rows, coding)
     dataset = encode_labels(rows, coding)
     labels = column_of(dataset, "label")
-    train, validation = split_rows(
-        labels, coding.space, config.validation_split, config.seed, table.where
-    )
     hashes = rows.text_hashes
+    groups = None
+    if columns.group is not None:
+        groups = numbered(rows.group_hashes)
+        groups = np.arange(len(labels)) if groups is None else groups
+    train, validation = split_rows(
+        labels,
+        coding.space,
+        config.validation_split,
+        config.seed,
+        table.where,
+        texts=numbered(hashes),
+        groups=groups,
+    )
     counts = DataCounts(
         rows_read=rows.rows_read,
         dropped_no_text=rows.dropped_no_text,
@@ -503,6 +417,7 @@ def _split(
         **_contradicting((rows, dataset), space=coding.space),
         train_class_counts=class_counts(labels[train], coding.space),
         validation_class_counts=class_counts(labels[validation], coding.space),
+        groups=None if groups is None else int(groups.max()) + 1,
         **_described(table, columns),
     )
     return TextData(dataset.select(train), dataset.select(validation), coding.space, counts)
@@ -581,5 +496,6 @@ def _described(table: Table, columns: Columns) -> dict[str, Any]:
         "text_column": columns.text,
         "text_pair_column": columns.text_pair,
         "label_column": ",".join(columns.labels),
+        "group_column": columns.group,
         "encoding": table.encoding,
     }

@@ -87,6 +87,9 @@ class DataCounts:
     text_column: str = ""
     text_pair_column: str | None = None
     label_column: str = ""
+    group_column: str | None = None
+    groups: int | None = None
+    """Groups whose rows were kept on one side of the split; None where there are none."""
     encoding: str | None = None
     """How the text file was read; None where the format fixes it (Parquet, the Hub)."""
 

@@ -62,6 +62,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "text_column": N_("text column"),
         "text_pair_column": N_("second text column"),
         "label_column": N_("label column"),
+        "group_column": N_("group column"),
+        "groups": N_("groups"),
         "encoding": N_("encoding"),
     },
 }

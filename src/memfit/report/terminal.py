@@ -241,6 +241,7 @@ def _columns_sentence(counts: DataCounts, task: str) -> str:
         (N_("text {name}"), counts.text_column),
         (N_("pair {name}"), counts.text_pair_column),
         (N_("label {name}"), counts.label_column),
+        (N_("group {name}"), counts.group_column),
     )
     words = listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
     kind = t(_TASKS[task]) if task in _TASKS else task.replace("_", "-")
