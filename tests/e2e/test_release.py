@@ -122,7 +122,7 @@ def test_the_extras_are_those_the_documents_name(wheel: Path) -> None:
         (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
-    assert extras == {"dev", "docs", "gpu", "lora", "modelscope", "report"}
+    assert extras == {"dev", "docs", "excel", "gpu", "lora", "modelscope", "report"}
     assert "License-Expression: Apache-2.0" in lines
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"Requires-Python: {project['requires-python']}" in lines

@@ -90,7 +90,7 @@ def test_a_column_whose_name_has_a_comma_is_one_column() -> None:
         (
             ("1", "房间很大"),
             {},
-            "name it with --label-column, or add a first line with the columns'",
+            "name it with --label-column, or say --no-header if the first line",
         ),
         (
             ("text", "b"),

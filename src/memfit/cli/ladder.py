@@ -9,6 +9,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import FlagCommand, Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
+from memfit.config.schema import DATA_SOURCES
 from memfit.text import t
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def add_to(app: typer.Typer) -> None:
 def ladder(
     ctx: typer.Context,
     options: dict[str, Any],
-    data: Annotated[
-        str | None, typer.Argument(help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
-    ] = None,
+    data: Annotated[str | None, typer.Argument(help=f"{DATA_SOURCES}.")] = None,
     config: Annotated[
         str | None, typer.Option(help="A TOML file with any of these; options win over it.")
     ] = None,

@@ -10,6 +10,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import FlagCommand, Json, NoCache, check_card, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
+from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError, OutputError
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both
@@ -36,9 +37,7 @@ def add_to(app: typer.Typer) -> None:
 def plan(
     ctx: typer.Context,
     options: dict[str, Any],
-    data: Annotated[
-        str | None, typer.Argument(help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
-    ] = None,
+    data: Annotated[str | None, typer.Argument(help=f"{DATA_SOURCES}.")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="A card by name ('RTX 3050 4GB', T4) or cpu; yours if none.")
     ] = None,

@@ -27,7 +27,7 @@ def predict(
     model: Annotated[str, typer.Argument(help="An output folder or a hub id.")],
     texts: Annotated[list[str] | None, typer.Argument(help="The sentences to label.")] = None,
     file: Annotated[
-        str | None, typer.Option(help="A table of texts instead: CSV, TSV, JSONL, Parquet.")
+        str | None, typer.Option(help="A table of texts instead: CSV, TSV, Excel, JSONL, Parquet.")
     ] = None,
     output: Annotated[
         str | None,
@@ -36,6 +36,9 @@ def predict(
     text_column: Annotated[str | None, typer.Option(help="The column of texts.")] = None,
     text_pair_column: Annotated[str | None, typer.Option(help="The pair's second text.")] = None,
     encoding: Annotated[str | None, typer.Option(help="The file's encoding.")] = None,
+    header: Annotated[
+        bool | None, typer.Option(help="Whether the first line names the columns.")
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Cut texts here; where the training did if not given.")
     ] = None,
@@ -48,46 +51,36 @@ def predict(
         raise ConfigError(t("--output goes with --file; sentences are answered on the screen"))
     from memfit import api
 
-    columns = (text_column, text_pair_column)
+    reading = {
+        "text_column": text_column,
+        "text_pair_column": text_pair_column,
+        "encoding": encoding,
+        "header": header,
+    }
     with console.only_results_on_stdout():
-        asked = texts if file is None or output is not None else _read(file, columns, encoding)
+        asked = texts if file is None or output is not None else _read(file, reading)
         classifier = api.load(model, max_length=max_length)
         answers = None if asked is None else classifier.predict(asked)
     if asked is not None and answers is not None:
         _show(asked, answers, as_json=as_json)
     else:
-        _write(classifier, str(file), str(output), columns, encoding, as_json=as_json)
+        _write(classifier, str(file), str(output), reading, as_json=as_json)
 
 
-def _read(
-    path: str, columns: tuple[str | None, str | None], encoding: str | None
-) -> Sequence[Text]:
+def _read(path: str, reading: dict[str, Any]) -> Sequence[Text]:
     from memfit.data import read_texts
 
-    table = read_texts(path, *columns, encoding)
+    table = read_texts(path, **reading)
     if "text_pair" in table.column_names:
         return list(zip(table["text"], table["text_pair"], strict=True))
     return list(table["text"])
 
 
 def _write(
-    classifier: Classifier,
-    file: str,
-    output: str,
-    columns: tuple[str | None, str | None],
-    encoding: str | None,
-    *,
-    as_json: bool,
+    classifier: Classifier, file: str, output: str, reading: dict[str, Any], *, as_json: bool
 ) -> None:
     with console.only_results_on_stdout():
-        text_column, text_pair_column = columns
-        done = classifier.predict_file(
-            file,
-            output,
-            text_column=text_column,
-            text_pair_column=text_pair_column,
-            encoding=encoding,
-        )
+        done = classifier.predict_file(file, output, **reading)
     if as_json:
         console.show_json(done)
     else:

@@ -10,6 +10,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import FlagCommand, Json, NoCache, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
+from memfit.config.schema import DATA_SOURCES
 from memfit.errors import OutputError
 from memfit.text import doing, make_way, t, telling
 
@@ -32,8 +33,8 @@ def train(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A CSV, TSV, JSONL or Parquet file, or a Hub dataset id; of several, each is "
-            "trained on into a folder of its own in --output-dir."
+            help=f"{DATA_SOURCES}; of several, each is trained on into a folder of its own in "
+            "--output-dir."
         ),
     ] = None,
     config: Annotated[

@@ -47,6 +47,10 @@ _LONGEST_NAME = 255
 
 _LONGEST_TEXT = 10**6
 
+DATA_SOURCES = (
+    "A CSV, TSV, Excel, JSONL or Parquet file, a folder of class folders, or a Hub dataset id"
+)
+
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -59,7 +63,7 @@ def option(help: str, **default: Any) -> Any:  # noqa: A002 (the name argparse a
 class DataConfig:
     """Where the texts and labels are, and how they are read."""
 
-    path: str = option("A CSV, TSV, JSONL or Parquet file, or a Hub dataset id.")
+    path: str = option(f"{DATA_SOURCES}.")
     validation_file: str | None = option("A separate validation table.", default=None)
     text_column: str | None = option(
         "The column of texts; found by name if not given.", default=None
@@ -83,6 +87,11 @@ class DataConfig:
     validation_split: float = option("The share of rows held out to validate.", default=0.1)
     max_length: int = option("Texts longer than this many tokens are cut.", default=128)
     encoding: str | None = option("The file's encoding; found if not given.", default=None)
+    header: bool | None = option(
+        "Whether the first line names the columns; without it they are 1, 2, 3. Found if not "
+        "given.",
+        default=None,
+    )
     seed: int = option("The seed of the split (and of the training).", default=42)
 
     @classmethod

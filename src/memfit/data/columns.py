@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
@@ -36,6 +37,39 @@ _PAIRS = (
 )  # fmt: skip
 
 
+_SAMPLED_ROWS = 1000
+
+
+def named_columns(first_line: Sequence[str]) -> tuple[str, ...]:
+    """The columns as the first line names them."""
+    return tuple(name.strip() or f"column_{n}" for n, name in enumerate(first_line, 1))
+
+
+def numbered_columns(count: int) -> tuple[str, ...]:
+    """The columns of a table whose first line is a row."""
+    return tuple(str(number) for number in range(1, count + 1))
+
+
+def begins_with_a_row(first_line: Sequence[str], below: Iterable[Sequence[str]]) -> bool:
+    """Whether the first line is no header: nothing in it is a usual name, and a cell comes again.
+
+    Files such as THUCNews (label, tab, text) begin so: their first label is that of many rows.
+    """
+    usual = {
+        *_TEXT_NAMES.split(),
+        *_LABEL_NAMES.split(),
+        *(name for pair in _PAIRS for name in pair),
+    }
+    cells = [cell.strip() for cell in first_line]
+    if any(_plain(cell) in usual for cell in cells):
+        return False
+    return any(
+        cell and cell == other.strip()
+        for row in below
+        for cell, other in zip(cells, row, strict=False)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The chosen columns; several labels are 0/1 columns of a multi-label table."""
@@ -58,7 +92,8 @@ class Columns:
 
 def choose_columns(table: Table, config: DataConfig) -> Columns:
     """The columns the config names, and the rest by their usual names."""
-    labels = _labels(table, config.label_column)
+    texts = (config.text_column, config.text_pair_column)
+    labels = _labels(table, config.label_column, texts)
     text, pair = choose_texts(table, config.text_column, config.text_pair_column, taken=labels)
     for one, kind in (
         (
@@ -105,15 +140,15 @@ def choose_texts(
     if text is None and pair is None:
         text, pair = _known_pair(free)
     if text is None:
-        text = _first(free, _TEXT_NAMES)
+        text = _longest(table, free) if table.numbered else _first(free, _TEXT_NAMES)
     if text is None:
         raise DataError(
             _no_column(
                 table,
                 N_("{where}: no text column among {columns}; name it with --text-column"),
                 N_(
-                    "{where}: no text column among {columns}; name it with --text-column, o"
-                    "r add a first line with the columns' names"
+                    "{where}: no text column among {columns}; name it with --text-column, or "
+                    "say --no-header if the first line is a row"
                 ),
             )
         )
@@ -145,7 +180,11 @@ def require_columns(table: Table, columns: Columns, of: str) -> None:
         _check_unique(table, column)
 
 
-def _labels(table: Table, named: str | None) -> tuple[str, ...]:
+def _labels(
+    table: Table, named: str | None, texts: tuple[str | None, str | None]
+) -> tuple[str, ...]:
+    if named is None and table.numbered:
+        return (_fewest(table, [column for column in table.columns if column not in texts]),)
     if named is None:
         found = _first(table.columns, _LABEL_NAMES)
         if found is None:
@@ -154,8 +193,8 @@ def _labels(table: Table, named: str | None) -> tuple[str, ...]:
                     table,
                     N_("{where}: no label column among {columns}; name it with --label-column"),
                     N_(
-                        "{where}: no label column among {columns}; name it with --label-column,"
-                        " or add a first line with the columns' names"
+                        "{where}: no label column among {columns}; name it with "
+                        "--label-column, or say --no-header if the first line is a row"
                     ),
                 )
             )
@@ -187,6 +226,38 @@ def _named(table: Table, name: str, option: str) -> str:
             )
         )
     return close[0]
+
+
+def _fewest(table: Table, free: list[str]) -> str:
+    """Of two columns without names the one whose values repeat; more of them are not guessed."""
+    if len(free) == 1:
+        return free[0]
+    if len(free) == 2:
+        rows = _sample(table, free)
+        counts = [len({row[place] for row in rows}) for place in range(2)]
+        if 2 * min(counts) <= len(rows) and counts[0] != counts[1]:
+            return free[counts.index(min(counts))]
+    row = next(iter(_sample(table, free)), ())
+    shown = [f"{name} ({str(cell)[:12]})" for name, cell in zip(free, row, strict=False)]
+    raise DataError(
+        t(
+            "{where}: its columns have no names, and which holds the labels cannot be told among "
+            "{columns}; write such as --label-column 1 --text-column 2",
+            where=table.where,
+            columns=", ".join(shown),
+        )
+    )
+
+
+def _longest(table: Table, free: list[str]) -> str | None:
+    """Of columns without names the one with the longest texts."""
+    rows = _sample(table, free)
+    sizes = [sum(len(str(row[place])) for row in rows) for place in range(len(free))]
+    return free[sizes.index(max(sizes))] if free else None
+
+
+def _sample(table: Table, columns: list[str]) -> list[tuple[Any, ...]]:
+    return list(islice(table.read(columns), _SAMPLED_ROWS))
 
 
 def _first(columns: Sequence[str], known: str) -> str | None:

@@ -279,10 +279,13 @@ def read_table(config: DataConfig) -> TextData:
     """The rows that train and the rows that validate, with label names and counts."""
     if config.validation_file is None:
         check_share(config.validation_split)
-    table, validation_table = open_source(config.path, config.encoding)
+    table, validation_table = open_source(config.path, config.encoding, config.header)
     if config.validation_file is not None:
         path = Path(config.validation_file).expanduser()
-        validation_table = open_file(path, config.encoding)
+        if path.is_dir():
+            validation_table, _ = open_source(str(path), config.encoding)
+        else:
+            validation_table = open_file(path, config.encoding, config.header)
     columns = choose_columns(table, config)
     if validation_table is not None and columns.group is not None:
         raise DataError(
@@ -308,7 +311,7 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
     They are counted as validation rows. Labels are the model's names, its ids, or what
     `config.label_names` translates to its names.
     """
-    table, _ = open_source(config.path, config.encoding)
+    table, _ = open_source(config.path, config.encoding, config.header)
     columns = choose_columns(table, config)
     with quiet_datasets():
         rows = clean_rows(table, columns)
@@ -333,9 +336,10 @@ def read_texts(
     text_column: str | None = None,
     text_pair_column: str | None = None,
     encoding: str | None = None,
+    header: bool | None = None,
 ) -> Dataset:
     """All texts of a table in order, labels not needed; an empty text stays, as ''."""
-    table, _ = open_source(path, encoding)
+    table, _ = open_source(path, encoding, header)
     wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
 
     def texts() -> Iterator[Row]:

@@ -1,8 +1,4 @@
-"""Opens a table by its path: CSV, TSV, JSON, Parquet, or a dataset of the Hub.
-
-Python reads GB18030 over almost any bytes without complaint, so falling back to it
-blindly would turn a French file, or a UTF-8 file with one broken byte, into nonsense that
-still trains. A sample of the bytes is judged first, and doubt is an error, not a guess.
+"""Opens a table by its path: text, JSON, Parquet, a spreadsheet, class folders, a Hub dataset.
 
 `load_dataset("csv")` is not used: it guesses types from the first 10,000 rows and fails
 on the next, takes the words NA, None and null for nothing, fills short rows silently,
@@ -14,200 +10,23 @@ word in the next, reads an array whole, and cannot name the line that is wrong.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from encodings.aliases import aliases
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from memfit.data.class_folders import open_class_folders
+from memfit.data.columns import begins_with_a_row, named_columns, numbered_columns
+from memfit.data.encodings import find_encoding, opened
+from memfit.data.spreadsheets import SPREADSHEETS, open_spreadsheet
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import quiet_logs
 from memfit.errors import DataError, nearest
-from memfit.text import N_, t
-
-_CHUNK_BYTES = 1 << 20
-
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),  # Excel's "Unicode text"
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-
-# Supersets that read the same files and more: what says gb2312 is often GBK with a few extras.
-_WIDER = {"utf-8": "utf-8-sig", "gb2312": "gb18030", "gbk": "gb18030", "big5": "cp950"}
-
-_MAGIC = (
-    (
-        b"PK\x03\x04",
-        N_(
-            "{path} is not a text table: it is an Excel workbook or a zip file; save it as CSV "
-            "(UTF-8)"
-        ),
-    ),
-    (
-        b"\xd0\xcf\x11\xe0",
-        N_("{path} is not a text table: it is an old Excel workbook; save it as CSV (UTF-8)"),
-    ),
-    (b"PAR1", N_("{path} is not a text table: it is a Parquet file; name it .parquet")),
-    (b"\x1f\x8b", N_("{path} is not a text table: it is compressed with gzip; unpack it first")),
-)
-
-_GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
-
-_HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
-
-_COMMON = frozenset(
-    "的一是不了在人有我他这這个個们們中来來上大为為和国國地到以说說时時要就出会會可也你对對生能"
-    "而子那得于於着著下自之年过過发發后後作里裡好很没沒还還都给給让讓买買太差"
-)
-
-
-def find_encoding(path: Path, named: str | None) -> str:
-    """The codec that reads the whole file; an error where none does."""
-    with path.open("rb") as file:
-        head = file.read(_CHUNK_BYTES)
-    for magic, kind in _MAGIC:
-        if head.startswith(magic):
-            raise DataError(t(kind, path=path))
-    if named is not None:
-        codec = _lookup(named)
-        if broken := _first_undecodable(path, codec):
-            raise DataError(
-                t(
-                    "{path} is not {name}: line {line} cannot be read; name its real encoding, "
-                    "or leave encoding out to have it found",
-                    path=path,
-                    name=named,
-                    line=broken[0],
-                )
-            )
-        marked = head.startswith(codecs.BOM_UTF8)
-        return codec if codec != "utf-8-sig" or marked else "utf-8"
-    for mark, codec in _MARKS:
-        if head.startswith(mark):
-            if broken := _first_undecodable(path, codec):
-                said = {"path": path, "codec": codec, "line": broken[0]}
-                raise DataError(
-                    t(
-                        "{path} begins as {codec} but line {line} cannot be read; save it "
-                        "again as UTF-8",
-                        **said,
-                    )
-                )
-            return codec
-    return _unmarked(path, head)
-
-
-def _unmarked(path: Path, head: bytes) -> str:
-    if head[:4096].count(0) * 10 > len(head[:4096]):
-        raise DataError(
-            t(
-                "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
-                "a mark, give encoding=utf-16-le",
-                path=path,
-            )
-        )
-    broken = _first_undecodable(path, "utf-8")
-    if broken is None:
-        return "utf-8"
-    line, offset = broken
-    # From a little before the first byte that is not UTF-8: what precedes it tells a
-    # broken UTF-8 file from one in another encoding.
-    with path.open("rb") as file:
-        file.seek(max(0, offset - _CHUNK_BYTES // 2))
-        sample = file.read(_CHUNK_BYTES)
-    codec = _judge(path, sample, line)
-    if failed := _first_undecodable(path, codec):
-        said = {"path": path, "codec": codec.upper(), "line": failed[0]}
-        raise DataError(
-            t(
-                "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
-                "encoding, or save it as UTF-8",
-                **said,
-            )
-        )
-    return codec
-
-
-def _judge(path: Path, sample: bytes, line: int) -> str:
-    """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
-    if b"\0" in sample:
-        raise DataError(
-            t("{path} is not a text table: it is binary (line {line})", path=path, line=line)
-        )
-    as_utf8 = sample.decode("utf-8", "replace")
-    broken = as_utf8.count("\ufffd")
-    valid = sum(char > "\x7f" for char in as_utf8) - broken
-    if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
-        raise DataError(
-            t(
-                "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
-                "name the encoding if it is another one",
-                path=path,
-                line=line,
-            )
-        )
-    # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
-    runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
-    if sum(len(run) == 1 for run in runs) * 2 > len(runs):
-        raise DataError(
-            t(
-                "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
-                "encoding (such as cp1252), or save it as UTF-8",
-                path=path,
-                line=line,
-            )
-        )
-    return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
-
-
-def _common_share(sample: bytes, codec: str) -> float:
-    """How much of the text is the commonest characters; the wrong codec gives rare ones."""
-    text = [char for char in sample.decode(codec, "replace") if char > "\x7f"]
-    return sum(char in _COMMON for char in text) / max(len(text), 1)
-
-
-def _lookup(named: str) -> str:
-    try:
-        "a".encode(named)  # codecs.lookup alone would also take base64 and rot13
-        name = codecs.lookup(named).name
-    except (LookupError, ValueError):
-        hint = nearest(named.lower(), {*aliases, *aliases.values(), "utf-8"})
-        raise DataError(
-            t(
-                "there is no encoding {name}; write utf-8, gb18030, big5 or another that "
-                "Python knows.{hint}",
-                name=repr(named),
-                hint=hint,
-            )
-        ) from None
-    return _WIDER.get(name, name)
-
-
-def _first_undecodable(path: Path, codec: str) -> tuple[int, int] | None:
-    """(line, byte offset) of about the first bytes the codec refuses; None where it reads all."""
-    decoder = codecs.getincrementaldecoder(codec)()
-    line, offset = 1, 0
-    with path.open("rb") as file:
-        while True:
-            chunk = file.read(_CHUNK_BYTES)
-            try:
-                decoder.decode(chunk, final=not chunk)
-            except UnicodeError as error:
-                start = getattr(error, "start", 0)
-                return line + chunk[:start].count(b"\n"), offset + start
-            if not chunk:
-                return None
-            line += chunk.count(b"\n")
-            offset += len(chunk)
-
+from memfit.text import t
 
 _DELIMITERS = (",", ";", "\t")  # Excel writes ; where the comma is the decimal sign
 
@@ -233,22 +52,29 @@ class _Dialect:
     """Tab-separated with one line a row: a quote there is a character like any other."""
 
 
-def open_delimited(path: Path, encoding: str | None) -> Table:
-    """The table in a .csv, .tsv or .txt file."""
+def open_delimited(path: Path, encoding: str | None, header: bool | None) -> Table:
+    """The table in a .csv, .tsv or .txt file; `header` says whether its first line names columns.
+
+    Where that is not said the lines below it tell.
+    """
     dialect = _sniff(path, find_encoding(path, encoding))
-    header = next(_rows(dialect), (0, []))[1]
-    if not any(name.strip() for name in header):
+    rows = (row for _, row in _rows(dialect))
+    first = next(rows, [])
+    if not any(name.strip() for name in first):
         raise DataError(t("{path} is empty; give a table with a header line", path=path))
-    columns = tuple(name.strip() or f"column_{n}" for n, name in enumerate(header, 1))
+    if header is None:
+        header = not begins_with_a_row(first, islice(rows, _SNIFFED_LINES))
+    columns = named_columns(first) if header else numbered_columns(len(first))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
-        return _cells(dialect, len(columns), [columns.index(name) for name in wanted])
+        places = [columns.index(name) for name in wanted]
+        return _cells(dialect, len(columns), places, skip=1 if header else 0)
 
-    return Table(str(path), columns, read, encoding=dialect.encoding)
+    return Table(str(path), columns, read, encoding=dialect.encoding, numbered=not header)
 
 
 def _sniff(path: Path, encoding: str) -> _Dialect:
-    with path.open(encoding=encoding, newline="") as file:
+    with opened(path, encoding, newline="") as file:
         lines = list(islice(file, _SNIFFED_LINES))
     hint = _SEP_LINE.fullmatch(lines[0]) if lines else None
     if hint:
@@ -260,14 +86,18 @@ def _sniff(path: Path, encoding: str) -> _Dialect:
 
 
 def _delimiter(lines: list[str]) -> str:
-    """The one that cuts the header into the most columns; among equals, the steadiest."""
+    """The one that cuts the header into the most columns; among equals, the steadiest.
+
+    Tabs that cut every line alike are no accident, however many commas the texts hold.
+    """
 
     def score(delimiter: str) -> tuple[int, int]:
         widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
         return (widths[0], widths.count(widths[0])) if widths else (0, 0)
 
     _allow_long_fields()
-    return max(_DELIMITERS, key=score)
+    tabs = {line.count("\t") for line in lines if line.strip()}
+    return "\t" if len(tabs) == 1 and tabs != {0} else max(_DELIMITERS, key=score)
 
 
 def _quotes_are_text(path: Path, encoding: str) -> bool:
@@ -276,7 +106,7 @@ def _quotes_are_text(path: Path, encoding: str) -> bool:
     They are where every line has the header's number of tabs, as in the corpora of the field
     (GLUE, LCQMC), unless each of them stands where a CSV writer would have put it.
     """
-    with path.open(encoding=encoding, newline="") as file:
+    with opened(path, encoding, newline="") as file:
         tabs = file.readline().count("\t")
         one_line_a_row = all(line.count("\t") == tabs for line in file if line.strip())
     return one_line_a_row and not _well_quoted(path, encoding, tabs)
@@ -286,7 +116,7 @@ def _well_quoted(path: Path, encoding: str, tabs: int) -> bool:
     shape = re.compile(rf"{_FIELD}(?:\t{_FIELD}){{{tabs}}}\r?\n?")
     row: list[str] = []
     chars, is_open = 0, False
-    with path.open(encoding=encoding, newline="") as file:
+    with opened(path, encoding, newline="") as file:
         for line in file:
             row.append(line)
             chars += len(line)
@@ -302,7 +132,7 @@ def _well_quoted(path: Path, encoding: str, tabs: int) -> bool:
 
 def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
     """(line the row begins in, its fields); blank lines are left out."""
-    with dialect.path.open(encoding=dialect.encoding, newline="") as file:
+    with opened(dialect.path, dialect.encoding, newline="") as file:
         lines = islice(file, dialect.skip_lines, None)
         if dialect.plain:
             for number, line in enumerate(lines, 1):
@@ -341,8 +171,8 @@ def _unquoted(cell: str) -> str:
     return cell
 
 
-def _cells(dialect: _Dialect, width: int, wanted: list[int]) -> Iterator[Row]:
-    for line, row in islice(_rows(dialect), 1, None):
+def _cells(dialect: _Dialect, width: int, wanted: list[int], *, skip: int) -> Iterator[Row]:
+    for line, row in islice(_rows(dialect), skip, None):
         if len(row) < width:
             # Excel leaves the last empty cells of a row out; what is missing counts as empty.
             row = row + [""] * (width - len(row))
@@ -350,7 +180,7 @@ def _cells(dialect: _Dialect, width: int, wanted: list[int]) -> Iterator[Row]:
             said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
             raise DataError(
                 t(
-                    "{path}, line {line}: {fields} fields where the header has {width}; put "
+                    "{path}, line {line}: {fields} fields where the first line has {width}; put "
                     'texts that hold the delimiter in quotes (")',
                     **said,
                 )
@@ -400,7 +230,7 @@ def open_json(path: Path, encoding: str | None) -> Table:
 
 
 def _begins_with_bracket(path: Path, codec: str) -> bool:
-    with path.open(encoding=codec) as file:
+    with opened(path, codec) as file:
         return any(line.lstrip().startswith("[") for line in islice(_filled(file), 1))
 
 
@@ -409,7 +239,7 @@ def _filled(lines: Iterator[str] | Any) -> Iterator[str]:
 
 
 def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
-    with path.open(encoding=codec) as file:
+    with opened(path, codec) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -429,7 +259,7 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
 
 def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
     """The elements of one big array, with a small part of the text in memory at a time."""
-    with path.open(encoding=codec) as file:
+    with opened(path, codec) as file:
         buffer = file.read(_CHUNK_CHARS)
         position = buffer.index("[") + 1
         line = 1 + buffer.count("\n", 0, position)
@@ -629,36 +459,40 @@ JSON = (".jsonl", ".ndjson", ".json")
 
 PARQUET = (".parquet", ".pq")
 
-KNOWN = (*DELIMITED, *JSON, *PARQUET)
+KNOWN = (*DELIMITED, *JSON, *PARQUET, *SPREADSHEETS)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
-def open_source(name: str, encoding: str | None) -> tuple[Table, Table | None]:
+def open_source(
+    name: str, encoding: str | None, header: bool | None = None
+) -> tuple[Table, Table | None]:
     """(training table, the source's own validation table or None)."""
     path = Path(name).expanduser()
+    if path.is_dir() and (found := open_class_folders(path, encoding)) is not None:
+        return found
     if path.exists() or not _may_be_hub_id(name, path):
-        return open_file(path, encoding), None
+        return open_file(path, encoding, header), None
     return open_hub(name)
 
 
-def open_file(path: Path, encoding: str | None) -> Table:
-    """The table in a file, by the ending of its name."""
+def open_file(path: Path, encoding: str | None, header: bool | None = None) -> Table:
+    """The table in a file, by the ending of its name; `header` says if its first line is one."""
     _check_file(path)
     suffix = path.suffix.lower()
+    if header is False and suffix in (*JSON, *PARQUET):
+        raise DataError(t("{path} names its columns itself; leave --no-header out", path=path))
     try:
         if suffix in DELIMITED:
-            return open_delimited(path, encoding)
+            return open_delimited(path, encoding, header)
         if suffix in JSON:
             return open_json(path, encoding)
         if suffix in PARQUET:
             return open_parquet(path)
+        if suffix in SPREADSHEETS:
+            return open_spreadsheet(path, header)
     except PermissionError:
         raise DataError(t("{path} may not be read; check its permissions", path=path)) from None
-    if suffix in (".xlsx", ".xls", ".ods"):
-        raise DataError(
-            t("{path} is a spreadsheet; save it as CSV (UTF-8) and give that", path=path)
-        )
     known, last = ", ".join(KNOWN[:-1]), KNOWN[-1]
     raise DataError(
         t(
@@ -676,7 +510,7 @@ def _may_be_hub_id(name: str, path: Path) -> bool:
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         return False
     in_a_folder_here = len(path.parts) > 1 and path.parent.is_dir()
-    return path.suffix.lower() not in (*KNOWN, ".xlsx", ".xls", ".ods") and not in_a_folder_here
+    return path.suffix.lower() not in KNOWN and not in_a_folder_here
 
 
 def _check_file(path: Path) -> None:
@@ -684,7 +518,12 @@ def _check_file(path: Path) -> None:
         tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
         inside = f" ({', '.join(tables[:5])})" if tables else ""
         raise DataError(
-            t("{path} is a folder; give one of the files in it{inside}", path=path, inside=inside)
+            t(
+                "{path} is a folder; give one of the files in it{inside}, or a folder that has a "
+                "folder of .txt files for each label",
+                path=path,
+                inside=inside,
+            )
         )
     if path.is_symlink() and not path.exists():
         raise DataError(

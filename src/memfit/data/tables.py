@@ -22,6 +22,8 @@ class Table:
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Columns whose label names the source itself declares, in the order of their ids."""
     encoding: str | None = None
+    numbered: bool = False
+    """Whether no line names the columns, so that they are called 1, 2, 3."""
 
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label", "multi_label", "regression"

@@ -176,12 +176,14 @@ class Classifier:
         text_column: str | None = None,
         text_pair_column: str | None = None,
         encoding: str | None = None,
+        header: bool | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> FilePredictions:
         """The rows of a table with label and score beside them, in a new file."""
-
         columns = (text_column, text_pair_column)
-        return predict_file(self, source, target, columns, encoding, batch_tokens=batch_tokens)
+        with quiet_datasets():
+            table, _ = open_source(os.fspath(source), encoding, header)
+        return predict_file(self, table, Path(source), target, columns, batch_tokens=batch_tokens)
 
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
@@ -412,10 +414,10 @@ class FilePredictions:
 
 def predict_file(
     classifier: Classifier,
-    source: str | os.PathLike[str],
+    table: Table,
+    source: Path,
     target: str | os.PathLike[str],
     text_columns: tuple[str | None, str | None] = (None, None),
-    encoding: str | None = None,
     *,
     batch_tokens: int,
 ) -> FilePredictions:
@@ -425,9 +427,7 @@ def predict_file(
     encoding and shows Chinese as gibberish; JSONL is plain UTF-8, as its readers expect.
     """
     path = Path(target)
-    _check_target(path, Path(source))
-    with quiet_datasets():
-        table, _ = open_source(os.fspath(source), encoding)
+    _check_target(path, source)
     texts = [name for name in choose_texts(table, *text_columns) if name]
     _check_columns(table)
     names = _answer_columns(table)
