@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers import BertForSequenceClassification as Bert
 
 from memfit import BudgetTrainer
+from memfit.records.scoring import Scoring
 from memfit.run.workflow import save_model
 from small_training import collate
 from strategy_combinations import LENGTHS, SHAPE, Combination
@@ -86,7 +87,7 @@ def losses(trainer: BudgetTrainer) -> list[float]:
 def exported(trainer: BudgetTrainer, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the model somebody would use, as they lie in the file."""
     folder.mkdir()
-    save_model(trainer, folder)
+    save_model(trainer, folder, Scoring())
     return load_file(folder / "model.safetensors")
 
 

@@ -131,11 +131,11 @@ def test_the_last_checkpoint_gets_its_name_beside_the_saving_of_the_model(
             assert may_go_on.wait(60)
         return write(folder)
 
-    def seen(trainer: BudgetTrainer, target: Path) -> None:
+    def seen(trainer: BudgetTrainer, *args: Any) -> None:
         assert begun.wait(60)
         assert not last.exists()
         may_go_on.set()
-        save(trainer, target)
+        save(trainer, *args)
 
     monkeypatch.setattr(saving, "write_manifest", slow_manifest)
     monkeypatch.setattr(workflow, "save_model", seen)

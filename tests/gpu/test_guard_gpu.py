@@ -321,7 +321,7 @@ def test_an_update_is_made_in_parts_where_its_temporaries_do_not_fit(tmp_path, m
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     tight = trainer_of(tmp_path, [], optim="adamw_torch", max_steps=3)
-    tight._room_bytes = lambda: 32 * MIB
+    tight.guard.room_bytes = lambda: 32 * MIB
     tight.train()
     assert len(calls) > 3 * 2
     for mine, theirs in zip(tight.model.parameters(), expected, strict=True):

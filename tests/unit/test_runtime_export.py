@@ -16,6 +16,7 @@ from test_against_stock import collate
 from test_strategies import model_of, texts
 
 from memfit import BudgetTrainer
+from memfit.records.scoring import Scoring
 from memfit.run import workflow
 from memfit.strategies import Lora, LowBitAdamW, Packing, Strategy
 
@@ -94,7 +95,7 @@ def test_merged_adapters_are_saved_with_the_bits_they_were_trained_in(tmp_path: 
     masters = optimizer.fp32_state_dict(trainer.model)
     trainer.processing_class = _NoTokenizer()
     (tmp_path / "model").mkdir()
-    workflow.save_model(trainer, tmp_path / "model")
+    workflow.save_model(trainer, tmp_path / "model", Scoring())
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert all(value.dtype == torch.float32 for value in saved.values())
     name = "bert.encoder.layer.1.attention.self.query"
