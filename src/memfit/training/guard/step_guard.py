@@ -351,8 +351,7 @@ class Guard:
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
             self._evaluated = max(pieces.tokens // 2, 1)
             self.note(t("out of memory in evaluation"), str(pieces.tokens), str(self._evaluated))
-            executor.drop()
-            free_memory(self._device)
+            self.make_room()
 
     def look(self) -> None:
         """Follow the memory that others leave, before it is too late."""
@@ -363,8 +362,7 @@ class Guard:
             before, now = moved
             holds_more = self.cap.move(now)
             if holds_more:  # captured graphs hold what no tensor does
-                self.trainer.executor.drop()
-                free_memory(self._device)
+                self.make_room()
             self._note_move(
                 before, now, squeezed=holds_more or self._needed_bytes > self.usable_bytes
             )
@@ -405,8 +403,7 @@ class Guard:
         grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
         self._graphs = graphs
         if grown:
-            self.trainer.executor.drop()
-            free_memory(self._device)
+            self.make_room()
 
     def measure(self) -> None:
         """Re-apply the limit with the context as it is now."""
@@ -479,8 +476,7 @@ class Guard:
             self.trainer.optimizer.zero_grad()
         model.zero_grad()
         if free:
-            self.trainer.executor.drop()
-            free_memory(self._device)
+            self.make_room()
 
     # ---- decisions ----
 
@@ -592,15 +588,10 @@ class Guard:
         sink: Any = setup.sink
         if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
             return
-        if not self.live.depth and not self._has_layers():
+        if not self.live.depth and stack_problem(setup.model, None):
             return
         self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._go_on_smaller)
         setup.undo.append(self.boundaries.remove)
-
-    def _has_layers(self) -> bool:
-        from memfit.models.layer_stack import stack_problem
-
-        return not stack_problem(self.trainer.setup.model, None)
 
     def _go_on_smaller(self, tries: int) -> None:
         """Before a backward pass goes on where it failed: recompute all, then wait a little."""
