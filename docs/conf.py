@@ -13,7 +13,9 @@ from memfit._version import __version__  # noqa: E402
 project = "memfit"
 author = "the memfit authors"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "strategy_pages", "public_names"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "strategy_pages", "public_names", "command_pages",
+]  # fmt: skip
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 

@@ -2,7 +2,7 @@
 
     result = memfit.finetune("reviews.csv", model="hfl/chinese-macbert-large", budget="4GB",
                              output_dir="run", epochs=2)
-    memfit.load("run").predict(["服務人員都很親切"])
+    memfit.load("run").predict(["服务人员都很亲切"])
 
 Nothing here imports torch before it is called.
 """

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 # In the order a reader meets them: a command may use what one before it has left.
 WITH_COMMANDS = (README, *(DOCS / f"{name}.md" for name in ("estimating", "planning", "ladder")))
-WITH_PYTHON = (README, *(DOCS / f"{name}.md" for name in ("from-the-tutorials", "planning")))
+WITH_PYTHON = (
+    README, *(DOCS / f"{name}.md" for name in ("from-the-tutorials", "planning", "python"))
+)  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 BASE_MODEL, LARGE_MODEL = "google-bert/bert-base-chinese", "hfl/chinese-macbert-large"
@@ -118,10 +120,10 @@ def test_the_python_shown_runs(
     desk: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {}
-    for page in WITH_PYTHON:
-        for text in blocks(page, "python"):
-            code = text.replace(f'"{BASE_MODEL}"', repr(str(base_model)))
-            exec(compile(code, str(page), "exec"), names)
+    shown = {text: page for page in WITH_PYTHON for text in blocks(page, "python")}
+    for text, page in shown.items():
+        code = text.replace(f'"{BASE_MODEL}"', repr(str(base_model)))
+        exec(compile(code, str(page), "exec"), names)
     assert (desk / "run-py" / "model.safetensors").is_file()
     assert names["trainer"].state.global_step == 4  # 54 rows, effective batch 32, two epochs
     printed = capsys.readouterr().out

@@ -68,12 +68,11 @@ def chinese_page(command: Any, ctx: Any) -> str:
     usage = " ".join(command.collect_usage_pieces(ctx)).replace("[OPTIONS]", "[选项]")
     usage = usage.replace("COMMAND [ARGS]...", "命令 [参数]...")
     parts = [f"用法：{ctx.command_path} {usage}", _paragraph(command.help, width)]
-    listed: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
-    for param in command.get_params(ctx):
-        record = param.get_help_record(ctx)
-        if record is not None:
-            name, text = record
-            listed[param.param_type_name].append((name, _explained(param.help or "", text)))
+    listed = {
+        kind: [(name, text) for one, name, text in help_rows(command, ctx)
+               if one.param_type_name == kind]
+        for kind in ("argument", "option")
+    }  # fmt: skip
     parts += [
         _section("参数", listed["argument"], width),
         _section("选项", listed["option"], width),
@@ -84,6 +83,16 @@ def chinese_page(command: Any, ctx: Any) -> str:
         parts.append(_section("命令", rows, width))
     parts.append(_paragraph(command.epilog, width))
     return "\n\n".join(part for part in parts if part)
+
+
+def help_rows(command: Any, ctx: Any) -> list[tuple[Any, str, str]]:
+    """Each argument and option, how it is written, and what it is in the language spoken."""
+    records = ((one, one.get_help_record(ctx)) for one in command.get_params(ctx))
+    return [
+        (one, said[0], said[1] if language() == "en" else _explained(one.help or "", said[1]))
+        for one, said in records
+        if said is not None
+    ]
 
 
 def translated(text: str) -> str:

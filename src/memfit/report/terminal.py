@@ -63,7 +63,7 @@ _TASKS = {
 
 def console(*, stderr: bool = False) -> Console:
     """A console that leaves data alone; rich itself honours NO_COLOR, pipes and 80 columns."""
-    # A pipe in a Western Windows cannot hold 正評; a question mark beats a traceback.
+    # A pipe in a Western Windows cannot hold 好评; a question mark beats a traceback.
     encodable(sys.stderr if stderr else sys.stdout)
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
@@ -100,7 +100,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: str = "") -> Text:
-    """accuracy 0.913   F1 0.934 (正評)   precision …: the headline of an evaluation."""
+    """accuracy 0.913   F1 0.934 (好评)   precision …: the headline of an evaluation."""
     what = shorten(positive, 20) if averaging == "binary" else averaging
     in_brackets = "（{}）" if language() == "zh" else " ({})"
     line = Text()
