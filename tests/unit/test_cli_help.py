@@ -74,6 +74,14 @@ def test_what_is_default_or_required_is_said_in_chinese(capsys: pytest.CaptureFi
         )
 
 
+def test_label_names_are_several_words_and_class_weights_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = page(capsys, "train")
+    assert "--label-names <list[str]>" in shown
+    assert "--class-weights <str>" in shown
+
+
 def test_the_locale_decides_and_the_names_are_those_of_the_english_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -466,11 +466,9 @@ def _parameters(kind: type, leave_out: tuple[str, ...]) -> list[inspect.Paramete
 
 def _cli_type(hint: Any) -> Any:
     """Every option may be left out; a mapping comes as several `key=value`, or as one word."""
-    if str in typing.get_args(hint):
-        return str | None
-    if typing.get_origin(hint) in (Mapping, dict) or "Mapping" in str(hint):
+    if typing.get_origin(hint) is Mapping:
         return list[str] | None
-    return hint | None
+    return str | None if str in typing.get_args(hint) else hint | None
 
 
 def _help(text: str, default: Any) -> str:
