@@ -85,6 +85,29 @@ def test_every_link_inside_the_site_leads_to_a_page_and_a_place_on_it(
     assert checked > 1000
 
 
+def test_commands_are_listed_in_both_languages(site: Path) -> None:
+    english, chinese = (
+        (site / name).read_text(encoding="utf-8") for name in ("commands.html", "zh/commands.html")
+    )
+    for page in (english, chinese):
+        assert "--validation-split &lt;float&gt;" in page
+        assert 'id="memfit-doctor"' in page
+    assert "The share of rows held out to validate (default 0.1)." in english
+    assert "留作验证的行所占的比例（默认 0.1）。" in chinese
+
+
+def test_a_page_is_marked_with_its_language_and_lists_its_pages(site: Path) -> None:
+    for name, language, there, not_there in (
+        ("quickstart.html", "en", "Start here", "从这里开始"),
+        ("zh/quickstart.html", "zh-CN", "从这里开始", "Start here"),
+    ):
+        page = (site / name).read_text(encoding="utf-8")
+        assert f'lang="{language}"' in page
+        captions = [part.partition("</p>")[0] for part in page.split('<p class="caption"')[1:]]
+        assert [one for one in captions if there in one]
+        assert not [one for one in captions if not_there in one]
+
+
 def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
     outside = {one for page in pages.values() for one in page.loaded if urlsplit(one).scheme}
     assert outside == set()
