@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as values
-from planner_fixtures import FormulaPricer, h200, planned, task
+from planner_fixtures import FormulaPricer, bert, h200, planned, task
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.memory.cards import DeviceProfile
 from memfit.planner.advice import NothingFitsError
-from memfit.planner.candidates import Workload
+from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.search import Planning
 from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import Fidelity
@@ -115,6 +115,32 @@ def test_budget_of_the_smallest_plan_fits(workload: Workload) -> None:
     assert found.price.device_bytes <= price.device_bytes
     with pytest.raises(NothingFitsError):
         plan(workload, price.device_bytes - 1)
+
+
+class NoisyPricer(FormulaPricer):
+    """Half precision is faster than fp32 by so much, and recomputing layers by 0.4 %."""
+
+    def __init__(self, workload: Workload, faster: float) -> None:
+        super().__init__(workload, None)
+        self.faster = faster
+
+    def _seconds(self, candidate: Candidate) -> float:
+        exact = candidate.fidelity is Fidelity.EXACT
+        noise = 0.004 if candidate.get("checkpointing") is not None else 0.0
+        return (1.0 if exact else 1.0 - self.faster) - noise
+
+
+@pytest.mark.parametrize(
+    ("faster", "fidelity"),
+    [(-0.02, Fidelity.EXACT), (0.02, Fidelity.EXACT), (0.1, Fidelity.ROUNDING)],
+)
+def test_what_is_faster_by_a_calibrations_noise_costs_no_fidelity_and_no_strategy(
+    faster: float, fidelity: Fidelity
+) -> None:
+    small = task(bert(layers=2, width=64, vocabulary=100), lengths=(9, 12, 16, 20))
+    chosen = plan(small, 80e9, card=None, pricer=NoisyPricer(small, faster)).chosen
+    assert chosen.fidelity is fidelity
+    assert chosen.candidate.get("checkpointing") is None
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -2,8 +2,9 @@
 
 Every candidate has a quick price, composed from a few traced layers. They are gone through from
 the fastest to the slowest, and the first whose whole step, traced, stays inside the budget in
-every phase is chosen. What a candidate costs does not depend on the budget, so that what fits a
-small budget is a candidate of every larger one: more memory never gives a slower plan.
+every phase is the fastest. Of those that take about as long the most faithful is chosen, and then
+the simplest. What a candidate costs does not depend on the budget, so that what fits a small budget
+is a candidate of every larger one: more memory never gives a slower plan, but for such a tie.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ TIERS = (
     "recomputed_and_offloaded",
 )
 """Kinds by what they cost at least: layers computed again, a second backward, the bus, the host."""
+
+_TIE = 0.03
+"""Steps that differ by less take the same time: calibration measures no better than that."""
+
+_TIES_TRACED = 4
 
 _WORTH_ROUNDING = 0.9
 
@@ -101,6 +107,7 @@ def make_plan(
             found = search.run()
         if found is None:
             raise does_not_fit(asked, pricer, every, budget_bytes, host_free)
+    found = search.decide_tie(found)
     digest = digest_of(workload, budget_bytes, card)
 
     def plan_of(price: Price, decisions: tuple[Decision, ...] = ()) -> Plan:
@@ -212,6 +219,24 @@ def rank(price: Price) -> tuple[float, int, int, int, int]:
     )
 
 
+def _is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether this candidate wins where both are equally fast."""
+    mine, theirs = _roundings(one), _roundings(other)
+    fewer = len(one.strategies) < len(other.strategies)
+    return mine < theirs or (
+        mine == theirs and fewer and one.micro_batching == other.micro_batching
+    )
+
+
+def _tied_rank(price: Price) -> tuple[object, ...]:
+    candidate = price.candidate
+    return (_roundings(candidate), len(candidate.strategies), rank(price))
+
+
+def _roundings(candidate: Candidate) -> tuple[int, int]:
+    return candidate.fidelity, int(_has_short_masters(candidate))
+
+
 def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
     """Masters of 16 bits only where they make a step faster by more than a tenth.
 
@@ -296,6 +321,25 @@ class _Search:
             if traced.device_bytes <= self._budget_bytes:
                 return traced
         return None
+
+    def decide_tie(self, fastest: Price) -> Price:
+        """Returns the most faithful plan that is about as fast; of those, the simplest.
+
+        So that a plan does not change with the noise of a calibration. A strategy is not left out
+        where smaller micro-batches would have to take its place.
+        """
+        tied = [
+            one
+            for one in self._prices
+            if one.step_seconds <= (1 + _TIE) * fastest.step_seconds
+            and one.device_bytes <= self._budget_bytes
+            and _is_better(one.candidate, fastest.candidate)
+        ]
+        for price in sorted(tied, key=_tied_rank)[:_TIES_TRACED]:
+            traced = self._trace(price)
+            if traced.device_bytes <= self._budget_bytes:
+                return traced
+        return fastest
 
     def _faster_neighbour(self, price: Price, traced: Price) -> Price | None:
         """One less recomputed layer or a larger micro-batch, where the trace says it fits.
