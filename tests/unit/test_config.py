@@ -277,3 +277,21 @@ def test_building_a_configuration_imports_neither_torch_nor_transformers() -> No
 def test_lora_and_freezing_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"--lora 8 and --freeze encoder do not go together"):
         ModelConfig(model="bert", lora=8, freeze="encoder")
+
+
+def test_a_plan_in_the_file_stands_beside_its_settings_and_gives_way_to_one_by_hand(
+    tmp_path: Path,
+) -> None:
+    asked = RunConfig.build(data="a.csv", model="bert", exact=True, output_dir="out")
+    plan = {"settings": asked.settings_digest(), "strategies": {"packing": {}}}
+    named = dataclasses.replace(asked, named_plan=plan)
+    file = tmp_path / "run.toml"
+    file.write_text(named.to_toml(), encoding="utf-8")
+    assert RunConfig.from_toml(file) == named
+    assert RunConfig.from_toml(file).asked == asked
+    # The same settings elsewhere have the same digest, and no others have.
+    assert RunConfig.build(file, output_dir="else").settings_digest() == plan["settings"]
+    assert RunConfig.build(file, max_length=64).settings_digest() != plan["settings"]
+    file.write_text(dataclasses.replace(named, exact=False).to_toml(), encoding="utf-8")
+    by_hand = RunConfig.build(file, plan="mine.toml")
+    assert (by_hand.plan, by_hand.named_plan) == ("mine.toml", {})

@@ -13,6 +13,7 @@ import torch
 from planner_fixtures import FormulaPricer, bert, h200, task
 
 from memfit.config import files
+from memfit.memory.cards import Speeds
 from memfit.planner import step_time, this_machine
 from memfit.planner.candidates import PlanTask
 from memfit.planner.plans import Plan
@@ -104,11 +105,11 @@ def test_what_is_free_may_be_a_little_more_or_less_as_long_as_the_plan_fits() ->
     [
         lambda values: values.clear(),
         lambda values: values.update(version=0),
-        lambda values: values.update(strategies={"no such": {}}),
+        lambda values: values["plan"].update(strategies={"no such": {}}),
         lambda values: values["price"].update(peak=None),
         lambda values: values["price"]["counts"].update(unknown=1),
         lambda values: values.update(decisions=[{}]),
-        lambda values: values.update(micro_batching=[]),
+        lambda values: values["plan"].update(micro_batching=[]),
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(damage: Any, folder: Path) -> None:
@@ -165,3 +166,28 @@ def test_a_second_run_neither_plans_nor_measures(monkeypatch: pytest.MonkeyPatch
     assert again.plan.to_toml() == found.plan.to_toml()
     monkeypatch.setattr(step_time, "_measure_cpu", never)
     assert step_time.calibrate("cpu").reached is not None
+
+
+def test_a_machine_is_measured_again_for_another_torch_and_not_for_another_memfit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[float] = []
+
+    def measure(**_: object) -> Speeds:
+        measured.append(1e12 + len(measured))
+        return Speeds(*[measured[-1]] * len(dataclasses.fields(Speeds)))
+
+    def known() -> float:
+        step_time._of_cpu.cache_clear()
+        speeds = step_time.calibrate("cpu").reached
+        assert speeds is not None
+        return speeds.fp32_flops
+
+    monkeypatch.setattr(step_time, "_measure_cpu", measure)
+    first = known()
+    monkeypatch.setattr(files, "installed_versions", lambda: {"memfit": "another"})
+    assert known() == first
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert known() != first
+    assert len(measured) == 2
+    step_time._of_cpu.cache_clear()

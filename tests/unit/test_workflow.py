@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +13,21 @@ import pytest
 import torch
 from transformers import BertConfig, TrainerControl, TrainingArguments
 
-from memfit.api import finetune
+from memfit.api import finetune, plan
 from memfit.config import RunConfig
+from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import OutputError, RunStoppedError, TraceError
 from memfit.memory.available import MemoryReading
 from memfit.memory.components import Component
 from memfit.models import loading
 from memfit.models.loading import load_weights
 from memfit.planner import this_machine
-from memfit.planner.candidates import Workload
+from memfit.planner.candidates import Candidate, Workload
+from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
-from memfit.run.prepare import resumed_config, with_absolute_paths
+from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_paths
+from memfit.strategies import Checkpointing, Packing
 from memfit.training.guard import rehearsal
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 
@@ -118,6 +123,16 @@ def test_a_resumed_run_may_get_another_budget_and_nothing_else(run_folder: Path)
         finetune(resume=True)
 
 
+def test_a_resumed_run_may_leave_out_the_plan_that_was_made_for_it(run_folder: Path) -> None:
+    asked = run_folder.parent / "asked.toml"
+    stored = RunConfig.from_toml(run_folder / "run.toml")
+    asked.write_text(stored.to_toml())
+    named = replace(stored, named_plan={"settings": "a", "strategies": {"packing": {}}})
+    (run_folder / "run.toml").write_text(named.to_toml())
+    assert resumed_config(str(run_folder), asked, {}) == stored
+    assert resumed_config(str(run_folder), None, {}) == named
+
+
 def test_paths_are_stored_in_full_and_hub_ids_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,3 +223,54 @@ def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(
             table, output_dir=tmp_path / "run", model=tiny_model_dir, max_length=16, max_steps=2,
             exact=True,
         )  # fmt: skip
+
+
+def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_now(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    options: dict[str, Any] = {
+        "model": tiny_model_dir, "max_length": 16, "max_steps": 2, "budget": "1GB",
+    }  # fmt: skip
+    fastest = plan(table, **options).chosen
+    slower = Candidate((Packing(), Checkpointing()), MicroBatching(max_tokens=64))
+    assert slower != fastest.candidate
+    first = finetune(
+        table, output_dir=tmp_path / "first", plan=replace(fastest, candidate=slower), **options
+    )
+    settings = tmp_path / "first" / "run.toml"
+    assert tomllib.loads(settings.read_text(encoding="utf-8"))["plan"]["strategies"] == {
+        "packing": {},
+        "checkpointing": {"part": "layer"},
+    }
+    again = finetune(config=settings, output_dir=tmp_path / "again")
+    assert again.summary.plan["strategies"] == first.summary.plan["strategies"]
+    assert again.summary.plan["micro_batching"]["max_tokens"] == 64
+    assert "planned anew" not in capsys.readouterr().err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again")]
+    assert weights[0] == weights[1]
+    named = RunConfig.from_toml(tmp_path / "again" / "run.toml").named_plan
+    assert named == RunConfig.from_toml(settings).named_plan
+
+    said: list[str] = []
+
+    def chosen(**options: Any) -> Any:
+        config = RunConfig.build(settings, **options)
+        task = prepare(config.asked, tmp_path / "new").task
+        folder = RunFolder(tmp_path / "new")
+        choosing = Choosing(
+            config=config.asked, task=task, folder=folder, say=said.append, named=config.named_plan
+        )
+        made = choosing.choose()
+        assert made is not None
+        return made.candidate
+
+    assert chosen() == slower
+    assert not said
+    assert chosen(batch_size=4) != slower
+    assert "planned anew, not by [plan] of the settings: other settings" in said.pop()
+    with table.open("a", encoding="utf-8") as file:
+        file.write("1,非常親切\n" * 3)
+    assert chosen() != slower
+    assert "of the settings: rows: 21 -> 24" in said.pop()

@@ -14,6 +14,7 @@ import dataclasses
 import math
 import os
 import re
+import tomllib
 import typing
 import warnings
 from collections.abc import Mapping
@@ -194,6 +195,8 @@ class RunConfig:
         "Stop after this many evaluations without a better one.", default=None
     )
     training: Mapping[str, Any] = field(default_factory=dict)
+    named_plan: Mapping[str, Any] = field(default_factory=dict)
+    """The plan an earlier run made for these settings: [plan] in its run.toml."""
 
     def __post_init__(self) -> None:
         if self.early_stopping is not None and self.early_stopping < 1:
@@ -231,6 +234,7 @@ class RunConfig:
             data=_construct(DataConfig, tables["data"]),
             model=_construct(ModelConfig, tables["model"]),
             training=training,
+            named_plan=tables.get("plan", {}) if top.get("plan") is None else {},
             **top,
         )
 
@@ -261,11 +265,23 @@ class RunConfig:
             for key, value in self.training.items()
             if value is not None and key not in SECRET_FIELDS
         }
+        if self.named_plan:
+            tables["plan"] = self.named_plan
         return tables
 
     def to_toml(self) -> str:
         """The TOML that `from_toml` reads back to an equal configuration."""
         return files.dump_toml(self.to_tables())
+
+    @property
+    def asked(self) -> RunConfig:
+        """The settings alone, without the plan that was made for them."""
+        return dataclasses.replace(self, named_plan={})
+
+    def settings_digest(self) -> str:
+        """Changes with every setting but the output folder, and so with all a plan follows from."""
+        written = tomllib.loads(dataclasses.replace(self.asked, output_dir=None).to_toml())
+        return files.cache_digest(written)
 
     def differences(self, other: RunConfig) -> list[str]:
         """What differs, one 'name: mine, not theirs' each."""
@@ -303,6 +319,9 @@ def _empty_tables() -> dict[str, dict[str, Any]]:
 def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     tables = _empty_tables()
     for key, value in files.read_toml(path).items():
+        if key == "plan" and isinstance(value, dict):  # the plan itself, not its file
+            tables[key] = value
+            continue
         if key in tables and not isinstance(value, dict):
             raise ConfigError(
                 t("{path}: {key} is a table; write its values under [{key}]", path=path, key=key)

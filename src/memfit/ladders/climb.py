@@ -158,7 +158,7 @@ class LadderRequest:
 
 def climb(config: RunConfig, asked: LadderRequest, say: Say) -> Ladder:
     """Runs what is not known yet and writes the ladder after every rung."""
-    config = with_absolute_paths(config)
+    config = with_absolute_paths(config).asked
     check_model_folder(config.model)
     check_training(config.training)
     folder = Path(config.output_dir or "ladder")

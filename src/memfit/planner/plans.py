@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,17 +126,20 @@ class Plan:
         """Every decision and its reason."""
         return [one.sentence(language) for one in self.decisions]
 
-    def to_toml(self, language: Language | None = None) -> str:
-        """The plan as a file."""
+    def tables(self) -> dict[str, Any]:
+        """What is done, and for what: all that `from_tables` reads, and the fidelity."""
         limits = dataclasses.asdict(self.micro_batching)
-        tables: dict[str, Any] = {
+        return {
             "version": _VERSION,
             "fidelity": str(self.fidelity),
-            **({"run": self.run} if self.run else {}),
             "workload": dataclasses.asdict(self.digest),
             "micro_batching": {name: one for name, one in limits.items() if one is not None},
             "strategies": {one.name: settings_of(one) for one in self.strategies},
         }
+
+    def to_toml(self, language: Language | None = None) -> str:
+        """The plan as a file."""
+        tables = {**self.tables(), **({"run": self.run} if self.run else {})}
         if self.price is not None:
             tables["predicted"] = predicted(self.price)
         names = [one.strategy or one.about for one in self.decisions]
@@ -228,7 +231,6 @@ class Checked:
     fits: bool
     missing_bytes: int
     changed: tuple[str, ...]
-    """What is not as it was when the plan was made: 'rows: 9600 -> 6988'."""
 
 
 def check(plan: Plan, task: PlanTask, pricer: Pricer | None = None) -> Checked:
@@ -240,19 +242,21 @@ def check(plan: Plan, task: PlanTask, pricer: Pricer | None = None) -> Checked:
         pricer = TracedPricer(workload, card)
     price = pricer.full(plan.candidate)
     now = digest_of(workload, budget_bytes, card)
-    before = dataclasses.asdict(plan.digest)
-    changed = [
-        f"{name}: {before[name]} -> {value}"
-        for name, value in dataclasses.asdict(now).items()
-        if before[name] != value
-    ]
     missing_bytes = max(price.device_bytes - budget_bytes, 0)
     return Checked(
         plan=dataclasses.replace(plan, price=price, digest=now, args=workload.args),
         fits=missing_bytes == 0,
         missing_bytes=missing_bytes,
-        changed=tuple(changed),
+        changed=tuple(changes(plan.digest, now)),
     )
+
+
+def changes(before: Digest, now: Digest) -> Iterator[str]:
+    """What is not as it was when a plan was made: 'rows: 9600 -> 6988'."""
+    then = dataclasses.asdict(before)
+    for name, value in dataclasses.asdict(now).items():
+        if then[name] != value:
+            yield f"{name}: {then[name]} -> {value}"
 
 
 def digest_of(workload: Workload, budget_bytes: int, card: DeviceProfile | None) -> Digest:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +40,9 @@ from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Price
 from memfit.text import Message
+
+_VERSION = 1
+"""Of the measurements below: speeds that were measured in another way are measured again."""
 
 _TOKENS, _WIDTH = 2688, 1024
 
@@ -83,8 +87,12 @@ def _of_card(index: int) -> DeviceProfile:
 
 
 def _kept(key: dict[str, Any], measure: Callable[[], Speeds]) -> Speeds:
-    """The speeds an earlier run measured, so that the same command comes to the same plan."""
-    name = f"speeds-{files.cache_digest({**key, 'installed': files.installed_versions()})}.json"
+    """The speeds an earlier run measured, so that the same command comes to the same plan.
+
+    They are the machine's and torch's: an update of memfit keeps them.
+    """
+    below = {"python": platform.python_version(), "torch": torch.__version__}
+    name = f"speeds-{files.cache_digest({**key, **below, 'version': _VERSION})}.json"
     values = files.remembered(name) if files.cache_is_used() else None
     with suppress(TypeError, ValueError, AttributeError):
         found = {one: float(value) for one, value in (values or {}).items()}

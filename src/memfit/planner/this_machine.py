@@ -31,12 +31,12 @@ from memfit.memory.components import MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.advice import disk_note, fits_host
 from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
-from memfit.planner.plans import Decision, Plan, digest_of, settings_of
+from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.search import make_plan
 from memfit.text import Message, message_of
 from memfit.units import Budget
 
-_VERSION = 2
+_VERSION = 3
 
 _NAMES_OF_A_RUN = frozenset({
     "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "report_to", "project",
@@ -207,12 +207,7 @@ def _values_of(plan: Plan, task: PlanTask) -> dict[str, Any]:
         "version": _VERSION,
         "budget_bytes": task.budget_bytes,
         "context_bytes": _context_bytes(task),
-        "strategies": {one.name: settings_of(one) for one in plan.strategies},
-        "micro_batching": {
-            name: one
-            for name, one in dataclasses.asdict(plan.micro_batching).items()
-            if one is not None
-        },
+        "plan": plan.tables(),
         "price": {
             "peak": dataclasses.asdict(price.peak),
             "phases": {name: dataclasses.asdict(one) for name, one in price.phases.items()},
@@ -236,11 +231,7 @@ def _plan_from(values: Mapping[str, Any], task: PlanTask) -> Plan:
     if values["version"] != _VERSION:
         raise ValueError("another version")
     digest = digest_of(task.workload, task.budget_bytes, task.card)
-    tables = {
-        "strategies": values["strategies"],
-        "micro_batching": values["micro_batching"],
-        "workload": dataclasses.asdict(digest),
-    }
+    tables = {**values["plan"], "workload": dataclasses.asdict(digest)}
     read, said = Plan.from_tables(tables), values["price"]
     price = Price(
         candidate=read.candidate,

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memfit.training.checkpoints import Search
 
 # It changes how the run is done, or what happens where it could not have gone on.
-RESUME_MAY_CHANGE = ("budget:", "output_dir:", "on_nan:")
+RESUME_MAY_CHANGE = ("budget:", "output_dir:", "on_nan:", "plan.")
 
 
 def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
@@ -238,6 +238,7 @@ def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
     from memfit.models.loading import check_positions
     from memfit.planner.pricing.traced_setup import build_model, full_config
 
+    config = config.asked
     check_training(config.training)
     _named_card(gpu)  # a name that no card has is refused before the table is read
     with tempfile.TemporaryDirectory() as folder:
@@ -402,6 +403,8 @@ class Choosing:
     folder: RunFolder
     say: Say
     given: Plan | None = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """The plan that run.toml names, with a digest of the settings it was made for."""
     checkpoint: Path | None = None
     """The checkpoint a resumed run goes on from."""
     kept: bool = False
@@ -439,7 +442,7 @@ class Choosing:
                 return self._fitting(self.given, t("the plan given"))
             if self.config.plan is not None:
                 return self._fitting(Plan.read(Path(self.config.plan)), self.config.plan)
-            return self._made()
+            return self._named() or self._made()
         except TraceError as error:
             if self.task.budget != Budget():
                 raise  # a promise that cannot be checked is not made
@@ -454,6 +457,35 @@ class Choosing:
         for note in found.notes:
             self.say(fact_line("note", note.sentence(language())))
         return found.plan
+
+    def _named(self) -> Plan | None:
+        """The plan of the run that is run again; None where it is not for this task, or misses."""
+        from memfit.planner.plans import Plan, changes, check, digest_of
+        from memfit.planner.this_machine import kept_plan
+
+        if not self.named or self._missed:
+            return None
+        tables, task = dict(self.named), self.task
+        same_settings = tables.pop(_SETTINGS, "") == self.config.settings_digest()
+        plan = Plan.from_tables(tables, "[plan]")
+        # What is free for `auto` is never the same twice.
+        now = replace(
+            digest_of(task.workload, task.budget_bytes, task.card),
+            budget_bytes=plan.digest.budget_bytes,
+        )
+        why = "; ".join(changes(plan.digest, now)) if same_settings else t("other settings")
+        if not why:
+            kept = kept_plan(task)
+            if kept is not None and kept.candidate == plan.candidate:
+                return kept
+            checked = check(plan, task)
+            if checked.fits:
+                return checked.plan
+            why = does_not_fit_sentence(checked, "[plan]")
+        self.say(
+            fact_line("note", t("planned anew, not by [plan] of the settings: {why}", why=why))
+        )
+        return None
 
     def _fitting(self, plan: Plan, name: str) -> Plan:
         from memfit.planner.plans import check
@@ -484,6 +516,16 @@ class Choosing:
         if RunConfig.from_toml(self.folder.config).budget != self.config.budget:
             return None
         return recorded_micro_batching(self.checkpoint)
+
+
+_SETTINGS = "settings"
+
+
+def naming(config: RunConfig, plan: Plan | None) -> RunConfig:
+    """The settings with the plan that was made for them, so that a rerun trains by it."""
+    if plan is None or config.plan is not None:
+        return config
+    return replace(config, named_plan={_SETTINGS: config.settings_digest(), **plan.tables()})
 
 
 def does_not_fit_sentence(checked: Checked, name: str) -> str:

@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +52,14 @@ from memfit.records.scoring import Scoring
 from memfit.report import terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
-from memfit.run.prepare import Choosing, Prepared, last_checkpoint, prepare, with_absolute_paths
+from memfit.run.prepare import (
+    Choosing,
+    Prepared,
+    last_checkpoint,
+    naming,
+    prepare,
+    with_absolute_paths,
+)
 from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes
@@ -202,7 +209,8 @@ def train_classifier(
         claim_output_folder(str(config.output_dir), resume=resume) as claim,
         followed(claim, watch=watch),
     ):
-        run = _Run(config, claim, say, quiet, resume, tuple(callbacks), given_plan=plan)
+        run = _Run(config.asked, claim, say, quiet, resume, tuple(callbacks), given_plan=plan)
+        run.named_plan = config.named_plan
         return run.finish()
 
 
@@ -243,6 +251,7 @@ class _Run:
     callbacks: tuple[Any, ...]
     clock: _Clock = field(default_factory=_Clock)
     given_plan: Plan | None = None
+    named_plan: Mapping[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     """None where memory could not be predicted."""
     found: Search | None = None
@@ -394,6 +403,7 @@ class _Run:
                     folder=self.claim.folder,
                     say=self.say,
                     given=self.given_plan,
+                    named=self.named_plan,
                     checkpoint=self.found.good if self.found is not None else None,
                 )
             self.plan = self._plan()
@@ -544,7 +554,7 @@ class _Run:
     def _write_settings(self) -> None:
         """What --resume needs, before there is a folder of checkpoints: a run may be killed."""
         with atomic_writer(self.claim.folder.config) as file:
-            file.write(self.config.to_toml())
+            file.write(naming(self.config, self.plan).to_toml())
         if self.plan is not None:
             self.plan.write(self.claim.folder.plan, language())
 
