@@ -243,6 +243,11 @@ def language() -> Language:
     return _chosen.get() or _from_environment()
 
 
+def chosen_language() -> Language | None:
+    """The language asked for by --lang or `set_language`; None where the environment decides."""
+    return _chosen.get()
+
+
 def set_language(spoken: str | None) -> None:
     """Speak it from now on; None goes back to the environment's."""
     _chosen.set(checked(spoken) if spoken is not None else None)

@@ -97,7 +97,13 @@ def make_run(folder: Path, names: tuple[str, ...] = ("負評", "正評"), **chan
         "metrics": result.metrics,
         "averaging": result.averaging,
         "positive": result.positive,
-        "training": {"steps": 438, "epochs": 2.0, "learning_rate": 2e-5, "bf16": True},
+        "training": {
+            "steps": 438,
+            "epochs": 2.0,
+            "effective_batch": 16,
+            "learning_rate": 2e-5,
+            "bf16": True,
+        },
         "data": plain(_counts(names)),
         "lengths": plain(_lengths()),
         "seconds": {"train": 200.0, "total": 250.0},
@@ -107,7 +113,16 @@ def make_run(folder: Path, names: tuple[str, ...] = ("負評", "正評"), **chan
         "finished_at": "2025-01-02T03:04:05",
     }
     write_summary(folder, RunSummary(**{**values, **changes}))
-    history = [{"step": step, "loss": 1 / step, "learning_rate": 1e-5} for step in range(1, 40)]
+    history: list[dict[str, float]] = [
+        {
+            "step": step,
+            "epoch": step / 20,
+            "loss": 1 / step,
+            "grad_norm": 2.0,
+            "learning_rate": 1e-5,
+        }
+        for step in range(1, 40)
+    ]
     history += [{"step": 20, "eval_loss": 0.4, "eval_f1": 0.9, "eval_runtime": 3.0}]
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     return folder

@@ -41,7 +41,7 @@ def test_a_result_shows_metrics_memory_curves_and_where_the_report_is(tmp_path: 
         str(tmp_path / "report.html"),
     ):
         assert words in found.words
-    assert len(found.values("svg", "role")) == 5
+    assert len(found.values("svg", "role")) == 7
     assert len(html) < 200_000
 
 

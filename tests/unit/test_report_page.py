@@ -19,17 +19,26 @@ from memfit.config.files import plain
 from memfit.data import LabelSpace
 from memfit.errors import OutputError
 from memfit.memory.components import Component, MemoryPeak
-from memfit.records.evaluation import Mistake, evaluate_predictions, worst_mistakes
+from memfit.records.evaluation import (
+    ClassRow,
+    Evaluation,
+    Mistake,
+    evaluate_predictions,
+    worst_mistakes,
+)
 from memfit.records.results import (
     MemorySummary,
     RunFolder,
     RunSummary,
+    read_summary,
     write_evaluation,
     write_summary,
 )
+from memfit.records.run_warnings import RunWarning
 from memfit.report import page, plots
 from memfit.report import plots as drawing
 from memfit.report.page import write_report
+from memfit.text import speaking
 
 
 def shown(run: Path, **options: Any) -> Page:
@@ -45,6 +54,8 @@ def test_the_page_holds_everything_a_run_left(tmp_path: Path) -> None:
     found = shown(tmp_path)
     for words in (
         "Finished 3 min 20 s of training on RTX 3060 2025-01-02 03:04",
+        "75.0 % of the 8 validation texts are answered right, where always answering 負評 would "
+        "reach 50.0 %; its memory stayed at 58 % of the budget of 4.00 GB (3.73 GiB).",
         "F1 (of 正評)",
         "Predicted: 2.15 GiB at the peak, 58 % of the budget of 4.00 GB (3.73 GiB)",
         "Measured: 2.15 GiB at the peak, 58 % of the budget of 4.00 GB (3.73 GiB)",
@@ -65,9 +76,11 @@ def test_the_page_holds_everything_a_run_left(tmp_path: Path) -> None:
     ):
         assert words in found.words, words
     labels = found.values("svg", "aria-label")
-    assert len(labels) == 6  # bars, over time, loss, metrics, learning rate, lengths
-    assert "training: from 1 at step 1 to 0.02564 at step 39" in labels[2]
-    assert found.values("svg", "role") == ["img"] * 6
+    # Loss, metrics, throughput, gradient norm, learning rate; bars, memory over time; lengths.
+    assert len(labels) == 8
+    assert "training: from 1 at step 1 to 0.02564 at step 39" in labels[0]
+    assert "Rows trained on a second" in labels[2]
+    assert found.values("svg", "role") == ["img"] * 8
 
 
 def test_every_word_of_the_page_is_chinese_when_asked(tmp_path: Path) -> None:
@@ -264,8 +277,8 @@ def test_long_curves_are_thinned_and_keep_their_last_point_and_their_peak() -> N
 
 def test_drawings_are_valid_and_take_the_pages_colours() -> None:
     def draw() -> str:
-        series = [[(1, 2.0)], [(1, 3.0), (2, 4.0)]]
-        return plots.curves(series, name="loss", label='x "<&> y', x_label="步")
+        lines = [plots.Line("a", [(1, 2.0)], 0), plots.Line("b", [(1, 3.0), (2, 4.0)], 1)]
+        return plots.curves(lines, name="loss", label='x "<&> y', x_label="步").svg
 
     svg = draw()
     root = ElementTree.fromstring(svg)
@@ -277,6 +290,94 @@ def test_drawings_are_valid_and_take_the_pages_colours() -> None:
     assert "DejaVu" not in svg
     assert not re.search(r"#a100\w\w", svg)
     assert svg == draw()
+
+
+def test_a_pointer_over_a_curve_finds_the_values_that_were_logged(tmp_path: Path) -> None:
+    add_samples(make_run(tmp_path))
+    found = shown(tmp_path)
+    loss, _, speed, *_ = [json.loads(one) for one in found.values("figure", "data-hover")]
+    assert [line["name"] for line in loss["lines"]] == ["training", "validation"]
+    assert loss["lines"][0]["points"][3] == [4, 0.25]
+    assert loss["lines"][1]["points"] == [[20, 0.4]]
+    assert loss["epoch"] == 20
+    # 16 rows a step at half a second each.
+    assert {value for _, value in speed["lines"][0]["points"]} == {32}
+    # The curve's last point lies at the frame's edge, less the two percent left free.
+    left, top, right, bottom = loss["box"]
+    assert 0 < left < right <= 4.5 * 72
+    assert 0 < top < bottom < 2.6 * 72
+    assert loss["x"] == [0, pytest.approx(39 * 1.02)]
+
+
+def test_the_best_checkpoint_and_the_epochs_are_on_the_curves(tmp_path: Path) -> None:
+    add_samples(make_run(tmp_path, best_checkpoint="checkpoint-20"))
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    words = Page(html).words
+    assert words.count("best checkpoint, step 20") == 2  # loss and metrics
+    assert words.count("epoch 1") == 5
+    assert "swatch star" in html
+
+
+def test_a_report_keeps_the_language_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LC_ALL", "en_US.UTF-8")
+    make_run(tmp_path, language="zh")
+    assert shown(tmp_path).values("html", "lang") == ["zh-Hans"]
+    with speaking("en"):  # as --lang does
+        assert shown(tmp_path).values("html", "lang") == ["en"]
+    assert shown(tmp_path, lang="en").values("html", "lang") == ["en"]
+    make_run(tmp_path)  # of an earlier version, which did not keep it
+    assert shown(tmp_path).values("html", "lang") == ["en"]
+
+
+def test_every_command_and_path_has_a_button_that_copies_it(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('budget = "4GB"\n')
+    found = shown(make_run(tmp_path))
+    copies = found.values("button", "data-copy")
+    assert copies[0] == str(tmp_path)
+    assert f'memfit predict {tmp_path} "…"' in copies
+    assert f"memfit train --config {tmp_path}/run.toml --output-dir NEW_FOLDER" in copies
+    assert 'budget = "4GB"' in copies
+    assert found.tags.count("pre") == len(copies) - 1
+    assert found.tags.count("textarea") == 0  # nobody would answer a page on disk
+
+
+VERDICTS = [
+    # accuracy, rows of the two classes, warnings, how good, its words
+    (0.9, (50, 50), (), "good", "90.0 % of the 100 validation texts are answered right"),
+    (0.9, (50, 50), ("duplicates",), "doubtful", "90.0 % of the 100"),
+    (0.951, (5, 95), (), "doubtful", "Hardly better than no model: 95.1 %"),
+    (0.95, (5, 95), ("one_class",), "bad", "Do not use this model: it gives every text the same"),
+]
+
+
+@pytest.mark.parametrize(("accuracy", "rows", "kinds", "css", "words"), VERDICTS)
+def test_the_first_sentence_says_what_the_model_is_worth(
+    tmp_path: Path,
+    accuracy: float,
+    rows: tuple[int, int],
+    kinds: tuple[str, ...],
+    css: str,
+    words: str,
+) -> None:
+    known = {"label": "正評", "rows": 3, "missed": ["負評"]}
+    make_run(tmp_path, warnings=tuple(RunWarning(kind, known) for kind in kinds))
+    classes = tuple(
+        ClassRow(name, 0.5, 0.5, 0.5, count)
+        for name, count in zip(("負評", "正評"), rows, strict=True)
+    )
+    write_evaluation(
+        tmp_path, Evaluation("single_label", 100, {"accuracy": accuracy}, classes=classes)
+    )
+    found = shown(tmp_path)
+    assert f"verdict {css}" in found.values("p", "class")
+    assert words in found.words
+    body = found.words[found.words.index("Made with") :]  # after the list of contents
+    order = [words, *(one.sentence for one in read_summary(tmp_path).warnings)]
+    order += ["Evaluation", "Training", "Predicted: 2.15 GiB"]
+    places = [body.index(one) for one in order]
+    assert places == sorted(places)
 
 
 def test_bars_are_as_long_as_the_bytes_they_stand_for() -> None:
@@ -335,4 +436,4 @@ def test_both_palettes_have_the_same_names_and_paper_is_always_light() -> None:
     css = drawing.palette_css()
     assert css.count("@media screen") == 2  # night is for screens
     used = set(re.findall(r"var\(--([\w-]+)", page.own_file("page.css")))
-    assert used - {"share"} <= drawing.LIGHT.keys()
+    assert used - {"share", "colour"} <= drawing.LIGHT.keys()

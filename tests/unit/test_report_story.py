@@ -112,7 +112,7 @@ def test_the_context_is_added_where_the_samples_are_an_allocators(tmp_path: Path
     told = story(tmp_path)
     assert told.context_bytes == 500 * MIB
     assert not told.on_cpu
-    label = Page(write_report(tmp_path).read_text(encoding="utf-8")).values("svg", "aria-label")[1]
+    label = Page(write_report(tmp_path).read_text(encoding="utf-8")).values("svg", "aria-label")[-1]
     assert label == "Memory over 3 steps: at most 2.15 GiB"  # 1,700 MiB and the context
 
 

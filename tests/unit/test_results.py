@@ -266,10 +266,10 @@ def test_checkpoints_are_sorted_by_step_and_cut_off_ones_left_out(tmp_path: Path
     checkpoint(tmp_path, 300, complete=False)
     folder = RunFolder(tmp_path)
     assert folder.checkpoints() == [early, late]
-    assert folder.log_history() == [{"step": 100}]
+    assert folder.trainer_state()["log_history"] == [{"step": 100}]
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 219}]}')
-    assert folder.log_history() == [{"step": 219}]
-    assert RunFolder(tmp_path / "none").log_history() == []
+    assert folder.trainer_state()["log_history"] == [{"step": 219}]
+    assert RunFolder(tmp_path / "none").trainer_state() == {}
 
 
 def test_the_manifest_sums_checkpoints_up(tmp_path: Path) -> None:

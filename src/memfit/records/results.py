@@ -86,6 +86,8 @@ class RunSummary:
     config_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     finished_at: str = ""
+    language: str = ""
+    """What the run spoke; its report speaks it wherever it is drawn again."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
@@ -160,15 +162,14 @@ class RunFolder:
         ]
         return sorted(found, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
 
-    def log_history(self) -> list[dict[str, Any]]:
-        """Everything the Trainer logged, from the run's end or else its last checkpoint."""
+    def trainer_state(self) -> dict[str, Any]:
+        """The Trainer's state at the run's end, or else in its last checkpoint."""
         states = [self.path / "trainer_state.json", self.checkpoints_dir / "trainer_state.json"]
         states += [folder / "trainer_state.json" for folder in reversed(self.checkpoints())]
         for state in states:
             if state.is_file():
-                history: list[dict[str, Any]] = read_json(state).get("log_history", [])
-                return history
-        return []
+                return read_json(state)
+        return {}
 
     def manifest(self) -> dict[str, int]:
         """Every file of the run with its size in bytes, checkpoints as one line each."""

@@ -105,6 +105,8 @@ class Picture:
     caption: str
     legend: Sequence[tuple[str, str]] = ()
     note: str = ""
+    hover: str = ""
+    """As JSON: where the axes lie and which points the lines have."""
 
 
 @dataclass(frozen=True, slots=True)

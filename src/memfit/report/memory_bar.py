@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ def memory_section(story: Story) -> dict[str, Any] | None:
         pictures += [peak_bars(story.summary.memory)] if peaks else []
         pictures += [over_time(story)] if story.samples else []
     return {
+        "title": pt("heading of a CPU's run", "Memory")
+        if story.on_cpu
+        else pt("heading", "Memory"),
         "pictures": pictures,
         "verdicts": verdicts(story.summary.memory),
         "sentences": _sentences(story.summary.memory),
@@ -199,27 +203,25 @@ def over_time(story: Story) -> Picture:
     budget_bytes, budget_key = _budget_line(memory, highest_bytes)
     if story.on_cpu:  # there the budget counts tensors, not what the process holds
         budget_bytes, budget_key = None, []
-    return Picture(
-        plots.memory_over_time(
-            now,
-            peak,
-            budget_bytes=budget_bytes,
-            marks=[float(one.step) for one in story.adjustments],
-            name="time",
-            label=t(
-                "Memory over {steps:,} steps: at most {bytes}",
-                steps=int(now[-1][0]),
-                bytes=format_bytes(highest_bytes),
-            ),
-            x_label=t("step"),
+    lines = [plots.Line(t("in use"), now, 0), plots.Line(t("most until then"), peak, 1)]
+    chart = plots.memory_over_time(
+        *lines,
+        budget_bytes=budget_bytes,
+        marks=[float(one.step) for one in story.adjustments],
+        name="time",
+        label=t(
+            "Memory over {steps:,} steps: at most {bytes}",
+            steps=int(now[-1][0]),
+            bytes=format_bytes(highest_bytes),
         ),
+        x_label=t("step"),
+    )
+    return Picture(
+        chart.svg,
         t("Memory of the whole process over the run") if story.on_cpu else t("Memory over the run"),
-        [
-            ("series-1", t("in use")),
-            ("series-2", t("most until then")),
-            *budget_key,
-        ],
+        [*((line.css, line.name) for line in lines), *budget_key],
         t("Dotted lines are adjustments, numbered as in the table.") if story.adjustments else "",
+        json.dumps(chart.hover, ensure_ascii=False),
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from memfit.memory.components import MemoryPeak
 from memfit.planner.plans import draw_plans_with
 from memfit.records.results import MemorySummary, RunFolder, RunSummary
-from memfit.report import memory_bar, plots, sections
+from memfit.report import curves, memory_bar, plots, sections
 from memfit.report import sections as quality
 from memfit.report.formatting import PageTable, Picture, number
 from memfit.report.page import HERE, LANG_TAGS, own_file
@@ -156,7 +156,7 @@ def _pictures(story: Story) -> list[Picture]:
     memory = story.summary.memory
     drawn = [memory_bar.peak_bars(memory)] if memory_bar.known_peaks(memory) else []
     drawn += [memory_bar.over_time(story)] if story.samples else []
-    return [*drawn, *sections.curves(story)]
+    return [*drawn, *curves.curves(story)]
 
 
 def _filled(**values: Any) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 
 from memfit.config.files import atomic_writer
 from memfit.records.results import RunFolder
-from memfit.report import memory_bar, plots, sections
+from memfit.report import curves, memory_bar, plots, sections
 from memfit.report import sections as quality
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
-from memfit.text import clean, language, pt, speaking, t
+from memfit.report.verdict import verdict
+from memfit.text import chosen_language, clean, language, pt, speaking, t
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,7 +28,7 @@ REFRESH_SECONDS = 2.0
 
 
 def write_report(run_dir: str | os.PathLike[str], *, lang: str | None = None) -> Path:
-    """Writes report.html from what the run left in its folder, and says where it is."""
+    """Writes report.html from what the run left in its folder, and returns where it is."""
     folder = RunFolder(Path(run_dir))
     html = render(folder, lang=lang)
     with atomic_writer(folder.report) as file:
@@ -35,33 +36,51 @@ def write_report(run_dir: str | os.PathLike[str], *, lang: str | None = None) ->
     return folder.report
 
 
-def render(folder: RunFolder, *, live: bool = False, lang: str | None = None) -> str:
-    """The page as text; a live one asks for itself again for as long as the run trains."""
-    with speaking(lang):
-        return render_story(read_story(folder, live=live), live=live)
+def render(
+    folder: RunFolder, *, live: bool = False, lang: str | None = None, served: bool = False
+) -> str:
+    """The page as text; a live one asks for itself again for as long as the run trains.
+
+    It speaks `lang`, or what was asked for with --lang, or what the run spoke. `served` pages have
+    a box to try a sentence.
+    """
+    story = read_story(folder, live=live)
+    with speaking(lang or chosen_language() or _spoken_by(story)):
+        return render_story(story, live=live, served=served)
 
 
-def render_story(story: Story, *, live: bool = False) -> str:
+def _spoken_by(story: Story) -> str | None:
+    spoken = story.summary.language
+    return spoken if spoken in LANG_TAGS else None
+
+
+def render_story(story: Story, *, live: bool = False, served: bool = False) -> str:
     """The page about a run as far as it got."""
-    curves = sections.curves(story) if plots.available() else []
-    missing = t("The run logged nothing to draw.") if not curves and story.state != RUNNING else ""
+    drawn = curves.curves(story) if plots.available() else []
+    missing = t("The run logged nothing to draw.") if not drawn and story.state != RUNNING else ""
+    where = clean(story.folder.path.absolute())
     return _filled(
         live=live and story.state == RUNNING,
+        served=served,
         title=sections.title(story),
         state=sections.state(story),
+        path=where,
+        verdict=verdict(story),
         warnings=sections.run_warnings(story.summary),
         figures=sections.figures(story.summary),
+        trial={"pairs": bool(story.summary.data.get("text_pair_column"))} if served else None,
         memory=memory_bar.memory_section(story),
-        curves=curves,
+        curves=drawn,
         missing=missing
         if plots.available()
         else t("The curves are missing: matplotlib is not installed (pip install memfit[report])."),
-        training=sections.training(story.summary),
+        training=sections.training_parts(story),
         evaluation=quality.quality_section(*story.evaluated) if story.evaluated else None,
         plan=sections.plan(story),
         data=sections.data(story.summary),
         usage=sections.usage(story.folder.path) if story.state == FINISHED else [],
         made_with=sections.made_with(story.summary),
+        again=sections.again(story),
         config="\n".join(clean(line) for line in story.config.splitlines()),
     )
 
@@ -75,14 +94,24 @@ def render_waiting(lang: str | None = None) -> str:
             "step": 0, "max_steps": None,
         }  # fmt: skip
         return _filled(
-            live=True, title=t("A run of memfit"), state=state, warnings=[], figures=[],
-            memory=None,
-            curves=[], missing="", training=None, evaluation=None, plan=None, data=None, usage=[],
-            made_with=None, config="",
+            live=True, served=False, title=t("A run of memfit"), state=state, path="",
+            verdict=None, warnings=[], figures=[], trial=None, memory=None, curves=[], missing="",
+            training=None, evaluation=None, plan=None, data=None, usage=[], made_with=None,
+            again="", config="",
         )  # fmt: skip
 
 
-def _filled(*, live: bool, **values: Any) -> str:
+def _filled(*, live: bool, served: bool, **values: Any) -> str:
+    return filled(
+        "page.html",
+        reaches_itself=live or served,
+        refresh=int(1000 * REFRESH_SECONDS) if live else 0,
+        **values,
+    )
+
+
+def filled(template: str, *, reaches_itself: bool = False, **values: Any) -> str:
+    """A template of this folder with the report's own style, script and policy."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -90,18 +119,17 @@ def _filled(*, live: bool, **values: Any) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
     )
     script = own_file("page.js")
-    return environment.get_template("page.html").render(
-        # The style sheet, the script and the drawings are our own; all else is escaped.
-        css=Markup(plots.palette_css() + own_file("page.css")),
-        script=Markup(script),
-        policy=policy(script, live=live),
-        drawn=Markup,
-        t=t,
-        pt=pt,
-        lang=LANG_TAGS[language()],
-        refresh=int(1000 * REFRESH_SECONDS) if live else 0,
-        **values,
-    )
+    # The style sheet, the script and the drawings are our own; all else is escaped.
+    shared = {
+        "css": Markup(plots.palette_css() + own_file("page.css")),
+        "script": Markup(script),
+        "policy": policy(script, reaches_itself=reaches_itself),
+        "drawn": Markup,
+        "t": t,
+        "pt": pt,
+        "lang": LANG_TAGS[language()],
+    }
+    return environment.get_template(template).render(**shared, **values)
 
 
 def own_file(name: str) -> str:
@@ -109,10 +137,10 @@ def own_file(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 
-def policy(script: str, *, live: bool) -> str:
+def policy(script: str, *, reaches_itself: bool) -> str:
     """What the page may do: show itself, run this one script, and ask for itself again."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    reach = "'self'" if live else "'none'"
+    reach = "'self'" if reaches_itself else "'none'"
     return (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src 'sha256-{digest}'; connect-src {reach}; base-uri 'none'; form-action 'none'"

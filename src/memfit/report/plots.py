@@ -13,6 +13,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,9 @@ DARK: Mapping[str, str] = {
 INK, RULE, PAPER = "#a1000f", "#a10010", "#a10011"
 
 SERIES = ("#a10001", "#a10002", "#a10003", "#a10004")
+
+_DASHES = (("", "-"), ("dashed", "--"), ("dotted", ":"))
+"""After four colours the lines are dashed, then dotted: a CSS class and matplotlib's style."""
 
 COMPONENTS: Mapping[str, str] = {
     name: f"#a1002{number}" for number, name in enumerate([*map(str, Component), UNUSED])
@@ -161,6 +165,8 @@ class Drawing:
             )
         self.name, self.label, self.size_inches = name, label, size_inches
         self.svg = ""
+        self.frame: dict[str, list[float]] = {}
+        """Where the axes lie in the drawing, and from where to where they reach."""
         self.axes: Any = None
         self.figure: Any = None
 
@@ -179,8 +185,19 @@ class Drawing:
         try:
             if error[0] is None:
                 self.svg = _for_page(self._rendered(), self.label)
+                self.frame = self._frame()
         finally:
             self._style.__exit__(*error)
+
+    def _frame(self) -> dict[str, list[float]]:
+        place = self.axes.get_position()
+        width, height = (72 * inches for inches in self.size_inches)  # an SVG's unit is a point
+        box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
+        reach = {"x": self.axes.get_xlim(), "y": self.axes.get_ylim()}
+        return {
+            "box": [round(value, 1) for value in box],
+            **{name: [_short(value) for value in ends] for name, ends in reach.items()},
+        }
 
     def _rendered(self) -> str:
         out = io.StringIO()
@@ -216,20 +233,117 @@ MOST_MARKS = 40
 _SIZE_INCHES = (4.5, 2.6)  # letters of 11 pixels on a phone, 15 beside another on a screen
 
 
-def curves(series: Sequence[Points], *, name: str, label: str, x_label: str) -> str:
-    """Lines over steps; a few points are drawn as dots as well."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve: its points, its name, and its number, which gives it colour and dashes."""
+
+    name: str
+    points: Points
+    number: int
+
+    @property
+    def css(self) -> str:
+        """The classes of its swatch."""
+        return f"series-{self.number % len(SERIES) + 1} {_DASHES[self._dash][0]}".strip()
+
+    @property
+    def _dash(self) -> int:
+        return self.number // len(SERIES) % len(_DASHES)
+
+    @property
+    def look(self) -> dict[str, Any]:
+        """For matplotlib."""
+        style = _DASHES[self._dash][1]
+        return {"color": SERIES[self.number % len(SERIES)], "linestyle": style}
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with the values a pointer over it asks for."""
+
+    svg: str
+    hover: Mapping[str, Any]
+
+
+def curves(
+    lines: Sequence[Line],
+    *,
+    name: str,
+    label: str,
+    x_label: str,
+    steps_per_epoch: float | None = None,
+    best: float | None = None,
+) -> Chart:
+    """Lines over steps, epochs above them; a few points are drawn as dots, the best as a star."""
     with Drawing(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
-        for number, points in enumerate(series):
-            shown = thin(points)
+        for line in lines:
+            shown = thin(line.points)
             x, y = [point[0] for point in shown], [point[1] for point in shown]
             marker = "o" if len(shown) <= 12 else None
-            colour = SERIES[number % len(SERIES)]
-            axes.plot(x, y, color=colour, marker=marker, markersize=3.5)
+            axes.plot(x, y, marker=marker, markersize=3.5, **line.look)
+        if best is not None:
+            _mark_best(axes, lines, best)
         axes.set_xlabel(x_label)
-        _whole_steps(axes, series)
+        _whole_steps(axes, [line.points for line in lines])
         axes.yaxis.set_major_formatter("{x:g}")
-    return drawing.svg
+        if all(value >= 0 for line in lines for _, value in line.points):
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], 0))  # no loss and no metric is below 0
+        if steps_per_epoch:
+            _epochs_above(axes, steps_per_epoch)
+    return Chart(drawing.svg, _hover(drawing, lines, steps_per_epoch))
+
+
+def _mark_best(axes: Axes, lines: Sequence[Line], best: float) -> None:
+    axes.axvline(best, color=INK, linewidth=0.8, alpha=0.5)
+    for line in lines:
+        found = [value for step, value in line.points if step == best]
+        if found:
+            axes.plot(
+                [best], found[-1:], marker="*", markersize=11, color=line.look["color"],
+                markeredgecolor=PAPER, markeredgewidth=0.8, zorder=3,
+            )  # fmt: skip
+
+
+def _epochs_above(axes: Axes, steps_per_epoch: float) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    def epoch_at(step: Any) -> Any:
+        return step / steps_per_epoch
+
+    def step_at(epoch: Any) -> Any:
+        return epoch * steps_per_epoch
+
+    above = axes.secondary_xaxis("top", functions=(epoch_at, step_at))
+    above.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 5, 10]))
+    above.xaxis.set_major_formatter(
+        FuncFormatter(lambda at, _: t("epoch {number}", number=f"{at:g}") if at > 0 else "")
+    )
+    above.tick_params(length=3)
+
+
+def _hover(
+    drawing: Drawing, lines: Sequence[Line], steps_per_epoch: float | None, unit: str = ""
+) -> dict[str, Any]:
+    """What the page's script needs to say the values under a pointer."""
+    return {
+        **drawing.frame,
+        "unit": unit,
+        "epoch": steps_per_epoch,
+        "lines": [
+            {
+                "name": line.name,
+                "css": line.css,
+                "points": [[_short(x), _short(y)] for x, y in thin(line.points)],
+            }
+            for line in lines
+        ],
+    }
+
+
+def _short(value: float) -> float:
+    """Six digits: more than a pixel shows."""
+    return float(f"{value:.6g}")
 
 
 def memory_bars(
@@ -259,42 +373,45 @@ def memory_bars(
 
 
 def memory_over_time(
-    now: Points,
-    peak: Points,
+    now: Line,
+    peak: Line,
     *,
     budget_bytes: int | None,
     marks: Sequence[float],
     name: str,
     label: str,
     x_label: str,
-) -> str:
+) -> Chart:
     """Bytes over steps: the area is what was in use, the line the most until then.
 
     `marks` are the steps of adjustments; they are numbered as in the page's table.
     """
-    highest = max([value for _, value in (*now, *peak)] + [budget_bytes or 0, 1])
+    highest = max([value for _, value in (*now.points, *peak.points)] + [budget_bytes or 0, 1])
     unit_bytes, unit = _unit(highest)
-    used, most = thin(now, highest=True), thin(peak, highest=True)
+    used, most = (
+        replace(one, points=[(x, y / unit_bytes) for x, y in thin(one.points, highest=True)])
+        for one in (now, peak)
+    )
     with Drawing(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
-        x, y = [point[0] for point in used], [point[1] / unit_bytes for point in used]
-        axes.fill_between(x, y, color=SERIES[0], alpha=0.25, linewidth=0)
-        axes.plot(x, y, color=SERIES[0], marker="o" if len(x) == 1 else None)
-        x, y = [point[0] for point in most], [point[1] / unit_bytes for point in most]
-        axes.plot(x, y, color=SERIES[1])
+        x, y = [point[0] for point in used.points], [point[1] for point in used.points]
+        axes.fill_between(x, y, color=used.look["color"], alpha=0.25, linewidth=0)
+        axes.plot(x, y, marker="o" if len(x) == 1 else None, **used.look)
+        x, y = [point[0] for point in most.points], [point[1] for point in most.points]
+        axes.plot(x, y, **most.look)
         if budget_bytes is not None:
             axes.axhline(budget_bytes / unit_bytes, color=INK, linewidth=1.8, linestyle="--")
         axes.set_ylim(0, 1.15 * highest / unit_bytes)
         axes.set_xlabel(x_label)
         axes.set_ylabel(unit)
-        _whole_steps(axes, [now])
+        _whole_steps(axes, [now.points])
         for number, step in enumerate(marks[:MOST_MARKS], 1):
             axes.axvline(step, color=INK, linewidth=1, linestyle=":")
             axes.annotate(
                 str(number), (step, 1), xycoords=("data", "axes fraction"),
                 horizontalalignment="center", verticalalignment="bottom", annotation_clip=False,
             )  # fmt: skip
-    return drawing.svg
+    return Chart(drawing.svg, _hover(drawing, [used, most], None, unit))
 
 
 def histogram(

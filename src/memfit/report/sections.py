@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from memfit.report.formatting import (
     number,
     together,
 )
-from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, metric_names, series
+from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, step_seconds
 from memfit.report.terminal import metric, percent
 from memfit.text import N_, NP_, clean, pt, t
 from memfit.units import format_bytes, format_seconds
@@ -149,12 +148,6 @@ _STATES = {
     "cut": N_("No end on record"),
 }
 
-_CURVES = {
-    "loss": N_("Loss"),
-    "metrics": N_("Metrics on the validation rows"),
-    "rate": N_("Learning rate"),
-}
-
 _FIDELITIES = {
     "exact": N_("exact: the same numbers, up to rounding"),
     "rounding": N_("rounding: the same algorithm with fewer bits"),
@@ -247,56 +240,15 @@ def run_warnings(summary: RunSummary) -> list[dict[str, str]]:
     return [{"says": one.sentence, "do": one.advice} for one in summary.warnings]
 
 
-def curves(story: Story) -> list[Picture]:
-    """Loss, metrics, learning rate: as many of them as were logged."""
-    history = story.history
-    losses = {
-        t("training"): series(history, "loss"),
-        t("validation"): series(history, "eval_loss"),
-    }
-    metrics = {
-        named("metric", name): series(history, f"eval_{name}") for name in metric_names(history)
-    }
-    rates = {t("Learning rate"): series(history, "learning_rate")}
-    return [
-        _curves(name, filled)
-        for name, lines in (("loss", losses), ("metrics", metrics), ("rate", rates))
-        if (filled := {what: points for what, points in lines.items() if points})
-    ]
-
-
-def _curves(name: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Picture:
-    told = [
-        t(
-            "{name}: from {first} at step {begin:,} to {last} at step {end:,}",
-            name=what,
-            first=f"{points[0][1]:.4g}",
-            last=f"{points[-1][1]:.4g}",
-            begin=int(points[0][0]),
-            end=int(points[-1][0]),
-        )
-        for what, points in lines.items()
-    ]
-    caption = t(_CURVES[name])
-    keys = [(f"series-{number}", what) for number, what in enumerate(lines, 1)]
-    return Picture(
-        plots.curves(
-            list(lines.values()),
-            name=name,
-            label="; ".join([caption, *told]),
-            x_label=t("step"),
-        ),
-        caption,
-        keys if len(keys) > 1 else [],
-    )
-
-
 def training(summary: RunSummary) -> PageTable:
     """Facts about the training, in the order the run gave them."""
     rows = [(t("model"), clean(summary.model))]
     if summary.task:
         rows.append((t("task"), named("task", summary.task)))
-    rows += [(named("training", name), number(value)) for name, value in summary.training.items()]
+    rows += [
+        (named("training", name), _picked_by(value) if name == "best_by" else number(value))
+        for name, value in summary.training.items()
+    ]
     rows += [
         (named("work", name), format_seconds(seconds))
         for name, seconds in summary.seconds.items()
@@ -305,6 +257,28 @@ def training(summary: RunSummary) -> PageTable:
     if summary.best_checkpoint:
         rows.append((t("best checkpoint"), clean(summary.best_checkpoint)))
     return PageTable(t("How it was trained"), [(name, value) for name, value in rows if value])
+
+
+def _picked_by(value: object) -> str:
+    return t("loss") if value in ("loss", "eval_loss") else named("metric", clean(value))
+
+
+def training_parts(story: Story) -> dict[str, PageTable]:
+    """The same facts in two lists: what a reader looks for first, and the rest."""
+    listed = training(story.summary)
+    firsts = [named("training", name) for name in ("steps", "epochs", "best_by")]
+    firsts += [t("best checkpoint"), *(named("work", name) for name in ("train", "total"))]
+    step, rows = _measured_step(story), story.summary.training.get("effective_batch")
+    speed = rows / step if step and isinstance(rows, int | float) else None
+    short = [
+        *((name, value) for name, value in listed.rows if name in firsts),
+        (t("time of a step"), _step_time(step)),
+        (t("rows a second"), "" if speed is None else f"{speed:,.3g}"),
+    ]
+    return {
+        "short": PageTable(t("In short"), [row for row in short if row[1]]),
+        "more": PageTable(listed.caption, [row for row in listed.rows if row[0] not in firsts]),
+    }
 
 
 def plan(story: Story) -> dict[str, Any] | None:
@@ -349,11 +323,7 @@ def _measured_peak(summary: RunSummary) -> str:
 
 def _measured_step(story: Story) -> float | None:
     """The median between two samples: evaluations and checkpoints in between do not count."""
-    times = [
-        (end.seconds - begin.seconds) / (end.step - begin.step)
-        for begin, end in itertools.pairwise(story.samples)
-        if end.step > begin.step
-    ]
+    times = [seconds for _, seconds in step_seconds(story.samples)]
     return statistics.median(times) if times else None
 
 
@@ -455,6 +425,12 @@ def usage(folder: Path) -> list[tuple[str, str]]:
             f'transformers.pipeline("text-classification", {where!r})("…")',
         ),
     ]
+
+
+def again(story: Story) -> str:
+    """The command that trains the same once more."""
+    config = shlex.quote(str(story.folder.config.absolute()))
+    return clean(f"memfit train --config {config} --output-dir {t('NEW_FOLDER')}")
 
 
 def made_with(summary: RunSummary) -> PageTable | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,9 @@ STATES = (FINISHED, RUNNING, STOPPED, FAILED, CUT)
 _NOT_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 
 MOST_METRICS = 4
+
+_STRETCHES = 60
+"""A curve of throughput has no more points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Story:
     plan: PlanShown | None = None
     evaluated: tuple[Evaluation, tuple[Mistake, ...]] | None = None
     config: str = ""
+    best_step: int | None = None
+    """Where the best checkpoint so far was written."""
     context_bytes: int = field(default=0)
     """Of the device's memory: what the allocator, whose bytes the samples are, does not count."""
 
@@ -85,7 +92,12 @@ def read_story(folder: RunFolder, *, live: bool = False) -> Story:
     finished = folder.summary.is_file()
     summary = read_summary(folder.path) if finished else _unfinished(folder, recorded)
     state = summary.status if finished else recorded.ended or (RUNNING if live else CUT)
-    history = _history(folder, recorded, finished=finished)
+    try:
+        trainer_state = folder.trainer_state()
+    except OutputError:  # cut off while it was written
+        trainer_state = {}
+    history = _history(trainer_state, recorded, finished=finished)
+    best = summary.best_checkpoint or trainer_state.get("best_model_checkpoint") or ""
     seconds = summary.seconds.get("train") if finished else recorded.seconds
     return Story(
         folder=folder,
@@ -101,6 +113,7 @@ def read_story(folder: RunFolder, *, live: bool = False) -> Story:
         plan=read_plan(folder.path / "plan.toml"),
         evaluated=read_evaluation(folder.path),
         config=_text(folder.config),
+        best_step=_step_of(str(best)),
         context_bytes=_context_bytes(summary),
     )
 
@@ -133,12 +146,18 @@ def _unfinished(folder: RunFolder, recorded: Recorded) -> RunSummary:
     return RunSummary(model=str(model), task=str(_mapping(tables.get("data")).get("task", "")))
 
 
-def _history(folder: RunFolder, recorded: Recorded, *, finished: bool) -> list[dict[str, Any]]:
+def _step_of(checkpoint: str) -> int | None:
+    """The step in the name of a checkpoint."""
+    number = checkpoint.rpartition("checkpoint-")[2]
+    return int(number) if number.isdecimal() else None
+
+
+def _history(
+    trainer_state: Mapping[str, Any], recorded: Recorded, *, finished: bool
+) -> list[dict[str, Any]]:
     """All that was logged: the Trainer's own list, and what came after its last checkpoint."""
-    try:
-        saved = [entry for entry in folder.log_history() if isinstance(entry, dict)]
-    except OutputError:  # cut off while it was written
-        saved = []
+    logged = trainer_state.get("log_history")
+    saved = [entry for entry in logged or () if isinstance(entry, dict)]
     if finished and saved:
         return saved
     last = _last_step(saved)
@@ -203,6 +222,35 @@ def series(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, 
         (float(entry["step"]), float(entry[key]))
         for entry in history
         if _number(entry.get(key)) is not None and _number(entry.get("step")) is not None
+    ]
+
+
+def steps_per_epoch(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """By the last entry that names both; None where none does."""
+    for entry in reversed(history):
+        step, epoch = _number(entry.get("step")), _number(entry.get("epoch"))
+        if step and epoch and step > 0 and epoch > 0:
+            return step / epoch
+    return None
+
+
+def step_seconds(samples: Sequence[Sample]) -> list[tuple[int, float]]:
+    """(step, seconds a step) between samples, the slow ones with an evaluation in them too."""
+    return [
+        (end.step, (end.seconds - begin.seconds) / (end.step - begin.step))
+        for begin, end in itertools.pairwise(samples)
+        if end.step > begin.step and end.seconds > begin.seconds
+    ]
+
+
+def throughput(samples: Sequence[Sample], rows_a_step: float) -> list[tuple[float, float]]:
+    """(step, rows a second): medians of stretches, so that evaluations and checkpoints drop out."""
+    times = step_seconds(samples)
+    stride = max(-(-len(times) // _STRETCHES), min(3, len(times)), 1)
+    stretches = (times[begin : begin + stride] for begin in range(0, len(times), stride))
+    return [
+        (float(part[-1][0]), rows_a_step / statistics.median(seconds for _, seconds in part))
+        for part in stretches
     ]
 
 

@@ -651,4 +651,5 @@ class _Run:
             config_digest=config_digest(self.config.to_toml()),
             versions=versions(),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds") if evaluation else "",
+            language=language(),
         )

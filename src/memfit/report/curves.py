@@ -1,0 +1,134 @@
+"""What a run logged, as lines over its steps: of one run, or of several over each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from memfit.report import plots
+from memfit.report.formatting import Picture, named
+from memfit.report.story import Story, metric_names, series, steps_per_epoch, throughput
+from memfit.text import N_, t
+
+Points = Sequence[tuple[float, float]]
+
+_CAPTIONS = {
+    "loss": N_("Loss"),
+    "train_loss": N_("Training loss"),
+    "eval_loss": N_("Validation loss"),
+    "metrics": N_("Metrics on the validation rows"),
+    "norm": N_("Gradient norm"),
+    "speed": N_("Rows trained on a second"),
+    "rate": N_("Learning rate"),
+}
+
+
+def curves(story: Story) -> list[Picture]:
+    """Loss, metrics, throughput, gradient norm, learning rate: as many as were logged."""
+    history = story.history
+    losses = {
+        t("training"): series(history, "loss"),
+        t("validation"): series(history, "eval_loss"),
+    }
+    metrics = {
+        named("metric", name): series(history, f"eval_{name}") for name in metric_names(history)
+    }
+    drawn: dict[str, Mapping[str, Points]] = {
+        "loss": losses,
+        "metrics": metrics,
+        "speed": {t("rows a second"): rows_a_second(story)},
+        "norm": {t("Gradient norm"): series(history, "grad_norm")},
+        "rate": {t("Learning rate"): series(history, "learning_rate")},
+    }
+    epoch_steps = steps_per_epoch(history)
+    return [
+        picture(
+            name,
+            t(_CAPTIONS[name]),
+            filled,
+            epoch_steps=epoch_steps,
+            best_step=story.best_step if name in ("loss", "metrics") else None,
+        )
+        for name, lines in drawn.items()
+        if (filled := {what: points for what, points in lines.items() if points})
+    ]
+
+
+def overlaid(stories: Mapping[str, Story]) -> list[Picture]:
+    """The curves of several runs over each other, a colour a run; what only one has is left out.
+
+    Over epochs where an epoch has not as many steps in all of them.
+    """
+    epochs = {name: steps_per_epoch(story.history) for name, story in stories.items()}
+    known = [one for one in epochs.values() if one]
+    by_epoch = len(known) == len(epochs) and max(known) > 1.01 * min(known)
+    keys = {"train_loss": "loss", "eval_loss": "eval_loss"}
+    keys |= {name: f"eval_{name}" for one in stories.values() for name in metric_names(one.history)}
+    keys |= {"speed": "", "norm": "grad_norm", "rate": "learning_rate"}
+    pictures = []
+    for name, key in keys.items():
+        lines: dict[str, Points] = {}
+        for run, story in stories.items():
+            points = series(story.history, key) if key else rows_a_second(story)
+            scale = epochs[run] if by_epoch else None
+            lines[run] = [(step / scale, value) for step, value in points] if scale else points
+        if sum(bool(points) for points in lines.values()) > 1:
+            caption = (
+                t(_CAPTIONS[name])
+                if name in _CAPTIONS
+                else t("{metric} on the validation rows", metric=named("metric", name))
+            )
+            same = known[0] if len(known) == len(epochs) and not by_epoch else None
+            pictures.append(picture(name, caption, lines, epoch_steps=same, by_epoch=by_epoch))
+    return pictures
+
+
+def rows_a_second(story: Story) -> Points:
+    """The throughput, where it is known how many rows a step has."""
+    rows = story.summary.training.get("effective_batch")
+    return throughput(story.samples, rows) if isinstance(rows, int | float) and rows > 0 else []
+
+
+def picture(
+    name: str,
+    caption: str,
+    points: Mapping[str, Points],
+    *,
+    epoch_steps: float | None = None,
+    best_step: int | None = None,
+    by_epoch: bool = False,
+) -> Picture:
+    """Lines with their legend; `best_step` has a star."""
+    # Numbered before the empty ones go: a run has the same colour in every picture.
+    lines = [plots.Line(what, found, n) for n, (what, found) in enumerate(points.items()) if found]
+    told = [
+        t(
+            N_("{name}: from {first} at epoch {begin:,} to {last} at epoch {end:,}")
+            if by_epoch
+            else N_("{name}: from {first} at step {begin:,} to {last} at step {end:,}"),
+            name=line.name,
+            first=f"{line.points[0][1]:.4g}",
+            last=f"{line.points[-1][1]:.4g}",
+            begin=_whole(line.points[0][0]),
+            end=_whole(line.points[-1][0]),
+        )
+        for line in lines
+    ]
+    x_label = t("epoch") if by_epoch else t("step")
+    chart = plots.curves(
+        lines,
+        name=name,
+        label="; ".join([caption, *told]),
+        x_label=x_label,
+        steps_per_epoch=epoch_steps,
+        best=best_step,
+    )
+    keys = [(line.css, line.name) for line in lines] if len(lines) > 1 else []
+    if best_step is not None:
+        keys.append(("star", t("best checkpoint, step {step:,}", step=best_step)))
+    hover = json.dumps({**chart.hover, "by_epoch": by_epoch}, ensure_ascii=False)
+    return Picture(chart.svg, caption, keys, hover=hover)
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else round(value, 2)
