@@ -1,9 +1,10 @@
-"""The page that is served while a run trains: fresh, only for this machine, gone at the end."""
+"""The page that is served: fresh, only for this machine, gone at the end; and its questions."""
 
 from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from report_fixtures import Page, add_samples, make_run
 
-from memfit.report.live_page import LivePage, make_server, watching
+from memfit.errors import OutputError
+from memfit.report.live_page import LivePage, make_server
+from memfit.run.inference import Classifier
+from memfit.run.serving import RunModel, serve, watching
 
 
 class Clock:
@@ -29,10 +34,14 @@ class Clock:
         return self.now
 
 
+def repeat(text: str, pair: str | None) -> dict[str, object]:
+    return {"label": f"{text} / {pair}"}
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[LivePage, str, Clock]]:
     clock = Clock()
-    page = LivePage(tmp_path, "en", clock)
+    page = LivePage(tmp_path, "en", clock, trial=repeat)
     server, url = make_server(page)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -50,6 +59,98 @@ def ask(url: str, **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
     body = answer.read().decode()
     connection.close()
     return answer.status, answer.headers, body
+
+
+def post(url: str, body: bytes = b'{"text": "x"}', **changed: str | None) -> tuple[int, str]:
+    """Asks as the page's script does, but for what is `changed`."""
+    parts = urlsplit(url)
+    headers = {
+        "Host": parts.netloc, "Origin": f"http://{parts.netloc}", "Sec-Fetch-Site": "same-origin",
+        "Content-Type": "application/json", "Content-Length": str(len(body)),
+    }  # fmt: skip
+    headers |= {name.replace("_", "-"): value for name, value in changed.items()}
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=60)
+    connection.putrequest("POST", parts.path, skip_host=True)
+    for name, value in headers.items():
+        if value is not None:
+            connection.putheader(name, value)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    said = answer.read().decode()
+    connection.close()
+    return answer.status, said
+
+
+def test_the_page_asks_and_gets_an_answer(served: tuple[LivePage, str, Clock]) -> None:
+    page, url, _ = served
+    add_samples(page.folder, steps=3)
+    found = Page(ask(url)[2])
+    assert found.values("form", "id") == ["trial"]
+    assert found.tags.count("textarea") == 1
+    sent = '{"text": "房間很髒", "text_pair": "<b>"}'.encode()
+    assert post(url, sent) == (200, '{"label": "房間很髒 / <b>"}')
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": None}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Length": "100001"}, 413),
+        ({"Content_Length": None}, 413),
+        ({"body": b"[1]"}, 400),
+        ({"body": b'{"text": 3}'}, 400),
+        ({"body": b"{"}, 400),
+    ],
+)
+def test_only_the_page_itself_may_ask(
+    served: tuple[LivePage, str, Clock], changed: dict[str, Any], status: int
+) -> None:
+    assert post(served[1], **changed) == (status, "")
+    assert post(served[1].rstrip("/") + "x/")[0] == 404
+
+
+def test_a_page_without_a_model_takes_no_questions(tmp_path: Path) -> None:
+    add_samples(tmp_path, steps=3)
+    server, url = make_server(LivePage(tmp_path, "en"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    assert "trial" not in Page(ask(url)[2]).values("form", "id")
+    assert post(url)[0] == 405
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_newest_checkpoint_answers_until_there_is_a_model(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    model = RunModel(tmp_path, "en", "cpu")
+    assert "no checkpoint has been written" in model("好", None)["error"]
+    for step in (5, 10):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        shutil.copytree(tiny_model_dir, folder)
+        (folder / "trainer_state.json").write_text("{}")
+    expected = Classifier.load(tiny_model_dir, device="cpu").predict("服務")[0]
+    said = model("服務", None)
+    assert (said["label"], said["by"]) == (expected.label, "by checkpoint-10")
+    assert [one["name"] for one in said["scores"]] == sorted(
+        expected.scores, key=lambda name: -expected.scores[name]
+    )
+    assert said["scores"][0]["value"] == pytest.approx(max(expected.scores.values()))
+    shutil.copytree(tiny_model_dir, tmp_path, dirs_exist_ok=True)
+    make_run(tmp_path)
+    assert model("服務", None)["by"] == ""
+    assert "trained on single texts" in model("服務", "很好")["error"]
+
+
+def test_a_folder_without_a_run_is_not_served(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"no summary\.json"):
+        serve(tmp_path, None, lambda _: pytest.fail("it was served"))
 
 
 def test_it_waits_for_the_run_and_then_follows_it(served: tuple[LivePage, str, Clock]) -> None:
@@ -177,7 +278,7 @@ def _poll(url: str, seen: list[str]) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent as on POSIX")
 def test_ctrl_c_is_for_the_training_and_a_dead_parent_ends_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "memfit.report.live_page", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "memfit.run.serving", str(tmp_path)]
     command += ["--linger-seconds", "0.5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -202,7 +303,7 @@ def test_a_server_that_cannot_start_costs_the_run_nothing(
 
 def test_the_server_starts_without_torch() -> None:
     code = (
-        "import sys, memfit.report.live_page, memfit.report.page;"
+        "import sys, memfit.run.serving, memfit.report.page;"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
+from memfit.text import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -17,9 +19,16 @@ def add_to(app: typer.Typer) -> None:
 
 def report(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="The output folder of a run.")],
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve it on localhost, with a box to try sentences."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write report.html from a run's files and say where it is."""
+    if serve:
+        _serve(folder, as_json=as_json)
+        return
     from memfit.report.page import write_report
 
     with console.only_results_on_stdout():
@@ -28,3 +37,17 @@ def report(
         console.show_json({"report": path})
     else:
         console.show(str(path))
+
+
+def _serve(folder: str, *, as_json: bool) -> None:
+    from memfit.run.serving import serve
+    from memfit.text import chosen_language
+
+    def say(url: str) -> None:
+        if as_json:
+            console.show_json({"url": url})
+        else:
+            console.show(url)
+            console.say(t("only this machine can open it; Ctrl-C ends it"))
+
+    serve(Path(folder).expanduser().absolute(), chosen_language(), say)

@@ -1,30 +1,24 @@
-"""The report of a run that still trains, on a page of localhost that updates itself.
+"""The report on a page of localhost, with a box that asks the model.
 
-A process of its own serves it: drawing takes tenths of a second of Python, which a thread would
-take from the training. The process reads the run's folder, binds to 127.0.0.1 only, answers only
-under a name of this machine (a page elsewhere that points its own name here gets nothing) and only
-under a path with a secret word in it (other users of this machine get nothing). It ends when the
-training process ends or closes its standard input.
+The server binds to 127.0.0.1 only, answers only under a name of this machine (a page elsewhere
+that points its own name here gets nothing) and only under a path with a secret word in it (other
+users of this machine get nothing). Questions are taken from its own page alone: the browser says
+where they come from, and JSON that another page sends would have to be allowed first.
+`run/serving.py` starts it.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import hashlib
-import os
+import json
 import secrets
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-from memfit.text import N_, t
+from typing import Any
 
 HOST = "127.0.0.1"
 
@@ -33,9 +27,10 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 
-_START_SECONDS = 20.0
+MOST_QUESTION_BYTES = 100_000
 
-_NOT_STARTED = N_("the live page could not be started; report.html will be written")
+Trial = Callable[[str, str | None], dict[str, Any]]
+"""Answers a text, or a pair of texts, with what the page's script shows."""
 
 _REST = 9
 """Times as long as a drawing took, nothing is drawn after it."""
@@ -45,69 +40,18 @@ _WATCHED = (
     "plan.toml", "run.toml",
 )  # fmt: skip
 
-# ---- the training process' side ----
-
-
-@contextlib.contextmanager
-def watching(folder: Path, say: Callable[[str], None], lang: str) -> Iterator[None]:
-    """Serve the folder's page for as long as the block lasts, and say where."""
-    from memfit.report.terminal import fact_line  # not for the server, which starts from this file
-
-    # Without -P a file in the current folder could take the place of a module.
-    command = [sys.executable, "-P", "-m", "memfit.report.live_page", str(folder), "--lang", lang]
-    process: subprocess.Popen[str] | None = None
-    with contextlib.suppress(OSError):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    try:
-        url = _first_line(process) if process is not None else ""
-        say(fact_line("watch", url) if url else fact_line("note", t(_NOT_STARTED)))
-        yield
-    finally:
-        if process is not None:
-            _end(process)
-
-
-def _first_line(process: subprocess.Popen[str]) -> str:
-    """What the server says when it listens; nothing where it does not in time."""
-    found: list[str] = []
-    out = process.stdout
-    assert out is not None
-    reader = threading.Thread(target=lambda: found.append(out.readline()), daemon=True)
-    reader.start()
-    reader.join(_START_SECONDS)
-    return found[0].strip() if found else ""
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Its input ends, and so does it, once open pages have seen the end."""
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-    try:
-        process.wait(LINGER_SECONDS + 10)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-# ---- the server's side ----
-
 
 class LivePage:
     """The page, drawn again when the folder has changed and somebody asks."""
 
     def __init__(
-        self, folder: Path, lang: str, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        lang: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        trial: Trial | None = None,
     ) -> None:
-        self.folder, self.lang = folder, lang
+        self.folder, self.lang, self.trial = folder, lang, trial
         self.ended = False
         self.asked_at = -float("inf")
         self.last_seen = False
@@ -142,7 +86,8 @@ class LivePage:
         from memfit.report.page import render, render_waiting
 
         try:
-            return render(RunFolder(self.folder), live=live, lang=self.lang)
+            served = self.trial is not None
+            return render(RunFolder(self.folder), live=live, lang=self.lang, served=served)
         except MemfitError:  # nothing is there yet
             return render_waiting(self.lang)
 
@@ -169,21 +114,63 @@ def make_server(page: LivePage, port: int = 0) -> tuple[ThreadingHTTPServer, str
         timeout = 30
 
         def do_GET(self) -> None:
+            if not self._is_for_us():
+                return
+            tag, text = page.read()
+            if self.headers.get("If-None-Match") == f'"{tag}"':
+                self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+            else:
+                self._answer(HTTPStatus.OK, text, tag)
+
+        def do_POST(self) -> None:
+            self.close_connection = True  # what is refused is not read
+            if not self._is_for_us():
+                return
+            question = self._question()
+            if isinstance(question, HTTPStatus):
+                self._answer(question)
+                return
+            assert page.trial is not None
+            body = json.dumps(page.trial(*question), ensure_ascii=False).encode()
+            self._answer(HTTPStatus.OK, body, kind="application/json")
+
+        def _is_for_us(self) -> bool:
             name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
             if name.lower() not in NAMES:
                 self._answer(HTTPStatus.FORBIDDEN)
             elif not secrets.compare_digest(self.path.partition("?")[0].encode(), path.encode()):
                 self._answer(HTTPStatus.NOT_FOUND)
             else:
-                tag, text = page.read()
-                if self.headers.get("If-None-Match") == f'"{tag}"':
-                    self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
-                else:
-                    self._answer(HTTPStatus.OK, text, tag)
+                return True
+            return False
 
-        def _answer(self, status: HTTPStatus, body: bytes = b"", tag: str = "") -> None:
+        def _question(self) -> tuple[str, str | None] | HTTPStatus:
+            """The text, or the pair of texts; a status where the page cannot have sent this."""
+            origin = f"http://{self.headers.get('Host', '')}"
+            site = self.headers.get("Sec-Fetch-Site", "same-origin")
+            if self.headers.get("Origin") != origin or site != "same-origin":
+                return HTTPStatus.FORBIDDEN
+            if page.trial is None:
+                return HTTPStatus.METHOD_NOT_ALLOWED
+            if self.headers.get_content_type() != "application/json":
+                return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal() or int(length) > MOST_QUESTION_BYTES:
+                return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            try:
+                sent = json.loads(self.rfile.read(int(length)))
+                text, pair = sent["text"], sent.get("text_pair")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return HTTPStatus.BAD_REQUEST
+            if not isinstance(text, str) or not isinstance(pair, str | None):
+                return HTTPStatus.BAD_REQUEST
+            return text, pair
+
+        def _answer(
+            self, status: HTTPStatus, body: bytes = b"", tag: str = "", kind: str = "text/html"
+        ) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
@@ -201,30 +188,3 @@ def make_server(page: LivePage, port: int = 0) -> tuple[ThreadingHTTPServer, str
     server = ThreadingHTTPServer((HOST, port), Handler)
     server.daemon_threads = True
     return server, f"http://{HOST}:{server.server_address[1]}{path}"
-
-
-def main() -> None:
-    """`python -m memfit.report.live_page FOLDER`: serves until its standard input ends."""
-    parser = argparse.ArgumentParser(description="Serves the report of a run that still trains.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--lang", default="en")
-    parser.add_argument("--linger-seconds", type=float, default=LINGER_SECONDS)
-    given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which ends us
-    if hasattr(os, "nice"):
-        os.nice(10)
-    page = LivePage(given.folder, given.lang)
-    server, url = make_server(page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(url, flush=True)
-    with contextlib.suppress(OSError):
-        sys.stdin.read()
-    page.ended = True
-    deadline = time.monotonic() + given.linger_seconds
-    while page.watched_lately() and not page.last_seen and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.2)  # the answer that is on its way
-
-
-if __name__ == "__main__":
-    main()

@@ -190,6 +190,8 @@
   const parts = ["#state", "#contents", "#results", "#rest"];
 
   const swap = (fresh) => {
+    // The waiting page has no box yet.
+    if (fresh.getElementById("trial") && !trial) return location.reload();
     // A screen reader hears of the end, not of every step.
     const word = fresh.querySelector(".state").textContent;
     if (word !== document.querySelector(".state").textContent) {

@@ -45,13 +45,18 @@ def render(
     a box to try a sentence.
     """
     story = read_story(folder, live=live)
-    with speaking(lang or chosen_language() or _spoken_by(story)):
+    with speaking(_spoken(story, lang)):
         return render_story(story, live=live, served=served)
 
 
-def _spoken_by(story: Story) -> str | None:
-    spoken = story.summary.language
-    return spoken if spoken in LANG_TAGS else None
+def spoken(folder: RunFolder, lang: str | None = None) -> str | None:
+    """The language of a run's page; None where the environment decides."""
+    return _spoken(read_story(folder), lang)
+
+
+def _spoken(story: Story, lang: str | None) -> str | None:
+    kept = story.summary.language
+    return lang or chosen_language() or (kept if kept in LANG_TAGS else None)
 
 
 def render_story(story: Story, *, live: bool = False, served: bool = False) -> str:

@@ -178,7 +178,7 @@ def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
 
 
 def _served(folder: Path) -> contextlib.AbstractContextManager[None]:
-    from memfit.report.live_page import watching
+    from memfit.run.serving import watching
 
     return watching(folder, voice(quiet=False), language())
 
