@@ -430,7 +430,7 @@ def usage(folder: Path) -> list[tuple[str, str]]:
 def again(story: Story) -> str:
     """The command that trains the same once more."""
     config = shlex.quote(str(story.folder.config.absolute()))
-    return clean(f"memfit train --config {config} --output-dir {t('NEW_FOLDER')}")
+    return clean(f"memfit train --config {config} --output-dir NEW_FOLDER")
 
 
 def made_with(summary: RunSummary) -> PageTable | None:
