@@ -216,7 +216,7 @@ def test_a_screen_reader_finds_landmarks_headings_tables_and_named_pictures(
     assert len(pictures) == 8
     assert all(len(name) > 10 for name in pictures)
     headings = [name for role, name in nodes if role == "heading"]
-    assert headings[1:6] == ["评估", "训练", "内存占用", "方案与理由", "其他说明"]
+    assert headings[1:6] == ["评估", "训练", "主机内存占用", "方案与理由", "其他说明"]
     assert all(name for role, name in nodes if role in ("table", "region", "combobox"))
 
 
