@@ -14,10 +14,14 @@ from memfit.run import preloading
 def test_what_the_first_step_needs_is_there_and_nothing_for_the_end() -> None:
     """In a process of its own: here everything is loaded already."""
     script = """
-import sys, threading
+import gc, sys, threading
 from memfit.run import preloading
 assert "torch" not in sys.modules
+usual = gc.get_threshold()
+preloading.collect_rarely()
+assert gc.get_threshold()[0] > 10 * usual[0]
 preloading.load_libraries()
+assert gc.get_threshold() == usual
 for name in ("torch", "transformers.trainer", "memfit.training.trainer"):
     assert name in sys.modules, name
 for name in preloading._LATER:

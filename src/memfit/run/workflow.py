@@ -303,12 +303,11 @@ class _Run:
         if self.resume:
             with doing(t("loading libraries …")):
                 self.found = last_checkpoint(self.claim.folder, self.say)
-        with preloading.without_collecting():
-            with self.clock.measure("data"), doing(t("reading the table …")):
-                text = self._read()
-            with self.clock.measure("import"), doing(t("loading libraries …")):
-                on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
-                preloading.load_libraries(card=not on_cpu)
+        with self.clock.measure("data"), doing(t("reading the table …")):
+            text = self._read()
+        with self.clock.measure("import"), doing(t("loading libraries …")):
+            on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
+            preloading.load_libraries(card=not on_cpu)
         with announcements.no_progress_bars():
             self._prepare(text)
             tokens = self.prepared.tokens
