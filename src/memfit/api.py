@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
+Data = PathLike | Any
+"""A path, a Hub id, or the rows themselves: a pandas DataFrame, a Dataset or DatasetDict, a dict of
+columns, a list of dicts, or (texts, labels)."""
+
 
 def finetune(
-    data: PathLike | None = None,
+    data: Data | None = None,
     *,
     model: PathLike | None = None,
     budget: str | int | None = None,
@@ -51,6 +55,7 @@ def finetune(
 ) -> RunResult:
     """Trains a classifier on a table inside a memory budget and saves it with its report.
 
+    `data` is a path, a Hub id, a pandas DataFrame, a Dataset, or (texts, labels).
     `options` are fields of DataConfig, ModelConfig and TrainingArguments under their own
     names. What is given here wins over the TOML file `config`; None means not given.
     `plan` is one that `memfit.plan` made, or its file; without it the fastest inside the budget
@@ -61,7 +66,9 @@ def finetune(
     from memfit.run.workflow import train_classifier
 
     made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
-    given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
+    given = {
+        **_sources(data, options), "model": model, "budget": budget, "output_dir": output_dir,
+    }  # fmt: skip
     if made is None:
         given["plan"] = plan
     if resume:
@@ -110,7 +117,7 @@ def finetune_many(
 
 
 def plan(
-    data: PathLike | None = None,
+    data: Data | None = None,
     *,
     model: PathLike | None = None,
     budget: str | int | None = None,
@@ -127,8 +134,18 @@ def plan(
     import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
     from memfit.run.prepare import prepare_to_plan
 
-    given = {"data": data, "model": model, "budget": budget, **options}
+    given = {**_sources(data, options), "model": model, "budget": budget}
     return prepare_to_plan(RunConfig.build(config, **given), gpu).plan()
+
+
+def _sources(data: Data | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with data given in Python as files."""
+    from memfit.data.in_memory import path_of, source_of
+
+    sources = {**source_of(data), **options}
+    if "validation_file" in sources:
+        sources["validation_file"] = path_of(sources["validation_file"])
+    return sources
 
 
 def load(model: PathLike, **options: Any) -> Classifier:
@@ -139,7 +156,7 @@ def load(model: PathLike, **options: Any) -> Classifier:
 
 
 def evaluate(
-    model: PathLike, data: PathLike, *, max_length: int | None = None, **options: Any
+    model: PathLike, data: Data, *, max_length: int | None = None, **options: Any
 ) -> Evaluation:
     """How good a trained classifier is on all rows of a labelled table.
 
@@ -149,7 +166,7 @@ def evaluate(
     from memfit.run.inference import Classifier
     from memfit.run.scoring_rules import scoring_of_table
 
-    config = DataConfig.build(path=data, **options)
+    config = DataConfig.build(**_sources(data, options))
     classifier = Classifier.load(os.fspath(model), max_length=max_length)
     table, counts = read_labelled(config, classifier.labels)
     texts = table["text"]

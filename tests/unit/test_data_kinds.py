@@ -8,10 +8,15 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from data_fixtures import config, reviews, write_csv, write_jsonl, write_xlsx
+from datasets import ClassLabel, Dataset, DatasetDict
+from transformers import TrainerCallback
 
+import memfit
 from memfit.data import read_table, read_texts
+from memfit.data.in_memory import path_of, source_of, texts_of
 from memfit.data.table_files import open_file, open_source
 from memfit.errors import DataError
 
@@ -198,3 +203,104 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(
     path.write_bytes(mark + path.read_text(encoding="utf-8").encode(codec))
     assert open_file(path, named).columns == ("review", "label")
     assert all_rows(path, "review", encoding=named) == [(text,) for _, text in rows]
+
+
+# ---- given in Python ----
+
+TEXTS, LABELS = [text for _, text in reviews()], [label for label, _ in reviews()]
+
+GIVEN: dict[str, Any] = {
+    "frame": lambda: pd.DataFrame({"review": TEXTS, "label": LABELS}, index=range(7, 47)),
+    "category": lambda: pd.DataFrame({"review": TEXTS, "label": pd.Categorical(LABELS)}),
+    "numbers and words": lambda: pd.DataFrame({"review": TEXTS, "label": ["1", *LABELS[1:]]}),
+    "dataset": lambda: Dataset.from_dict({"review": TEXTS, "label": LABELS}).with_format("numpy"),
+    "columns": lambda: {"review": TEXTS, "label": LABELS},
+    "rows": lambda: [{"label": a, "review": b} for a, b in zip(LABELS, TEXTS, strict=True)],
+    "lists": lambda: (TEXTS, LABELS),
+    "series": lambda: (pd.Series(TEXTS), pd.Series(LABELS)),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_data_given_in_python_is_the_same_table(tmp_path: Path, kind: str) -> None:
+    expected = read_table(config(write_csv(tmp_path / "a.csv", reviews())))
+    path = path_of(GIVEN[kind]())
+    assert path == path_of(GIVEN[kind]())  # the same data is the same file
+    found = read_table(config(path))
+    assert found.labels == expected.labels
+    assert found.validation["text"][:] == expected.validation["text"][:]
+    assert found.validation["label"][:] == expected.validation["label"][:]
+
+
+def test_rows_without_a_text_or_a_label_are_dropped_from_a_frame_too() -> None:
+    frame = pd.DataFrame({"text": [None, *TEXTS[1:]], "label": [1, None, *LABELS[2:]]})
+    counts = read_table(config(path_of(frame))).counts
+    assert (counts.rows_read, counts.dropped_no_text, counts.dropped_no_label) == (40, 1, 1)
+
+
+def test_pairs_come_as_tuples() -> None:
+    pairs = [(text, text[::-1]) for text in TEXTS]
+    found = read_table(config(path_of((pairs, LABELS))))
+    assert found.train["text_pair"][0] == found.train["text"][0][::-1]
+
+
+def test_a_dataset_keeps_its_label_names_and_its_splits() -> None:
+    rows = Dataset.from_dict({"text": TEXTS, "label": LABELS})
+    rows = rows.cast_column("label", ClassLabel(names=["差评", "好评"]))
+    given = source_of(DatasetDict(train=rows, test=rows, validation=rows.select(range(8))))
+    found = read_table(config(given["path"], validation_file=given["validation_file"]))
+    assert found.labels.names == ("差评", "好评")
+    assert (found.counts.train_rows, found.counts.validation_rows) == (40, 8)
+    assert source_of(DatasetDict(train=rows)) == {"path": path_of(rows)}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (({"a"}, {1}, {2}), "the data is a tuple; give a file, a DataFrame"),
+        (7, "the data is a int; give a file"),
+        ((TEXTS, LABELS[1:]), "columns of different lengths: text 40, label 39"),
+    ],
+)
+def test_data_of_another_kind_says_what_may_be_given(data: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        path_of(data)
+
+
+def test_a_path_stays_a_path() -> None:
+    assert source_of("reviews.csv") == {"path": "reviews.csv"}
+    assert source_of(None) == {"path": None}
+
+
+def test_texts_are_found_in_columns() -> None:
+    frame = GIVEN["frame"]()
+    assert texts_of(frame, None, None) == TEXTS
+    assert texts_of(GIVEN["dataset"](), "review", None) == TEXTS
+    assert texts_of(frame, "review", "label")[0] == (TEXTS[0], "1")
+    assert texts_of(frame["review"], None, None) == TEXTS
+    assert texts_of(TEXTS, None, None) is TEXTS
+    with pytest.raises(DataError, match="no column 'text'"):
+        texts_of(frame, "text", None)
+
+
+def test_a_frame_is_trained_on_resumed_evaluated_and_predicted(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("the notebook died")
+
+    frame, run = GIVEN["frame"](), tmp_path / "run"
+    options = {"model": tiny_model_dir, "output_dir": run, "quiet": True}
+    with pytest.raises(RuntimeError, match="the notebook died"):
+        memfit.finetune(
+            frame, **options, callbacks=[Stop()], max_steps=3, save_steps=1, eval_strategy="no",
+            batch_size=8, max_length=32, use_cpu=True,
+        )  # fmt: skip
+    result = memfit.finetune(frame, output_dir=run, resume=True, quiet=True)
+    assert result.summary.data["rows_read"] == 40
+    found = memfit.evaluate(run, (TEXTS, LABELS))
+    assert found.metrics == memfit.evaluate(run, frame, text_column="review").metrics
+    answers = memfit.load(run).predict(frame)
+    assert [one.label for one in answers] == [one.label for one in memfit.load(run).predict(TEXTS)]

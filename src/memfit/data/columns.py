@@ -33,7 +33,7 @@ _LABEL_NAMES = """
 
 _PAIRS = (
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
-    ("text1", "text2"), ("text_a", "text_b"), ("sentence_a", "sentence_b"),
+    ("text1", "text2"), ("text", "text_pair"), ("text_a", "text_b"), ("sentence_a", "sentence_b"),
 )  # fmt: skip
 
 

@@ -336,7 +336,7 @@ def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
 
 _BATCH_ROWS = 2000
 
-_VALIDATION_SPLITS = ("validation", "valid", "dev")
+VALIDATION_SPLITS = ("validation", "valid", "dev")
 
 
 def open_parquet(path: Path) -> Table:
@@ -395,7 +395,7 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
             )
         ) from error
     train = found["train"] if "train" in found else next(iter(found.values()))
-    validation = next((found[split] for split in _VALIDATION_SPLITS if split in found), None)
+    validation = next((found[split] for split in VALIDATION_SPLITS if split in found), None)
     if validation is train:
         validation = None
     return (

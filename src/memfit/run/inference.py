@@ -18,6 +18,7 @@ from memfit.config.files import atomic_writer, plain
 from memfit.config.schema import DTYPES
 from memfit.data import LabelSpace
 from memfit.data.columns import choose_texts
+from memfit.data.in_memory import texts_of
 from memfit.data.reading import as_text
 from memfit.data.table_files import open_source
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Row, Table
@@ -125,19 +126,23 @@ class Classifier:
 
     def predict(
         self,
-        texts: str | tuple[str, str] | Sequence[Text],
+        texts: str | tuple[str, str] | Sequence[Text] | Any,
         *,
+        text_column: str | None = None,
+        text_pair_column: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: bool = True,
     ) -> list[Prediction]:
         """Answers in the order of the texts; one text, or one pair as a tuple, may come alone.
 
+        Of a DataFrame, a Dataset or a dict of columns the columns named are taken, or found.
         `progress` shows a bar on a terminal for anything over two seconds.
         """
+        texts = texts_of(texts, text_column, text_pair_column)
         single = isinstance(texts, str) or (
             isinstance(texts, tuple) and len(texts) == 2 and isinstance(texts[0], str)
         )
-        several: Sequence[Text] = [texts] if single else texts  # type: ignore[list-item]
+        several: Sequence[Text] = [texts] if single else texts
         logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
