@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 import pytest
 
 from memfit._compat import OLD_FIELDS
-from memfit.cli.options import OwnOption, split_flags
+from memfit.cli.options import OwnOption, _cli_type, split_flags
+from memfit.config import DataConfig
 from memfit.errors import ConfigError
 
 OWN = {
@@ -100,6 +102,10 @@ def test_the_commands_own_options_are_left_for_typer() -> None:
         "--model=m",
     ]
     assert fields == {"seed": 3}
+
+
+def test_the_commands_take_several_label_names() -> None:
+    assert _cli_type(typing.get_type_hints(DataConfig)["label_names"]) == list[str] | None
 
 
 def test_an_option_that_stands_alone_takes_no_word() -> None:
