@@ -12,7 +12,7 @@ parsed instead, and the import is only the way out should transformers move it e
 | save_strategy | as eval_strategy | steps |
 | save_total_limit | 3 | none |
 | load_best_model_at_end | where saving and evaluating go together | no |
-| metric_for_best_model | f1, for a regression mse | loss |
+| metric_for_best_model | f1, for several labels f1_macro, for a regression mse | loss |
 | logging_steps | 2 % of the steps | 500 |
 | dataloader_pin_memory | with a GPU | yes |
 

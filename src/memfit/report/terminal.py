@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory.components import MemoryPeak
-from memfit.report.formatting import averaging_sentence, named
+from memfit.report.formatting import averaging_sentence, named, together
 from memfit.text import N_, clean, encodable, language, nt, pt, t
 from memfit.units import format_bytes, format_seconds
 
@@ -100,8 +100,9 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def metrics_line(metrics: Mapping[str, float], averaging: str = "", positive: str = "") -> Text:
-    """accuracy 0.913   F1 0.934 (好评)   precision …: the headline of an evaluation."""
-    what = shorten(positive, 20) if averaging == "binary" else averaging
+    """F1 0.934 (好评)   accuracy 0.913   precision …: the headline of an evaluation."""
+    of = {"binary": shorten(positive, 20), "macro": t("macro"), "micro": t("micro")}
+    what = of.get(averaging, averaging)
     in_brackets = "（{}）" if language() == "zh" else " ({})"
     line = Text()
     for name, value in metrics.items():
@@ -230,8 +231,9 @@ def warnings_list(warnings: Sequence[RunWarning]) -> RenderableType:
     """One warning a row: what is the matter, and what to do."""
     facts = _facts()
     for one in warnings:
-        line = Text(one.sentence, style="yellow")
-        facts.add_row(Text(t("warning"), style="yellow"), line.append(f" {one.advice}", "default"))
+        line = Text(together([one.sentence, one.advice]))
+        line.stylize("yellow", 0, len(one.sentence))
+        facts.add_row(Text(t("warning"), style="yellow"), line)
     return facts
 
 
