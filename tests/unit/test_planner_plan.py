@@ -65,7 +65,7 @@ def chosen(budget: float = 4e9) -> Plan:
     ],
 )
 def test_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
-    path = tmp_path / "plan.toml"
+    path = str(tmp_path / "plan.toml")
     plan.write(path)
     read = Plan.read(path)
     assert read.candidate == plan.candidate

@@ -148,15 +148,15 @@ class Plan:
             tables["reasons"] = dict(reasons)
         return files.dump_toml(tables)
 
-    def write(self, path: Path, language: Language | None = None) -> None:
+    def write(self, path: str | Path, language: Language | None = None) -> None:
         """Write the file, whole or not at all."""
-        with atomic_writer(path) as file:
+        with atomic_writer(Path(path)) as file:
             file.write(self.to_toml(language))
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: str | Path) -> Plan:
         """The plan in a file; what is wrong in it is said with the nearest right name."""
-        return cls.from_tables(files.read_toml(path), str(path))
+        return cls.from_tables(files.read_toml(Path(path)), str(path))
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "the plan") -> Plan:
