@@ -135,7 +135,8 @@ def test_a_file_the_system_refuses_in_any_phase(
     folder = begun_in(tmp_path / "run")
     before = names_in(folder)
     trainer = trainer_in(folder, max_steps=GOOD_STEPS + 1, save_total_limit=3)
-    work, limits = getattr(trainer, phase), resource.getrlimit(resource.RLIMIT_FSIZE)
+    owner = trainer.checkpoints if phase == "_write_beside" else trainer
+    work, limits = getattr(owner, phase), resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limits[1]))
@@ -144,7 +145,7 @@ def test_a_file_the_system_refuses_in_any_phase(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(trainer, phase, limited)
+    monkeypatch.setattr(owner, phase, limited)
     with pytest.raises(SaveError, match=r"checkpoint-3 could not be written: .* are free in"):
         trainer.train(resume_from_checkpoint=True)
     assert_only_good_ones(folder, before)
