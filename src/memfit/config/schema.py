@@ -459,7 +459,8 @@ def _class_weights(value: Any) -> dict[str, float] | str | None:
             number = float(weight)
         except (TypeError, ValueError):
             number = math.nan
-        if not (math.isfinite(number) and number >= 0) or isinstance(weight, bool):
+        # A batch in which no row counts could not be learned from.
+        if not (math.isfinite(number) and number > 0) or isinstance(weight, bool):
             _refuse_weights(value)
         weights[str(label).strip()] = number
     return weights
@@ -476,7 +477,7 @@ def _weight_items(value: Any) -> list[tuple[str, str]]:
 def _refuse_weights(value: Any) -> typing.NoReturn:
     raise ConfigError(
         t(
-            "--class-weights is {value}; write balanced, or each label with its weight, such as "
+            "--class-weights is {value}; write balanced, or labels with a weight above 0, such as "
             "0=1,1=5",
             value=repr(value),
         )

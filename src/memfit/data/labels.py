@@ -304,8 +304,6 @@ def weights_of_classes(
         label_named(label, space, label_names, "--class-weights"): weight
         for label, weight in asked.items()
     }
-    if not any(named.get(name, 1.0) for name in space.names):
-        raise DataError(t("--class-weights gives no class any weight; give one more than 0"))
     return [float(named.get(name, 1.0)) for name in space.names]
 
 

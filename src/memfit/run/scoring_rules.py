@@ -23,9 +23,9 @@ _KEY = "memfit"
 
 
 def keep_scoring(config_file: Path, scoring: Scoring) -> None:
-    """Writes the rules into the config of a saved model."""
+    """Writes the rules into the config of a saved model, whose threshold is not tuned again."""
     values = read_json(config_file)
-    write_json(config_file, {**values, _KEY: scoring.to_dict()})
+    write_json(config_file, {**values, _KEY: replace(scoring, tuned=False).to_dict()})
 
 
 def kept_scoring(config: Any, labels: LabelSpace) -> Scoring | None:
@@ -69,7 +69,7 @@ def scoring_of_table(
 ) -> Scoring:
     """For `evaluate`: the model's rules, or those its table suggests; --positive-label wins."""
     positive = _positive_label(data, labels)
-    scoring = scoring_for(labels, counts) if kept is None else replace(kept, tuned=False)
+    scoring = scoring_for(labels, counts) if kept is None else kept
     if positive is None:
         return scoring
     threshold = scoring.threshold
