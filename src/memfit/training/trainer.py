@@ -661,13 +661,7 @@ class BudgetTrainer(transformers.Trainer):
         """`num_items_in_batch` for a loss of the user's own; None for the model's, a mean."""
         if self.compute_loss_func is None and not self.setup.sees_inputs:
             return None
-        # Counted as the Trainer counts, whose model is told; here it is not, and takes a mean.
-        accepted = self.model_accepts_loss_kwargs
-        self.model_accepts_loss_kwargs = self._stock_counts_items
-        try:
-            return self._get_num_items_in_batch([inputs], self.args.device)
-        finally:
-            self.model_accepts_loss_kwargs = accepted
+        return self._get_num_items_in_batch([inputs], self.args.device)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """What learns, with weight decay and without, as the Trainer groups it."""
@@ -680,6 +674,15 @@ class BudgetTrainer(transformers.Trainer):
             },
             {"params": [p for n, p in learning if n not in decayed], "weight_decay": 0.0},
         ]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As the Trainer's, whose model is told; here it is not, and takes a mean."""
+        accepted = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = self._stock_counts_items
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self.model_accepts_loss_kwargs = accepted
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
