@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.report.plan_terminal import strategy_in_words
 from memfit.strategies import by_name, ordered
 from memfit.text import pt, speaking, t
 
@@ -196,7 +195,7 @@ def in_words(tables: Mapping[str, Any], language: str) -> str:
     given, cut = tables.get("strategies", {}), tables.get("micro_batching", {})
     with speaking(language):
         used = ordered([by_name(name)(**settings) for name, settings in given.items()])
-        said = [strategy_in_words(one) for one in used if one.name not in UNSAID]
+        said = [one.in_words() for one in used if one.name not in UNSAID]
         if cut.get("max_tokens") is not None:
             said.append(t("micro-batches of {tokens} tokens", tokens=f"{cut['max_tokens']:,}"))
         return pt("clauses", ", ").join(said) or WORDS["whole"][language]

@@ -27,7 +27,6 @@ import memory_accuracy as accuracy
 from bert_large import made
 from memfit.ladders import show
 from memfit.ladders.rungs import RungOutcome
-from memfit.report.plan_terminal import strategy_in_words
 from memfit.text import pt, speaking, t
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -290,7 +289,7 @@ def plan_words(run: Mapping[str, Any], language: str) -> str:
     """What a plan does, but for what all of them do."""
     with speaking(language):
         used = (made(text) for text in run["strategies"])
-        said = [strategy_in_words(one) for one in used if one.name not in words.UNSAID]
+        said = [one.in_words() for one in used if one.name not in words.UNSAID]
         if run["max_tokens"] is not None:
             said.append(t("micro-batches of {tokens} tokens", tokens=f"{run['max_tokens']:,}"))
         return pt("clauses", ", ").join(said)

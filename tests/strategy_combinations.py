@@ -14,10 +14,11 @@ from typing import Any
 import transformers
 from transformers import BertConfig
 
+from memfit.config.schema import ALLOWABLE
 from memfit.memory.cards import find_card
 from memfit.planner.candidates import Workload
 from memfit.planner.pricing.step_trace import unavailable_reason
-from memfit.planner.space import ALLOWABLE, PlanRequest, candidates
+from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import ActivationOffload, Checkpointing, Strategy, Truncation
 
 Combination = tuple[Strategy, ...]

@@ -139,3 +139,18 @@ def duration(seconds: float) -> Message:
     if whole < 3600:
         return Message("{minutes} min {seconds:02d} s", minutes=whole // 60, seconds=whole % 60)
     return Message("{hours} h {minutes:02d} min", hours=whole // 3600, minutes=whole % 3600 // 60)
+
+
+def gb(count: float) -> str:
+    """Decimal units, as budgets are written: 0.61 GB, 43 MB."""
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.0f} MB"
+
+
+def percent(share: float) -> str:
+    """A share for a person: 11 %."""
+    return f"{100 * share:.0f} %"
+
+
+def step_time(seconds: float) -> str:
+    """A step's time: 18.4 ms, 1.25 s."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

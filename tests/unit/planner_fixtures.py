@@ -15,7 +15,7 @@ from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, PlanTask, Price, Workload
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import batches_of
-from memfit.strategies import Strategy
+from memfit.strategies import Strategy, Tier
 from memfit.units import Budget
 
 DEPTH, WIDTH, VOCABULARY = 24, 1024, 21128
@@ -124,8 +124,8 @@ class FormulaPricer:
         total = self.outside + self.layers * self.layer_parameters
         return total // 100 if candidate.fidelity >= 3 else total
 
-    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
-        del kind, prices
+    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+        del tier, prices
         return 0.0
 
     def of(self, workload: Workload) -> FormulaPricer:

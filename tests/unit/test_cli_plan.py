@@ -19,7 +19,7 @@ from memfit.planner.pricing import pricer as compose
 from memfit.planner.search import Planning
 from memfit.records import results
 from memfit.report import plan_terminal
-from memfit.report.plan_terminal import difference_in_words, settings_in_words, strategy_in_words
+from memfit.report.plan_terminal import difference_in_words, settings_in_words
 from memfit.run import prepare
 from memfit.strategies import (
     BY_NAME,
@@ -83,18 +83,18 @@ def test_other_plans_are_told_by_what_differs(made: Planning) -> None:
 
 
 def test_a_difference_names_what_is_more_and_then_what_is_left_out() -> None:
-    masters = strategy_in_words(LowBitAdamW(16))
-    these = {"lowbit_adamw": masters, "checkpointing": strategy_in_words(Checkpointing(3, "mlp"))}
+    masters = LowBitAdamW(16).in_words()
+    these = {"lowbit_adamw": masters, "checkpointing": Checkpointing(3, "mlp").in_words()}
     those = {
         "lowbit_adamw": masters,
-        "gradient_release": strategy_in_words(GradientRelease("host")),
+        "gradient_release": GradientRelease("host").in_words(),
     }
     said = difference_in_words(these, those)
     assert said == "the MLP half of 3 layers recomputed, without gradients in host memory"
     with speaking("zh"):
-        chinese = strategy_in_words(ActivationOffload(6))
+        chinese = ActivationOffload(6).in_words()
     assert chinese == "6 层的激活放主机内存"
-    assert strategy_in_words(Checkpointing(1)) == "one layer recomputed"
+    assert Checkpointing(1).in_words() == "one layer recomputed"
 
 
 def test_every_strategy_is_told_in_words() -> None:
@@ -103,7 +103,7 @@ def test_every_strategy_is_told_in_words() -> None:
         strategy = needs[name] if name in needs else kind()
         for lang in ("en", "zh"):
             with speaking(lang):
-                words = strategy_in_words(strategy)
+                words = strategy.in_words()
             assert words
             assert "_" not in words, name
             assert "{" not in words

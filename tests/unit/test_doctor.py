@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, TrainingArgu
 
 from memfit.cli import run
 from memfit.cli.doctor import _trains
-from memfit.doctor import environment, reach
+from memfit.doctor import environment
 from memfit.doctor.diagnosis import Diagnosis, Finding, findings, lacks_kernels, torch_command
 from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
 from memfit.doctor.reach import Readiness, model_config, reaches, readiness, well_known
@@ -286,9 +286,9 @@ def test_without_peft_lora_names_its_command(
 
 
 def test_packages_a_strategy_needs_are_known_packages() -> None:
-    needed = {**reach._NEEDS, **reach._FASTER_WITH}
-    assert needed.keys() <= {kind.name for kind in ORDER}
-    assert set(needed.values()) <= set(OPTIONAL)
+    needed = {name for kind in ORDER for name in (kind.needs_package, kind.faster_with)}
+    assert needed - {""} == {"peft", "triton"}
+    assert needed - {""} <= set(OPTIONAL)
 
 
 # ---- what a card can train ----

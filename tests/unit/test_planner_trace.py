@@ -146,8 +146,8 @@ def test_rows_of_known_length_stand_for_a_dataset() -> None:
 
 def test_graphs_are_counted_by_the_buckets_that_come_again() -> None:
     task = replace(workload(), lengths=(30,) * 200)
-    assert graph_count(task, candidate(CudaGraphs(64))) == 1
-    assert graph_count(workload(), candidate(CudaGraphs(64))) > 2
+    assert graph_count(task, MicroBatching(), 64) == 1
+    assert graph_count(workload(), MicroBatching(), 64) > 2
 
 
 # ------------------------------------------------------------------------- the host's memory

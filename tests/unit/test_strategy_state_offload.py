@@ -17,7 +17,7 @@ from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
 from memfit.planner.space import PlanRequest, candidates
-from memfit.strategies import CudaGraphs, GradientRelease, Packing, StateOffload, Strategy
+from memfit.strategies import CudaGraphs, GradientRelease, Packing, StateOffload, Strategy, Tier
 from memfit.strategies import LowBitAdamW as LowBit
 from memfit.strategies.lowbit.gradient_sinks import KeptInt8
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -163,5 +163,5 @@ def test_no_plan_with_it_is_faster_than_its_bound_says(task):
     away = [one for one in prices if one.candidate.get("state_offload")]
     others = [one for one in prices if not one.candidate.get("state_offload")]
     assert len(away) > 50
-    least = pricer.least_seconds("state_offload", others)
+    least = pricer.least_seconds(Tier.STATE_ON_HOST, others)
     assert 0 < least <= min(one.step_seconds for one in away) * 1.001

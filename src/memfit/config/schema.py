@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.config import files
+from memfit.config.plugins import strategy_plugins
 from memfit.config.training_fields import (
     MEANT,
     SECRET_FIELDS,
@@ -206,7 +207,8 @@ class RunConfig:
         parse_budget(self.budget)
         _check_choice("on_nan", self.on_nan, ON_NAN)
         for name in sorted(self.allowed):
-            _check_choice("allow", name, ALLOWABLE)
+            if name not in ALLOWABLE:
+                _check_choice("allow", name, (*ALLOWABLE, *strategy_plugins()))
         if self.exact and self.allow:
             raise ConfigError(
                 t("--exact and --allow {allow} exclude each other; choose one", allow=self.allow)

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from memfit.planner.candidates import Candidate, Price, Pricer, Workload
     from memfit.strategies import Setup, Strategy
 
-# Packages a strategy cannot work without, and those it is only faster with.
-_NEEDS = {"lora": "peft", "fused_layers": "triton", "state_offload": "triton"}
-
-_FASTER_WITH = {"lowbit_adamw": "triton", "gradient_release": "triton", "cuda_graphs": "triton"}
-
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -51,53 +46,26 @@ class Readiness:
 
 def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Readiness]:
     """Every strategy of the registry, in its order; on `card` where one is given."""
-    from memfit.strategies import ORDER
+    from memfit.strategies import all_strategies, not_loaded
 
-    return [_judged(kind, found, card) for kind in ORDER]
-
-
-def strategies_for(kind: type[Strategy], half: str = "bfloat16") -> list[Strategy]:
-    """A strategy as one would use it, last, after what it stands on."""
-    from memfit.strategies import (
-        CudaGraphs,
-        Freezing,
-        FrozenFeatures,
-        GradientRelease,
-        HalfPrecision,
-        LowBitAdamW,
-        Packing,
-        StateOffload,
-        Truncation,
-    )
-
-    dtype: Any = half
-    low_bit = LowBitAdamW(dtype=dtype)
-    special: dict[type[Strategy], list[Strategy]] = {
-        CudaGraphs: [Packing(), low_bit, CudaGraphs()],
-        FrozenFeatures: [Freezing("encoder", head_learning_rate=1e-3), FrozenFeatures()],
-        GradientRelease: [low_bit, GradientRelease("kept8")],
-        HalfPrecision: [HalfPrecision(dtype)],
-        LowBitAdamW: [low_bit],
-        StateOffload: [low_bit, StateOffload()],
-        Truncation: [Truncation(64)],
-    }
-    return special.get(kind) or [kind()]
+    judged = [_judged(kind, found, card) for kind in all_strategies()]
+    return [*judged, *(Readiness(name, "", shown(why)) for name, why in not_loaded().items())]
 
 
 def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None) -> Readiness:
     setup = _setup(found, card)
-    *beneath, strategy = strategies_for(kind, "float16" if setup.lacks_bf16 else "bfloat16")
+    *beneath, strategy = kind.as_used("float16" if setup.lacks_bf16 else "bfloat16")
     for one in beneath:
         if not one.unavailable(setup):
             one.apply(setup)
     reason = shown(strategy.unavailable(setup))
     note = command = ""
-    if kind.name in _NEEDS and reason:
-        package = found.package(_NEEDS[kind.name])
-        too_old = _NEEDS[kind.name] == "triton" and _is_too_old(setup)
+    if kind.needs_package and reason:
+        package = found.package(kind.needs_package)
+        too_old = kind.needs_package == "triton" and _is_too_old(setup)
         command = package.command if package.lacking and not too_old else ""
-    elif kind.name in _FASTER_WITH and not reason and setup.device_type == "cuda":
-        package = found.package(_FASTER_WITH[kind.name])
+    elif kind.faster_with and not reason and setup.device_type == "cuda":
+        package = found.package(kind.faster_with)
         if not setup.has_triton and not _is_too_old(setup):
             note, command = t("faster with {package}", package=package.name), package.command
     return Readiness(kind.name, str(strategy.fidelity), reason, note, command)
@@ -260,14 +228,15 @@ class _Row:
 
     def cell(self, *, exact: bool = False, allow: bool = False) -> Cell:
         from memfit.planner.search import ask, rank
-        from memfit.planner.space import ALLOWABLE, candidates
+        from memfit.planner.space import candidates, permissions
 
-        allowed = frozenset(ALLOWABLE) if allow else frozenset[str]()
+        allowed = frozenset(permissions()) if allow else frozenset[str]()
         asked, _ = ask(self.workload, self.card, self.pricer, exact=exact, allow=allowed)
         rare: list[Candidate] = []
         usual: list[Candidate] = []
         for candidate in candidates(asked):
-            (usual if _is_usual(candidate) else rare).append(candidate)
+            is_rare = any(one.is_rare for one in candidate.strategies)
+            (rare if is_rare else usual).append(candidate)
         prices = self._priced(usual)
         if not any(one.device_bytes <= self.budget_bytes for one in prices):
             prices += self._priced(rare)
@@ -290,19 +259,3 @@ class _Row:
         free = psutil.virtual_memory().available if free is None else free
         prices = (self.pricer.quick(one) for one in ways)
         return [one for one in prices if fits_host(one, free)]
-
-
-def _is_usual(candidate: Candidate) -> bool:
-    """Whether it is priced first: each technique beyond these takes traces of its own."""
-    from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW
-
-    for one in candidate.strategies:
-        if one.name in ("activation_offload", "optimizer_offload", "state_offload", "truncation"):
-            return False
-        if isinstance(one, Checkpointing) and one.part != "layer":
-            return False
-        if isinstance(one, LowBitAdamW) and one.master_bits != 24:
-            return False
-        if isinstance(one, GradientRelease) and one.mode not in ("kept8", "release"):
-            return False
-    return True

@@ -16,11 +16,12 @@ from memfit.errors import DoesNotFitError
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.tracing.depth import with_layers
 from memfit.planner.candidates import Candidate, Price, Pricer, Workload
-from memfit.planner.explain import explain, gb, step_time
+from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
-from memfit.planner.space import ALLOWABLE, PlanRequest, candidates
-from memfit.strategies import Fidelity
+from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
+from memfit.strategies import Fidelity, Tier, Truncation, all_strategies
 from memfit.text import N_, Language, Message, speaking, t
+from memfit.units import gb, step_time
 
 if TYPE_CHECKING:
     from memfit.planner.search import Planning
@@ -36,8 +37,6 @@ def fits_host(price: Price, free_bytes: int) -> bool:
 
 def host_note(passed_over: Sequence[Price], chosen: Price, free_bytes: int) -> list[Decision]:
     """That a faster plan wants more host memory than there is."""
-    from memfit.planner.explain import gb
-
     faster = [one for one in passed_over if one.step_seconds < chosen.step_seconds]
     if not faster:
         return []
@@ -66,8 +65,6 @@ def checkpoint_bytes(price: Price) -> int:
 
 def disk_note(workload: Workload, price: Price, free_bytes: int | None) -> list[Decision]:
     """That the checkpoints of a run do not go onto the disk."""
-    from memfit.planner.explain import gb
-
     if free_bytes is None:
         return []
     count, each = kept_checkpoints(workload), checkpoint_bytes(price)
@@ -128,13 +125,6 @@ _NOTICED = 1.05
 
 _FAMILY = ((12, 768, 12), (6, 768, 12), (3, 768, 12))
 """Layers, width and heads of the smaller models people have: base, and what is cut from it."""
-
-_USES = {
-    "optimizer": ("gradient_release", "small_state_optimizer"),
-    "lora": ("lora",),
-    "freeze": ("freezing",),
-    "truncate": ("truncation",),
-}
 
 
 @dataclass(frozen=True)
@@ -248,16 +238,14 @@ def reaches(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[W
 
     Recomputing and the bus are priced only where nothing fits without them: each costs traces.
     """
-    from memfit.planner.search import tier_of
-
     if asked.exact:
         return
-    for name in ALLOWABLE:
+    for name in permissions():
         if name in asked.allow:
             continue
         wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})
-        ways = _ways(wider, _USES[name])
-        prices = [pricer.quick(one) for one in ways if not tier_of(one)]
+        ways = _ways(wider, [kind.name for kind in all_strategies() if permission_of(kind) == name])
+        prices = [pricer.quick(one) for one in ways if one.tier is Tier.USUAL]
         if _fastest(prices, budget_bytes) is None:
             prices = [pricer.quick(one) for one in ways]
         if prices:
@@ -434,8 +422,6 @@ def _helps(asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int) 
 
 
 def _shorter(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[Help]:
-    from memfit.strategies import Truncation
-
     for tokens in _SHORTER:
         if tokens >= asked.workload.longest_tokens:
             continue

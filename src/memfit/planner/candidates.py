@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memfit.strategies import Fidelity, Strategy
+from memfit.strategies import Combination, Effects, Fidelity, Strategy, Tier
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainingArguments
@@ -123,9 +123,24 @@ class Candidate:
         """That of its least faithful strategy."""
         return max((one.fidelity for one in self.strategies), default=Fidelity.EXACT)
 
+    @cached_property
+    def _together(self) -> Combination:
+        return Combination(self.strategies)
+
+    @property
+    def effects(self) -> Effects:
+        """What its strategies do to a step."""
+        return self._together.effects
+
+    @property
+    def tier(self) -> Tier:
+        """The slowest tier one of its strategies belongs to."""
+        tiers = (one.tier(self._together) for one in self.strategies)
+        return max(tiers, default=Tier.USUAL)
+
     def get(self, name: str) -> Any:
         """The strategy of that name, or None."""
-        return next((one for one in self.strategies if one.name == name), None)
+        return self._together.get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +182,8 @@ class Pricer(Protocol):
     def learning_parameters(self, candidate: Candidate) -> int:
         """How many parameters learn."""
 
-    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
-        """What a step of a slow kind takes at least, known from the prices of the others."""
+    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+        """What a step of a slow tier takes at least, known from the prices of the others."""
 
     def of(self, workload: Workload) -> Pricer:
         """The same for another task on the same card."""

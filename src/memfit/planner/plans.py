@@ -210,7 +210,7 @@ class Plan:
     def beyond_stock(self) -> tuple[str, ...]:
         """Strategies of the plan that only BudgetTrainer runs."""
 
-        return tuple(one.name for one in self.strategies if one.name not in STOCK)
+        return tuple(one.name for one in self.strategies if not one.is_stock)
 
     def as_json(self) -> dict[str, Any]:
         """The plan as the commands print it with --json."""
@@ -379,28 +379,11 @@ def _either(first: str, last: str) -> str:
     return pt("types", "{first} or {last}", first=first, last=last)
 
 
-STOCK = ("half_precision", "checkpointing", "small_state_optimizer")
-"""Strategies the stock Trainer has an argument for."""
-
-
 def stock_arguments(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     """Change these arguments to the plan's nearest."""
-    chosen = plan.candidate
-    halved = chosen.get("half_precision") or chosen.get("lowbit_adamw")
-    dtype = getattr(halved or chosen.get("optimizer_offload"), "dtype", None)
-    if dtype is not None:
-        short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-        setattr(args, short, True)
-        args.mixed_precision = short
-    recomputed = chosen.get("checkpointing")
-    if recomputed is not None:
-        args.gradient_checkpointing = True
-        args.gradient_checkpointing_kwargs = {"use_reentrant": False}
-    if (small := chosen.get("small_state_optimizer")) is not None:
-        args.optim = small.rule
-    frozen = chosen.get("freezing")
-    if frozen is not None and frozen.head_learning_rate is not None:
-        args.learning_rate = frozen.head_learning_rate
+    for strategy in plan.strategies:
+        for name, value in strategy.stock_arguments().items():
+            setattr(args, name, value)
     rows = rows_at_once(plan)
     effective = args.per_device_train_batch_size * args.gradient_accumulation_steps
     args.per_device_train_batch_size = rows

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 
@@ -24,24 +24,11 @@ from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Worklo
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, limits_for
-from memfit.strategies import ActivationOffload, Checkpointing, LowBitAdamW, Strategy, ordered
+from memfit.strategies import Strategy, Tier, ordered
 from memfit.text import Message
 
 _CLOSE = 0.02
 """What a quick price may be off by."""
-
-TIERS = (
-    "",
-    "checkpointing",
-    "two_pass",
-    "host",
-    "state_offload",
-    "activation_offload",
-    "optimizer_offload",
-    "hosted_weights",
-    "recomputed_and_offloaded",
-)
-"""Kinds by what they cost at least: layers computed again, a second backward, the bus, the host."""
 
 _TIE = 0.03
 """Steps that differ by less take the same time: calibration measures no better than that."""
@@ -168,16 +155,16 @@ def price_all(
 ) -> list[Price]:
     """Every candidate's quick price, the fastest first.
 
-    With a budget, without the slow kinds that cannot be faster than the best of the others:
-    each kind costs traces.
+    With a budget, without the slow tiers that cannot be faster than the best of the others:
+    each costs traces.
     """
-    tiers: dict[str, list[Candidate]] = {name: [] for name in TIERS}
+    tiers: dict[Tier, list[Candidate]] = {tier: [] for tier in Tier}
     for one in candidates(asked):
-        tiers[tier_of(one)].append(one)
-    prices = [pricer.quick(one) for one in tiers.pop("")]
-    for name, slow in tiers.items():
+        tiers[one.tier].append(one)
+    prices = [pricer.quick(one) for one in tiers.pop(Tier.USUAL)]
+    for tier, slow in tiers.items():
         best = _best_seconds(prices, budget_bytes, host_free)
-        if slow and (best == math.inf or pricer.least_seconds(name, prices) < best):
+        if slow and (best == math.inf or pricer.least_seconds(tier, prices) < best):
             prices += [pricer.quick(one) for one in slow]
     return sorted(_without_needless_rounding(prices), key=rank)
 
@@ -190,21 +177,9 @@ def _best_seconds(prices: Sequence[Price], budget_bytes: int | None, host_free: 
         for one in prices
         if one.device_bytes * (1 + _CLOSE) <= budget_bytes
         and fits_host(one, host_free)
-        and not _has_short_masters(one.candidate)
+        and not one.candidate.effects.short_masters
     ]
     return min(inside, default=math.inf)
-
-
-def tier_of(candidate: Candidate) -> str:
-    """The slowest of the kinds it is."""
-    names = {"", *(one.name for one in candidate.strategies)}
-    if release := candidate.get("gradient_release"):
-        names.add(release.mode)
-    if (hosted := candidate.get("optimizer_offload")) and hosted.weights:
-        names.add("hosted_weights")
-    if {"checkpointing", "activation_offload"} <= names:
-        names.add("recomputed_and_offloaded")
-    return next(name for name in reversed(TIERS) if name in names)
 
 
 def rank(price: Price) -> tuple[float, int, int, int, int]:
@@ -213,7 +188,7 @@ def rank(price: Price) -> tuple[float, int, int, int, int]:
     return (
         float(f"{price.step_seconds:.6g}"),  # what differs by less is the same
         candidate.fidelity,
-        int(_has_short_masters(candidate)),
+        int(candidate.effects.short_masters),
         price.device_bytes,
         len(candidate.strategies),
     )
@@ -247,7 +222,7 @@ def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
     kept: list[Price] = []
     fastest = math.inf
     for one in sorted(prices, key=lambda one: (one.device_bytes, one.step_seconds)):
-        if not _has_short_masters(one.candidate):
+        if not one.candidate.effects.short_masters:
             fastest = min(fastest, one.step_seconds)
         elif one.step_seconds >= _WORTH_ROUNDING * fastest:
             continue
@@ -255,17 +230,9 @@ def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
     return kept
 
 
-def _has_short_masters(candidate: Candidate) -> bool:
-    stored = candidate.get("lowbit_adamw")
-    return isinstance(stored, LowBitAdamW) and stored.master_bits == 16
-
-
 def kind_of(candidate: Candidate) -> tuple[object, ...]:
     """What makes two candidates differ by more than how many layers and how many tokens."""
-    parts: list[object] = [
-        replace(one, layers=None) if isinstance(one, Checkpointing | ActivationOffload) else one
-        for one in candidate.strategies
-    ]
+    parts = [one.for_layers(None) for one in candidate.strategies]
     return (*parts, candidate.micro_batching == MicroBatching())
 
 

@@ -39,6 +39,7 @@ from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Price
+from memfit.strategies import Tier
 from memfit.text import Message
 
 _VERSION = 1
@@ -440,35 +441,31 @@ _WEIGHTS_COST = 1.02
 
 
 def least_seconds(
-    kind: str, prices: Sequence[Price], learning: int, card: DeviceProfile | None
+    tier: Tier, prices: Sequence[Price], learning: int, card: DeviceProfile | None
 ) -> float:
-    """A step of this kind, with so many parameters that learn, beside plans that have prices."""
+    """A step of this tier, with so many parameters that learn, beside plans that have prices."""
     speeds = speeds_of(card)
     host = learning / (speeds.host_parameters_per_second * UPDATE_SHARE)
     reach = speeds.bus_bytes_per_second * REACH_FACTOR
     bus = 4 * learning / speeds.bus_bytes_per_second  # gradients of two bytes go and come back
-    launched = min(
-        (one.step_seconds for one in prices if not one.candidate.get("cuda_graphs")), default=0.0
-    )
+    eager = [one for one in prices if not one.candidate.effects.graph_bucket_tokens]
+    launched = min((one.step_seconds for one in eager), default=0.0)
+    recomputed = [one for one in eager if one.candidate.effects.recomputes]
+    hosted = [one for one in eager if one.candidate.effects.updates_on_host]
     least = {
-        "checkpointing": lambda: _fastest(prices),
-        "two_pass": lambda: _TWICE * _fastest(prices),
-        "state_offload": lambda: max(_fastest(prices), _LEAST_STATE * learning / reach),
+        Tier.USUAL: lambda: 0.0,
+        Tier.RECOMPUTED: lambda: _fastest(prices),
+        Tier.TWO_PASS: lambda: _TWICE * _fastest(prices),
+        Tier.STATE_ON_HOST: lambda: max(_fastest(prices), _LEAST_STATE * learning / reach),
         # None of the following is captured.
-        "host": lambda: max(bus, launched),
-        "activation_offload": lambda: launched,
-        "recomputed_and_offloaded": lambda: _launched_with("checkpointing", prices),
+        Tier.GRADIENTS_ON_HOST: lambda: max(bus, launched),
+        Tier.OFFLOADED: lambda: launched,
+        Tier.RECOMPUTED_AND_OFFLOADED: lambda: _fastest(recomputed),
         # The host begins when the last gradient has come.
-        "optimizer_offload": lambda: host + _BUT_FOR_UPDATE * launched,
-        "hosted_weights": lambda: _WEIGHTS_COST * _launched_with("optimizer_offload", prices),
+        Tier.UPDATED_ON_HOST: lambda: host + _BUT_FOR_UPDATE * launched,
+        Tier.WEIGHTS_ON_HOST: lambda: _WEIGHTS_COST * _fastest(hosted),
     }
-    return least[kind]()
-
-
-def _launched_with(name: str, prices: Sequence[Price]) -> float:
-    return _fastest(
-        [one for one in prices if one.candidate.get(name) and not one.candidate.get("cuda_graphs")]
-    )
+    return least[tier]()
 
 
 def _fastest(prices: Sequence[Price]) -> float:

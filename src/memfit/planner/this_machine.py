@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from memfit.config import files
+from memfit.config.plugins import plugin_versions
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import MemfitError
@@ -148,7 +149,7 @@ def cache_file(task: PlanTask) -> str:
         "exact": task.exact,
         "allow": sorted(task.allow),
         "reserve": task.reserve_bytes,
-        "installed": files.installed_versions(),
+        "installed": {**files.installed_versions(), **plugin_versions()},
     }
     return f"plan-{files.cache_digest(values)}.json"
 

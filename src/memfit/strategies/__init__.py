@@ -1,7 +1,7 @@
 """Memory techniques, one a file or a folder with its kernels; registry.py is the order.
 
-`base` has the contract. Others import the strategies themselves, `Setup`, `ORDER` and `by_name`
-from here.
+`base` has the contract. Others import the strategies themselves, `Setup`, `ORDER`, `by_name` and
+`all_strategies` from here.
 """
 
 from memfit.strategies.activation_checkpointing import Checkpointing
@@ -20,7 +20,19 @@ from memfit.strategies.lowbit.state_offload import StateOffload
 from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
-from memfit.strategies.registry import BY_NAME, ORDER, apply_all, by_name, called, ordered
+from memfit.strategies.planning import Axis, Combination, Effects, Option, Tier, TracePart
+from memfit.strategies.registry import (
+    BY_NAME,
+    ORDER,
+    all_strategies,
+    apply_all,
+    asked_together,
+    by_name,
+    called,
+    not_loaded,
+    ordered,
+    usual_update,
+)
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 
@@ -28,8 +40,11 @@ __all__ = [
     "BY_NAME",
     "ORDER",
     "ActivationOffload",
+    "Axis",
     "Checkpointing",
+    "Combination",
     "CudaGraphs",
+    "Effects",
     "Fidelity",
     "Freezing",
     "FrozenFeatures",
@@ -40,15 +55,22 @@ __all__ = [
     "Lora",
     "LowBitAdamW",
     "OptimizerOffload",
+    "Option",
     "Packing",
     "Setup",
     "SmallStateOptimizer",
     "SmallWorkspace",
     "StateOffload",
     "Strategy",
+    "Tier",
+    "TracePart",
     "Truncation",
+    "all_strategies",
     "apply_all",
+    "asked_together",
     "by_name",
     "called",
+    "not_loaded",
     "ordered",
+    "usual_update",
 ]

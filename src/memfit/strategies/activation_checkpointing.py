@@ -12,7 +12,7 @@ the last k recomputed, that room would come on top of the n - k whole layers bel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -31,7 +31,17 @@ from memfit.models.layer_stack import (
     wrap,
 )
 from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.text import N_, Message
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+    TracePart,
+)
+from memfit.text import N_, Message, nt, t
 
 # BERT and its family, ALBERT and DistilBERT call the MLP half through a method of this name.
 _MLP_METHODS = ("feed_forward_chunk", "ff_chunk")
@@ -51,6 +61,10 @@ class Checkpointing(Strategy):
     title = N_("recomputing layers")
     reason = "a layer's activations are computed again when they are needed, not kept until then"
     shrinks = ("activations",)
+    axis = Axis.KEEPING
+    traced = TracePart.ACTIVATIONS
+    missed_if_needless = True
+    is_stock = True
 
     layers: int | None = None
     part: Literal["layer", "mlp"] = "layer"
@@ -68,6 +82,65 @@ class Checkpointing(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(recomputes=True, layers=self.layers)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        recomputed = bool(asked.workload.args.gradient_checkpointing)
+        if recomputed or asked.given("gradient_checkpointing"):
+            return so_far
+        counts = [*range(1, asked.depth), None]
+        options = list(so_far)
+        if asked.works(cls()):
+            options += [(cls(count),) for count in counts]
+        # Where a layer has no such half, layers are still recomputed: nothing is left out.
+        if not asked.judge((cls(part="mlp"),)):
+            options += [(cls(count, "mlp"),) for count in counts]
+        return options
+
+    def is_pointless(self, beside: Combination) -> bool:
+        return beside.effects.keeps_nothing
+
+    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
+        return Tier.RECOMPUTED
+
+    @property
+    def is_rare(self) -> bool:
+        return self.part != "layer"
+
+    def for_layers(self, count: int | None) -> Checkpointing:
+        return replace(self, layers=count)
+
+    def in_words(self) -> str:
+        if self.part == "mlp":
+            if self.layers is None:
+                return t("the MLP half of every layer recomputed")
+            return t("the MLP half of {layers} recomputed", layers=layers_in_words(self.layers))
+        if self.layers is None:
+            return t("every layer recomputed")
+        return t("{layers} recomputed", layers=layers_in_words(self.layers))
+
+    def explain(self, plan: PlanFigures) -> str:
+        fields = layer_figures(self, self.layers, plan)
+        if self.part == "mlp":
+            return Message(
+                "recomputes the MLP half of {count} of {depth} layers: saves {saved}, "
+                "costs {cost} of the step",
+                **fields,
+            )
+        return Message(
+            "recomputes {count} of {depth} layers: saves {saved}, costs {cost} of the step",
+            **fields,
+        )
+
+    def stock_arguments(self) -> dict[str, Any]:
+        return {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        }
 
     def unavailable(self, setup: Setup) -> str:
         stock = getattr(unwrap(setup.model), "is_gradient_checkpointing", False)
@@ -92,6 +165,17 @@ class Checkpointing(Strategy):
             for module, method in targets:
                 setup.undo.append(wrap(module, _recomputing(turns), method))
         setup.recomputed = turns
+
+
+def layers_in_words(count: int) -> str:
+    """Returns a number of layers for a person."""
+    return nt("one layer", "{count} layers", count)
+
+
+def layer_figures(strategy: Strategy, layers: int | None, plan: PlanFigures) -> dict[str, str]:
+    """Returns the fields of a sentence about a strategy for some layers."""
+    count = plan.depth if layers is None else layers
+    return {"count": str(count), "depth": str(plan.depth), **plan.saves(strategy)}
 
 
 def mlp_half(layer: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -8,7 +8,7 @@ It is another update rule, clipped by its own rule, so the fidelity is `optimize
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from memfit.errors import ConfigError, nearest
 from memfit.strategies.base import (
@@ -19,7 +19,16 @@ from memfit.strategies.base import (
     is_users,
     plain_value,
 )
-from memfit.text import N_, Message
+from memfit.strategies.half_precision import computed_in_half
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    TracePart,
+)
+from memfit.text import N_, Message, pt
 
 RULES = ("adafactor",)
 
@@ -36,6 +45,10 @@ class SmallStateOptimizer(Strategy):
     title = N_("a small-state optimizer")
     reason = "the optimizer's state shrinks from 8 bytes a parameter to nearly nothing"
     shrinks = ("optimizer",)
+    axis = Axis.UPDATING
+    permission = "optimizer"
+    traced = TracePart.UPDATE
+    is_stock = True
 
     rule: Literal["adafactor"] = "adafactor"
 
@@ -52,6 +65,28 @@ class SmallStateOptimizer(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.OPTIMIZER
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        if asked.card is None or not asked.allows(cls):
+            return so_far
+        small = asked.usable([(cls(),)])
+        halved = computed_in_half(so_far)
+        return [*so_far, *small, *((*half, *one) for half in halved for one in small)]
+
+    def is_pointless(self, beside: Combination) -> bool:
+        return beside.effects.few_learn
+
+    def in_words(self) -> str:
+        return pt("settings", "{rule}", rule=self.rule)
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        return Message(
+            "{rule} instead of AdamW, as you allowed: its state is nearly nothing", rule=self.rule
+        )
+
+    def stock_arguments(self) -> dict[str, Any]:
+        return {"optim": self.rule}
 
     def unavailable(self, setup: Setup) -> str:
         if plain_value(setup, "optim") == self.rule:

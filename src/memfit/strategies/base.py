@@ -2,25 +2,38 @@
 
 A strategy is a small frozen dataclass; its fields are its settings. It says what it does to the
 result (`fidelity`), what it shrinks, what it cannot stand beside, why it may be of no use here,
-and it changes a `Setup`: the model, or how the step is run. registry.py has the order.
+and it changes a `Setup`: the model, or how the step is run. registry.py has the order, planning.py
+the words in which the planner and a strategy talk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import psutil
 
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.memory.tracing.traced_device import triton_expected
-from memfit.text import N_, Message
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Half,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+    TracePart,
+)
+from memfit.text import N_, Message, shown
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -194,7 +207,9 @@ CANNOT_BE_USED = N_("{strategy} cannot be used here: {reason}")
 
 
 class Strategy(ABC):
-    """One memory technique."""
+    """One memory technique: what it is, what the planner must know of it, what people read."""
+
+    # ---- what it is ----
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
@@ -204,16 +219,34 @@ class Strategy(ABC):
     shrinks: ClassVar[tuple[str, ...]]
     conflicts: ClassVar[frozenset[str]] = frozenset()
     """Names of strategies it cannot stand beside."""
+    follows: ClassVar[str] = ""
+    """The strategy it is applied after, of one from outside; the registry orders memfit's own."""
+    catalogue: ClassVar[Path | None] = None
+    """The compiled catalogue (.mo) with its sentences in Chinese, of one from outside."""
+    needs_package: ClassVar[str] = ""
+    """The optional package it cannot work without."""
+    faster_with: ClassVar[str] = ""
+    """The optional package it is faster with."""
 
     @property
     @abstractmethod
     def fidelity(self) -> Fidelity:
         """What it does to the result, with these settings."""
 
+    @property
+    def effects(self) -> Effects:
+        """What it does to a step, with these settings."""
+        return Effects()
+
     @classmethod
     def called(cls) -> str:
         """Returns what plans call it."""
         return Message(cls.title) if cls.title else cls.name
+
+    @classmethod
+    def as_used(cls, half: Half) -> Option:  # noqa: ARG003
+        """Returns what it stands on and, last, itself, as one would use it with this precision."""
+        return (cls(),)
 
     def unavailable(self, setup: Setup) -> str:  # noqa: ARG002
         """Why it has no use here, as a `Message`; empty where it has."""
@@ -228,6 +261,86 @@ class Strategy(ABC):
     @abstractmethod
     def change(self, setup: Setup) -> None:
         """Change the setup; a strategy that changed nothing raises."""
+
+    # ---- how the planner chooses it ----
+
+    axis: ClassVar[Axis | None] = None
+    """What it is an alternative on; without one the planner leaves it to users."""
+    permission: ClassVar[str] = ""
+    """The word for --allow if its fidelity, with some settings, is below `rounding`; empty: its
+    name."""
+    asked_first: ClassVar[bool] = False
+    """Whether it may replace what the other strategies of its axis would add to."""
+    traced: ClassVar[TracePart] = TracePart.LAYERS
+    """Which of the traces behind quick prices it changes."""
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        """Returns the options of its axis, where those of the strategies before it are `so_far`."""
+        made = cls()
+        if made.fidelity > Fidelity.ROUNDING and not asked.allows(cls):
+            return so_far
+        if cls.axis is Axis.FREE:
+            (free,) = so_far
+            return [(*free, made)] if asked.works(*free, made) else so_far
+        return [*so_far, *asked.usable([(made,)])]
+
+    def is_pointless(self, beside: Combination) -> bool:  # noqa: ARG002
+        """Whether it would have nothing to do beside the others, or something better is offered."""
+        return False
+
+    def needs_whole_batches(self, beside: Combination) -> bool:  # noqa: ARG002
+        """Whether a step of several micro-batches would be another one."""
+        return False
+
+    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
+        """Returns how slow a step is at least."""
+        return Tier.USUAL
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is worth a price only if nothing fits without it."""
+        return False
+
+    def for_layers(self, count: int | None) -> Self:  # noqa: ARG002
+        """Returns the same for so many layers (None: all); itself if it is not for layers."""
+        return self
+
+    def as_traced(self) -> Self:
+        """Returns the settings with the same trace that stand for all of them."""
+        return self
+
+    def traced_inputs(self, config: Any, rows: int) -> dict[str, torch.Tensor] | None:  # noqa: ARG002
+        """Returns what a batch holds instead of texts; None: texts."""
+        return None
+
+    # ---- what people read ----
+
+    missed_if_exact: ClassVar[bool] = False
+    """Whether plans on a card say that --exact forbids it."""
+    missed_if_needless: ClassVar[bool] = False
+    """Whether plans that do without it say what it would cost."""
+
+    def in_words(self) -> str:
+        """Returns what it does with these settings, in a few words."""
+        return shown(self.called())
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        """Returns why a plan uses it, as a `Message` with the figures behind it."""
+        return Message("used: {name}", name=self.called())
+
+    def also_explain(self, plan: PlanFigures) -> dict[str, str]:  # noqa: ARG002
+        """Returns further sentences of a plan that uses it, by what they are about."""
+        return {}
+
+    # ---- what the stock Trainer can do of it ----
+
+    is_stock: ClassVar[bool] = False
+    """Whether the arguments below are all of it."""
+
+    def stock_arguments(self) -> Mapping[str, Any]:
+        """Returns the training arguments that come nearest to it."""
+        return {}
 
 
 def change_arguments(setup: Setup, **fields: Any) -> None:

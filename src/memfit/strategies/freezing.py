@@ -9,9 +9,10 @@ m3e-small, 0.900 with a BERT-Base and 0.829 with an ALBERT-tiny, where training 
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from memfit.errors import ConfigError
 from memfit.models.layers import freeze
 from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments, is_users
+from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
 from memfit.text import N_, Message, t
 
 HEAD_LEARNING_RATE = 1e-3
@@ -40,6 +42,8 @@ class Freezing(Strategy):
     reason = "weights that do not learn need no gradient, no optimizer state and no activations"
     shrinks = ("gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"lora"})
+    axis = Axis.LEARNING
+    permission = "freeze"
 
     what: Literal["embeddings", "encoder"] | int = "encoder"
     head_learning_rate: float | None = None
@@ -60,6 +64,35 @@ class Freezing(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.CAPACITY
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(
+            few_learn=True,
+            chooses_weights=True,
+            frozen_layers=self.what if isinstance(self.what, int) else 0,
+            keeps_nothing=self.what == "encoder",
+        )
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        task = asked.workload
+        if not asked.allows(cls) or task.freeze is not None or task.lora is not None:
+            return so_far
+        return [*so_far, *asked.usable([(cls("embeddings"),), (cls("encoder"),)])]
+
+    def for_layers(self, count: int | None) -> Freezing:
+        return dataclasses.replace(self, what=count) if count else self
+
+    def in_words(self) -> str:
+        return t("{what} frozen", what=self.what)
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        return Message("frozen, as you allowed: {what}", what=str(self.what))
+
+    def stock_arguments(self) -> dict[str, Any]:
+        rate = self.head_learning_rate
+        return {} if rate is None else {"learning_rate": rate}
 
     def unavailable(self, setup: Setup) -> str:
         if hasattr(setup.model, "peft_config"):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from memfit.errors import ConfigError
 from memfit.models.layer_stack import unwrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.planning import Axis, Combination, Option, PlanFigures, PlanQuestion
 from memfit.text import N_, Message
 
 # What the families call the dropout of attention weights.
@@ -28,6 +29,7 @@ class FusedAttention(Strategy):
     reason = "attention weights, the square of the length for every head, are never stored"
     shrinks = ("activations", "time")
     conflicts = frozenset({"packing"})
+    axis = Axis.FREE
 
     implementation: Literal["sdpa"] = "sdpa"
 
@@ -43,6 +45,17 @@ class FusedAttention(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        (free,) = so_far
+        is_eager = getattr(asked.workload.config, "_attn_implementation", None) == "eager"
+        if not is_eager or asked.given("attn_implementation") or Combination(free).effects.packs:
+            return so_far
+        return [(*free, cls())] if asked.works(cls()) else so_far
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        return Message("attention is fused: weights of the square of the length are never stored")
 
     def unavailable(self, setup: Setup) -> str:
         model = unwrap(setup.model)

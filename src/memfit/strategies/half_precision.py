@@ -17,6 +17,7 @@ import torch
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments
+from memfit.strategies.planning import Axis, Effects, Half, Option, PlanFigures, PlanQuestion
 from memfit.text import N_, Message, t
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -32,6 +33,9 @@ class HalfPrecision(Strategy):
     title = N_("half precision")
     reason = "activations of two bytes instead of four, and products on the faster units"
     shrinks = ("activations", "time")
+    axis = Axis.UPDATING
+    missed_if_exact = True
+    is_stock = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
@@ -46,6 +50,35 @@ class HalfPrecision(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(autocast=self.dtype)
+
+    @classmethod
+    def as_used(cls, half: Half) -> Option:
+        return (cls(half),)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        if () not in so_far:  # weights are stored in half precision
+            return so_far
+        if asked.card is None and not has_fast_bf16():
+            asked.left_out[cls.name] = Message("this CPU has no bfloat16 instructions")
+            return so_far
+        return so_far if asked.refuses_half else [*so_far, *asked.usable([(cls(asked.half),)])]
+
+    def in_words(self) -> str:
+        return t("computed in {dtype}", dtype=self.dtype)
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        return Message(
+            "computes in {dtype} over float32 weights: half the activations, faster products",
+            dtype=self.dtype,
+        )
+
+    def stock_arguments(self) -> dict[str, Any]:
+        return half_arguments(self.dtype)
 
     def unavailable(self, setup: Setup) -> str:
         return self._chosen_already(setup) or self._missing_on(setup)
@@ -75,10 +108,7 @@ class HalfPrecision(Strategy):
         return setup.refuses(self.dtype)
 
     def change(self, setup: Setup) -> None:
-        short = _SHORT[self.dtype]
-        # The Trainer makes its Accelerator from `mixed_precision`, which the arguments derived
-        # from bf16 and fp16 when they were made.
-        change_arguments(setup, **{short: True, "mixed_precision": short})
+        change_arguments(setup, **half_arguments(self.dtype))
         if setup.device_type == "cpu" and not has_fast_bf16():
             warnings.warn(
                 t(
@@ -88,6 +118,20 @@ class HalfPrecision(Strategy):
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def computed_in_half(options: list[Option]) -> list[Option]:
+    """Returns the options that are half precision and nothing else."""
+    return [one for one in options if len(one) == 1 and one[0].effects.autocast]
+
+
+def half_arguments(dtype: Half) -> dict[str, Any]:
+    """Returns the training arguments that turn autocast on.
+
+    The Trainer makes its Accelerator from `mixed_precision`, which the arguments derived from bf16
+    and fp16 when they were made.
+    """
+    return {_SHORT[dtype]: True, "mixed_precision": _SHORT[dtype]}
 
 
 def has_fast_bf16() -> bool:

@@ -1,9 +1,13 @@
-"""The order in which strategies are applied, and which cannot stand beside each other."""
+"""The order in which strategies are applied, memfit's own and those of other packages."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint
 
+from memfit.config.plugins import package_of, strategy_plugins
+from memfit.config.schema import ALLOWABLE
 from memfit.errors import ConfigError, nearest
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
@@ -21,9 +25,10 @@ from memfit.strategies.lowbit.state_offload import StateOffload
 from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
+from memfit.strategies.planning import Half, Option
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
-from memfit.text import Message
+from memfit.text import Message, add_catalogue
 
 # First what changes which weights learn from which texts, then the precision, then how a
 # layer runs, then how weights are stored and stepped, and last the step as a whole.
@@ -38,37 +43,125 @@ ORDER: tuple[type[Strategy], ...] = (
     FusedLayers,
     Checkpointing,
     ActivationOffload,
-    SmallStateOptimizer,
     LowBitAdamW,
     GradientRelease,
     StateOffload,
     OptimizerOffload,
+    SmallStateOptimizer,
     SmallWorkspace,
     CudaGraphs,
 )
+"""memfit's own strategies."""
+
+_OWN = frozenset(ORDER)
 
 BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in ORDER}
 
 
-def by_name(name: str) -> type[Strategy]:
-    """The strategy of that name."""
-    if name not in BY_NAME:
+def all_strategies() -> tuple[type[Strategy], ...]:
+    """Returns every strategy in its order, those of installed packages where they say."""
+    return _with_outside()[0]
+
+
+def not_loaded() -> dict[str, str]:
+    """Returns the names that packages bring and that cannot be used, each with its reason."""
+    return _with_outside()[1]
+
+
+@functools.cache
+def _with_outside() -> tuple[tuple[type[Strategy], ...], dict[str, str]]:
+    problems: dict[str, str] = {}
+    waiting: dict[str, type[Strategy]] = {}
+    for name, plugin in strategy_plugins().items():
+        try:
+            waiting[name] = _loaded(name, plugin)
+        except Exception as error:  # whatever another package does when it is imported
+            problems[name] = Message(
+                "it cannot be loaded from {package}: {error}",
+                package=package_of(plugin),
+                error=_sentence(error),
+            )
+    placed, homeless = _placed(ORDER, waiting.values())
+    return placed, {**problems, **{kind.name: _no_place(kind) for kind in homeless}}
+
+
+def _placed(
+    order: Sequence[type[Strategy]], kinds: Iterable[type[Strategy]]
+) -> tuple[tuple[type[Strategy], ...], list[type[Strategy]]]:
+    """Returns the order with each of these after what it follows, and those that follow nothing."""
+    made, waiting = list(order), sorted(kinds, key=lambda kind: kind.name)
+    while True:
+        names = [kind.name for kind in made]
+        found = next((kind for kind in reversed(waiting) if kind.follows in names), None)
+        if found is None:
+            return tuple(made), waiting
+        made.insert(names.index(found.follows) + 1, found)
+        waiting.remove(found)
+
+
+def _loaded(name: str, plugin: EntryPoint) -> type[Strategy]:
+    kind = plugin.load()
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        raise ConfigError(Message("{value} is no Strategy", value=plugin.value))
+    if kind.name != name:
+        raise ConfigError(
+            Message("its entry point is {name}, its name {other}", name=name, other=kind.name)
+        )
+    if name in BY_NAME:
+        raise ConfigError(Message("memfit has a strategy of that name"))
+    if kind.permission not in ("", name, *ALLOWABLE):
         raise ConfigError(
             Message(
-                "there is no strategy {name}.{hint}", name=repr(name), hint=nearest(name, BY_NAME)
+                "its permission is {permission}; take its own name or one of {known}",
+                permission=repr(kind.permission),
+                known=", ".join(ALLOWABLE),
             )
         )
-    return BY_NAME[name]
+    if kind.catalogue is not None:
+        add_catalogue(kind.catalogue)
+    return kind
+
+
+def _sentence(error: Exception) -> str:
+    """Returns an error in one line."""
+    if isinstance(error, ConfigError):
+        return error.reason
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _no_place(kind: type[Strategy]) -> str:
+    return Message(
+        "it follows {follows}, and there is no such strategy", follows=repr(kind.follows)
+    )
+
+
+def by_name(name: str) -> type[Strategy]:
+    """The strategy of that name."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    known = {kind.name: kind for kind in all_strategies()}
+    if name in known:
+        return known[name]
+    if reason := not_loaded().get(name):
+        raise ConfigError(
+            Message("there is no strategy {name}: {reason}", name=repr(name), reason=reason)
+        )
+    raise ConfigError(
+        Message("there is no strategy {name}.{hint}", name=repr(name), hint=nearest(name, known))
+    )
 
 
 def called(name: str) -> str:
     """Returns what plans call the strategy of that name; the name itself if it is not known."""
-    return BY_NAME[name].called() if name in BY_NAME else name
+    kinds = [BY_NAME[name]] if name in BY_NAME else all_strategies()
+    return next((kind.called() for kind in kinds if kind.name == name), name)
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     """The strategies in the order they are applied; two that conflict are refused."""
-    chosen = sorted(strategies, key=lambda strategy: ORDER.index(type(strategy)))
+    given = list(strategies)
+    order = _order_of({type(one) for one in given})
+    chosen = sorted(given, key=lambda strategy: order.index(type(strategy)))
     names = [strategy.name for strategy in chosen]
     for strategy in chosen:
         if names.count(strategy.name) > 1:
@@ -87,7 +180,51 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     return chosen
 
 
+def _order_of(kinds: set[type[Strategy]]) -> tuple[type[Strategy], ...]:
+    """Returns an order that these have a place in, whether or not a package brings them."""
+    if kinds <= _OWN:
+        return ORDER
+    known = all_strategies()
+    order, homeless = _placed(known, kinds.difference(known))
+    for kind in homeless:
+        raise ConfigError(
+            Message("{name} cannot be ordered: {reason}", name=kind.name, reason=_no_place(kind))
+        )
+    return order
+
+
 def apply_all(strategies: Sequence[Strategy], setup: Setup) -> None:
     """Change the setup by each strategy in turn; one that cannot work here says why."""
     for strategy in ordered(strategies):
         strategy.apply(setup)
+
+
+# ---- what traces use to ask and compare; a strategy that is not named here only takes longer ----
+
+
+def asked_together(half: Half, *, cuda: bool, exact: bool) -> list[tuple[Option, Option]]:
+    """Returns strategies that work together on most tasks, and those that then work too.
+
+    A question builds a model, so the planner asks for many at once.
+    """
+    layers: Option = (Packing(), Checkpointing())
+    halves: Option = (Packing(), Checkpointing(part="mlp"))
+    if not cuda:
+        return [(layers, ()), (halves, ())]
+    layers, halves = (*layers, FusedLayers()), (*halves, ActivationOffload())
+    if exact:
+        return [(layers, ()), (halves, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
+    stored, kept = usual_update(half)
+    slower = (GradientRelease("two_pass"), GradientRelease("host"))
+    hosted = OptimizerOffload(True, "bfloat16")
+    return [
+        ((*layers, stored, kept, CudaGraphs()), (LowBitAdamW(16, half), *slower)),
+        ((stored, kept, StateOffload(gradients=True)), (StateOffload(),)),
+        (halves, ()),
+        ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
+    ]
+
+
+def usual_update(half: Half) -> Option:
+    """Returns the way of updating that layers of half-precision weights are traced with."""
+    return (LowBitAdamW(dtype=half), GradientRelease("kept8"))

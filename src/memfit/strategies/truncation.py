@@ -16,7 +16,17 @@ from torch import Tensor
 
 from memfit.errors import ConfigError
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
-from memfit.text import N_, Message
+from memfit.strategies.planning import (
+    Axis,
+    Effects,
+    Half,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    TracePart,
+)
+from memfit.text import N_, Message, t
+from memfit.units import percent
 
 if TYPE_CHECKING:
     from memfit.data import LengthSummary
@@ -27,6 +37,9 @@ _MULTIPLE = 8
 """Lengths are multiples of it: tensor cores take tokens by eights."""
 
 _LOOKED_AT_ROWS = 1000
+
+_CUT_SHARES = (0.05, 0.2)
+"""Shares of the rows that a shorter length may cut, if the planner chooses it."""
 
 _SHORTEST = 3
 """A first special token, one token of text and a last special token."""
@@ -92,6 +105,10 @@ class Truncation(Strategy):
     title = N_("shorter texts")
     reason = "shorter texts need less of everything that grows with the length"
     shrinks = ("activations", "time")
+    axis = Axis.TEXTS
+    permission = "truncate"
+    traced = TracePart.NONE
+    is_rare = True
 
     max_length: int = 128
 
@@ -108,6 +125,36 @@ class Truncation(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.DATA
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(cuts_at=self.max_length)
+
+    @classmethod
+    def as_used(cls, half: Half) -> Option:  # noqa: ARG003
+        return (cls(64),)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        if not asked.allows(cls):
+            return so_far
+        lengths = asked.workload.lengths
+        shorter = {choose_length(lengths, cut_at_most=share).max_length for share in _CUT_SHARES}
+        shorter.add(max(8, asked.workload.longest_tokens // 2 // 8 * 8))
+        fewer = sorted((one for one in shorter if one < max(lengths)), reverse=True)
+        return [*so_far, *asked.usable((cls(one),) for one in fewer)]
+
+    def in_words(self) -> str:
+        return t("texts cut at {max_length} tokens", max_length=self.max_length)
+
+    def explain(self, plan: PlanFigures) -> str:
+        lengths = plan.workload.lengths
+        cut = sum(length > self.max_length for length in lengths) / len(lengths)
+        return Message(
+            "texts are cut at {tokens} tokens, as you allowed: {share} of the rows lose their end",
+            tokens=str(self.max_length),
+            share=percent(cut),
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if reason := _not_cut(setup.train_dataset):

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from memfit.memory.allocator import Allocator, Block, segments_expand
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, Event, MemoryPeak
-from memfit.memory.cuda_context import handle_workspace_bytes, lt_workspace_bytes, run_context_bytes
+from memfit.memory.cuda_context import (
+    SMALL,
+    VARIABLE,
+    handle_workspace_bytes,
+    lt_workspace_bytes,
+    run_context_bytes,
+)
 from memfit.memory.phases import (
     EVALUATION,
     RESUMING,
@@ -24,7 +30,6 @@ from memfit.memory.phases import (
     with_workspaces,
 )
 from memfit.memory.tracing.depth import Mark, Segments
-from memfit.strategies.small_workspace import SETTING
 
 _ON_STREAM = ("workspace", "micro", "micro_more", "update", "update_first", "clear")
 """Parts of a run that the stream of the graphs runs, until the first is captured."""
@@ -48,7 +53,7 @@ class Priced:
     @property
     def environment(self) -> Mapping[str, str]:
         """The environment the run will have."""
-        return {**os.environ, **SETTING} if self.small_workspace else os.environ
+        return {**os.environ, VARIABLE: SMALL} if self.small_workspace else os.environ
 
     @property
     def is_stepped(self) -> bool:
@@ -75,7 +80,7 @@ def context_bytes(run: Priced, card: DeviceProfile) -> int:
     return run_context_bytes(
         card.context_bytes,
         card.capability,
-        {} if card.here else {**SETTING, **os.environ},
+        {} if card.here else {VARIABLE: SMALL, **os.environ},
         streams=run.streams or run.graphs > 0,
         graphed_kernels=run.graphs * run.graphed_kernels,
     )

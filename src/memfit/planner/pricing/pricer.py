@@ -46,10 +46,7 @@ from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
 from memfit.planner.pricing.traced_setup import graph_count
 from memfit.planner.step_time import least_seconds, step_seconds
 from memfit.planner.workload import Cutting, batches_of
-from memfit.strategies import CudaGraphs, GradientRelease, LowBitAdamW
-
-_CHOOSING = ("lora", "freezing")
-"""What chooses which weights learn, and leaves the layers as they are."""
+from memfit.strategies import Combination, Tier, usual_update
 
 _TENSORS_A_LAYER = 16
 
@@ -113,11 +110,11 @@ class TracedPricer:
         split = self._split(candidate.strategies)
         return round(self._updating(split.family, split.updating).learning(self._depth))
 
-    def least_seconds(self, kind: str, prices: Sequence[Price]) -> float:
-        """What a step of a slow kind takes at least, known from the prices of the others."""
+    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+        """What a step of a slow tier takes at least, known from the prices of the others."""
         if not prices:
             return 0.0
-        return least_seconds(kind, prices, self.learning_parameters(prices[0].candidate), self.card)
+        return least_seconds(tier, prices, self.learning_parameters(prices[0].candidate), self.card)
 
     def full(self, candidate: Candidate) -> Price:
         """The whole step traced; its seconds are those of the quick price."""
@@ -145,35 +142,34 @@ class TracedPricer:
     # ------------------------------------------------------------------------ the parts
 
     def _make_family(self, family: Strategies, reference: Strategies) -> TraceFamily:
-        rest = tuple(one for one in family if one.name not in _CHOOSING)
-        names = {one.name for one in family}
-        if len(rest) == len(family) or "frozen_features" in names:
+        rest = tuple(one for one in family if not one.effects.chooses_weights)
+        if len(rest) == len(family) or Combination(family).effects.feature_tokens:
             return TraceFamily(self._tracing, family, reference)
-        dtype = next((d for one in reference if (d := getattr(one, "dtype", None))), None)
-        pattern = self._family(rest, self._usual_reference(dtype, reference))
+        pattern = self._family(rest, self._usual_reference(reference))
         return TraceFamily(self._tracing, family, reference, pattern)
 
     def _family_of(self, split: Split) -> TraceFamily:
-        return self._family(split.family, self._reference(split))
+        return self._family(split.family, self._reference(split.family, split.updating))
 
-    def _reference(self, split: Split) -> Strategies:
+    def _reference(self, family: Strategies, updating: Strategies) -> Strategies:
         """The way of updating a family's layers are traced with."""
-        dtype = next((d for one in split.updating if (d := getattr(one, "dtype", None))), None)
-        hosted = any(getattr(one, "weights", False) for one in split.updating)
-        if hosted or (dtype and any(one.name in _CHOOSING for one in split.family)):
-            return split.updating
-        return self._usual_reference(dtype, split.updating)
+        effects = Combination(updating).effects
+        chooses = Combination(family).effects.chooses_weights
+        if effects.weights_on_host or (effects.stores and chooses):
+            return updating
+        return self._usual_reference(updating)
 
-    def _usual_reference(self, dtype: Any, updating: Strategies) -> Strategies:
+    def _usual_reference(self, updating: Strategies) -> Strategies:
         """Gradients in eight bits, where weights are of few; what is stored in full as it is."""
+        dtype = Combination(updating).effects.stores
         if dtype is None:
             return ()
-        low_bit = (LowBitAdamW(dtype=dtype), GradientRelease("kept8"))
+        low_bit = usual_update(dtype)
         return updating if self.problem(low_bit) else low_bit
 
     def _make_updating(self, family: Strategies, updating: Strategies) -> Updating:
-        split = Split(family, updating, (), 0, None, False, 1, False, False)
-        return Updating(self._tracing, self._family_of(split), updating)
+        traced = self._family(family, self._reference(family, updating))
+        return Updating(self._tracing, traced, updating)
 
     def _make_policy(self, split_family: TraceFamily, policy: Strategies) -> Policy:
         return split_family.policy(policy, self._depth)
@@ -217,7 +213,7 @@ class TracedPricer:
             gap = self._gap_at(family, split, tokens, adds_up)
             # What graphs were captured in is theirs: an evaluation takes memory beside it.
             beside = evaluation + _LAUNCHED_REST_BYTES
-            gap += round(beside if split.graphs else max(updating.gap_bytes, 0.0))
+            gap += round(beside if split.bucket_tokens else max(updating.gap_bytes, 0.0))
         held = {name: round(static.parts.get(name, 0.0)) for name in Component}
         held[Component.GRADIENTS] += round(gradients)
         held[Component.WORKSPACE] += workspace
@@ -290,7 +286,7 @@ class TracedPricer:
         return round(ends[1] + min(max(share, 0.0), 1.0) * (ends[0] - ends[1]))
 
     def _gap_of(self, family: TraceFamily, split: Split, tokens: int, keeps: bool) -> float:
-        graphed = split.graphs is not None
+        graphed = bool(split.bucket_tokens)
         plain = self._gap(family, (), 0, tokens, keeps, graphed)
         if not split.policy:
             return plain
@@ -326,19 +322,17 @@ class TracedPricer:
             recompute=again,
             small_workspace=split.small_workspace,
             streams=split.copies,
-            graphs=self._graphs(limits, split.graphs) if split.graphs else 0,
+            graphs=self._graphs(limits, split.bucket_tokens) if split.bucket_tokens else 0,
             graphed_kernels=kernels,
         )
         return _workspace_bytes(run, self.card), context_bytes(run, self.card)
 
-    def _count_graphs(self, limits: Any, graphs: CudaGraphs) -> int:
-        return graph_count(self.workload, Candidate((graphs,), limits))
+    def _count_graphs(self, limits: MicroBatching, bucket_tokens: int) -> int:
+        return graph_count(self.workload, limits, bucket_tokens)
 
     def _bucket(self, split: Split, tokens: int) -> int:
         """So many tokens, or as many as a graph of them has."""
-        return (
-            tokens if split.graphs is None else TokenBuckets(split.graphs.bucket_tokens).fit(tokens)
-        )
+        return TokenBuckets(split.bucket_tokens).fit(tokens) if split.bucket_tokens else tokens
 
     def _host_bytes(self, split: Split, cut: Cutting) -> int:
         updating = self._updating(split.family, split.updating)
@@ -386,12 +380,11 @@ class TracedPricer:
     def _counted(self, split: Split, cut: Cutting) -> StepCounts:
         """The same with all state on the card."""
         micro, attention, update, more = self._lines(split.as_counted)
-        tokens = cut.tokens
-        if split.graphs is not None:  # filled up to the next bucket, by half of one on average
-            tokens += cut.micro_batches * split.graphs.bucket_tokens / 2
+        # Captured batches are filled up to the next bucket, by half of one on average.
+        tokens = cut.tokens + cut.micro_batches * split.bucket_tokens / 2
         step = micro.at(cut.micro_batches, tokens) + attention * cut.pairs
         step += more * (cut.micro_batches - 1) + self._features(split)
-        if split.graphs is None:
+        if not split.bucket_tokens:
             return counts_of(step + update)
         # A batch that is not cut ends its step in the graph, too.
         share = min(cut.micro_batches - 1.0, 1.0)
@@ -400,7 +393,7 @@ class TracedPricer:
 
     def _features(self, split: Split) -> Counts | float:
         """The share of a step in the one pass of all texts through a frozen encoder."""
-        if not any(one.name == "frozen_features" for one in split.family):
+        if not Combination(split.family).effects.feature_tokens:
             return 0.0
         each = self._updating(split.family, split.updating).features_each_token(self._depth)
         epochs = max(float(self.workload.args.num_train_epochs), 1.0)

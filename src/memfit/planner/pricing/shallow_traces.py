@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import DeviceProfile
@@ -38,7 +37,7 @@ from memfit.planner.pricing.layer_pieces import (
     without_attention,
 )
 from memfit.planner.pricing.step_trace import StepTrace, trace_step
-from memfit.strategies import CudaGraphs, LowBitAdamW, OptimizerOffload, Strategy, ordered
+from memfit.strategies import Combination, Strategy, TracePart, ordered
 
 Strategies = tuple[Strategy, ...]
 
@@ -170,9 +169,9 @@ class Updating:
         used = (*family.strategies, *strategies)
         self._shallow = tracing.trace(used, self._layers)
         # What crosses the bus is in proportion to the parameters: one depth is enough.
-        simple = strategies != family.reference and any(map(_crosses_the_bus, strategies))
+        simple = strategies != family.reference and Combination(strategies).effects.copies
         self._deeper = None if simple else tracing.trace(used, family.layers)
-        offloads = any(isinstance(one, OptimizerOffload) for one in strategies)
+        offloads = Combination(strategies).effects.updates_on_host
         self._host_bytes_each = _HOST_ADAMW_BYTES if offloads else family.gradient_bytes
 
     def static(self, depth: int) -> Static:
@@ -249,18 +248,13 @@ class Updating:
 
     def features_each_token(self, depth: int) -> Counts:
         """What a frozen encoder does for each token, once."""
-        most = next(one for one in self._family.strategies if one.name == "frozen_features")
-        settings: Any = most
+        at_once = Combination(self._family.strategies).effects.feature_tokens
         counts = self._along(lambda trace: vector(trace.part_counts["features"]), depth)
-        each: Counts = counts / settings.max_tokens
+        each: Counts = counts / at_once
         return each
 
     def _top(self, part: str) -> float:
         return top_bytes(self._shallow.segments.parts.get(part, []))
-
-
-def _crosses_the_bus(strategy: Strategy) -> bool:
-    return isinstance(strategy, OptimizerOffload) or getattr(strategy, "mode", "") == "host"
 
 
 class TraceFamily:
@@ -275,9 +269,9 @@ class TraceFamily:
     ) -> None:
         self._tracing, self.strategies = tracing, strategies
         self.reference, self._pattern = reference, pattern
-        hosted = any(isinstance(one, OptimizerOffload) and one.weights for one in reference)
+        hosted = Combination(reference).effects.weights_on_host
         self.layers = _HOSTED_LAYERS if hosted else TRACED_LAYERS
-        self.packed = any(one.name == "packing" for one in strategies)
+        self.packed = Combination(strategies).effects.packs
         self.tokens = tracing.tokens
 
     @cached_property
@@ -310,7 +304,7 @@ class TraceFamily:
 
     def policy(self, strategies: Strategies, depth: int) -> Policy:
         """The same with the activations of all layers treated in one way."""
-        away = any(one.name == "activation_offload" for one in strategies)
+        away = Combination(strategies).effects.copies
         layers = max(self.layers, _HOSTED_LAYERS) if away else self.layers
         used = (*self.strategies, *self.reference, *strategies)
         trace = self._tracing.trace(used, layers)
@@ -394,14 +388,6 @@ class TraceFamily:
         return without_attention(vector(trace.part_counts["micro"]))
 
 
-_POLICY = ("checkpointing", "activation_offload")
-
-_UPDATING = ("lowbit_adamw", "gradient_release", "optimizer_offload", "small_state_optimizer")
-
-_NEITHER = ("cuda_graphs", "small_workspace", "state_offload", "truncation")
-"""What changes neither the layers' events nor the update's."""
-
-
 @dataclass(frozen=True)
 class Split:
     """A candidate's strategies by what they decide."""
@@ -411,13 +397,18 @@ class Split:
     policy: Strategies
     count: int
     """Layers the policy is for."""
-    graphs: CudaGraphs | None
+    bucket_tokens: int
+    """Tokens that captured micro-batches are filled up to; 0: none is captured."""
     keeps: bool
     """Whether gradients stay in `.grad` until the update."""
     passes: int
     """How often a micro-batch runs in one step."""
     short_masters: bool
     small_workspace: bool
+    packed: bool
+    """Whether micro-batches have no padding."""
+    copies: bool
+    """Whether something travels to the host beside the computation."""
     hosted_state: int = 0
     """Bytes of each parameter's low-bit state that lie in host memory."""
     hosted_gradient: int = 0
@@ -429,25 +420,13 @@ class Split:
         return self.hosted_state + self.hosted_gradient
 
     @cached_property
-    def packed(self) -> bool:
-        """Whether micro-batches have no padding."""
-        return any(one.name == "packing" for one in self.family)
-
-    @cached_property
-    def copies(self) -> bool:
-        """Whether something travels to the host beside the computation."""
-        names = {one.name for one in (*self.policy, *self.updating)}
-        sent = any(getattr(one, "mode", "") == "host" for one in self.updating)
-        return sent or bool(names & {"activation_offload", "optimizer_offload"})
-
-    @cached_property
     def as_counted(self) -> Split:
         """The same without what counts do not depend on."""
         return dataclasses.replace(
             self,
             short_masters=False,
             small_workspace=False,
-            graphs=None,
+            bucket_tokens=0,
             hosted_state=0,
             hosted_gradient=0,
         )
@@ -455,38 +434,21 @@ class Split:
 
 def split_up(strategies: Strategies, depth: int) -> Split:
     """A candidate's strategies, for a model of so many layers."""
-    names = {one.name: one for one in strategies}
-    low_bit: Any = names.get("lowbit_adamw")
-    release: Any = names.get("gradient_release")
-    hosted: Any = names.get("state_offload")
-    policy = tuple(one for one in strategies if one.name in _POLICY)
-    sized: Any = next((one for one in policy if getattr(one, "layers", None)), None)
-    count = 0 if not policy else (sized.layers if sized else depth)
-    outside = (*_POLICY, *_UPDATING, *_NEITHER)
-    mode = release.mode if release else ""
-    graphs: Any = names.get("cuda_graphs")
+    effects = Combination(strategies).effects
+    parts = {part: [one for one in strategies if one.traced is part] for part in TracePart}
+    policy = parts[TracePart.ACTIVATIONS]
     return Split(
-        family=tuple(one for one in strategies if one.name not in outside),
-        updating=tuple(_normal(one) for one in strategies if one.name in _UPDATING),
-        policy=tuple(_of_all_layers(one) for one in policy),
-        count=count,
-        graphs=graphs,
-        keeps=release is None and "optimizer_offload" not in names,
-        passes=2 if mode == "two_pass" else 1,
-        short_masters=low_bit is not None and low_bit.master_bits == 16,
-        small_workspace="small_workspace" in names,
-        hosted_state=(2 + (low_bit.master_bits == 24)) if hosted else 0,
-        hosted_gradient=int(hosted is not None and hosted.gradients),
+        family=tuple(parts[TracePart.LAYERS]),
+        updating=tuple(one.as_traced() for one in parts[TracePart.UPDATE]),
+        policy=tuple(one.for_layers(None) for one in policy),
+        count=(effects.layers or depth) if policy else 0,
+        bucket_tokens=effects.graph_bucket_tokens,
+        keeps=not effects.takes_gradients,
+        passes=effects.passes,
+        short_masters=effects.short_masters,
+        small_workspace=effects.small_workspaces,
+        packed=effects.packs,
+        copies=effects.copies,
+        hosted_state=effects.state_bytes if effects.state_on_host else 0,
+        hosted_gradient=int(effects.gradients_on_host),
     )
-
-
-def _normal(strategy: Strategy) -> Strategy:
-    """The same as far as memory's layout and the counts go."""
-    if isinstance(strategy, LowBitAdamW):
-        return LowBitAdamW(24, strategy.dtype)
-    return strategy
-
-
-def _of_all_layers(strategy: Any) -> Strategy:
-    every: Strategy = dataclasses.replace(strategy, layers=None)
-    return every

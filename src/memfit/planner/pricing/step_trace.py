@@ -52,7 +52,6 @@ from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.pricing.memory_price import Priced, price
 from memfit.planner.pricing.traced_run import TracedRun
 from memfit.planner.pricing.traced_setup import (
-    ON_META,
     TracedRows,
     apply_one,
     autocast_dtype,
@@ -64,7 +63,7 @@ from memfit.planner.pricing.traced_setup import (
     rows_for,
 )
 from memfit.planner.workload import batches_of
-from memfit.strategies import Setup, Strategy, ordered
+from memfit.strategies import Setup, Strategy, TracePart, ordered
 from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 
 _SHORT_OFFLOADED = 4
@@ -97,7 +96,7 @@ def plan_runs(workload: Workload, candidate: Candidate, layers: Sequence[Any]) -
     count = len(layers)
     ends = boundaries(workload, candidate, count)
     if len(ends) == 1:
-        least = _SHORT_OFFLOADED if _is_away(candidate) else 2 + _is_released(candidate)
+        least = _SHORT_OFFLOADED if _is_away(candidate) else 2 + candidate.effects.releases
         depths = plan_depths(list(layers), least=least)
         if depths is None:
             return None
@@ -105,7 +104,7 @@ def plan_runs(workload: Workload, candidate: Candidate, layers: Sequence[Any]) -
         return Shallow((depths.shallow,), (depths.repeats,), period)
     lengths = [end - start for start, end in zip((0, *ends), ends, strict=False)]
     single = plan_depths(list(layers))
-    if single is None or single.deeper - single.shallow != 1 or _weights_away(candidate):
+    if single is None or single.deeper - single.shallow != 1 or candidate.effects.weights_on_host:
         return None
     # The last layer is unlike those before it where a head reads one token of each text.
     base = (*(1 for _ in lengths[:-1]), min(lengths[-1], 2))
@@ -119,32 +118,24 @@ def boundaries(workload: Workload, candidate: Candidate, count: int) -> list[int
     """Where a run of like layers ends, in layers from below; the last is the full depth."""
     frozen = _frozen(workload, candidate, count)
     found = {frozen, count}
-    for name in ("checkpointing", "activation_offload"):
-        strategy = candidate.get(name)
-        if strategy is not None and strategy.layers is not None:
-            found.add(frozen + strategy.layers)
+    for strategy in candidate.strategies:
+        if (layers := strategy.effects.layers) is not None:
+            found.add(frozen + layers)
     return sorted(end for end in found if 0 < end <= count)
 
 
 def _frozen(workload: Workload, candidate: Candidate, count: int) -> int:
-    freezing = candidate.get("freezing")
-    what = str(freezing.what) if freezing else workload.freeze
-    return min(int(what), count) if what is not None and what.isdecimal() else 0
+    what = workload.freeze or ""
+    theirs = int(what) if what.isdecimal() else 0
+    return min(candidate.effects.frozen_layers or theirs, count)
 
 
 def _is_away(candidate: Candidate) -> bool:
-    return _weights_away(candidate) or candidate.get("activation_offload") is not None
-
-
-def _is_released(candidate: Candidate) -> bool:
-    """Whether a layer's gradients wait until backward has passed the next one."""
-    release = candidate.get("gradient_release")
-    return release is not None and release.mode in ("release", "two_pass")
-
-
-def _weights_away(candidate: Candidate) -> bool:
-    offload = candidate.get("optimizer_offload")
-    return offload is not None and bool(offload.weights)
+    """Whether weights or activations of layers leave the device."""
+    if candidate.effects.weights_on_host:
+        return True
+    kept = (one.effects for one in candidate.strategies if one.traced is TracePart.ACTIVATIONS)
+    return any(effects.copies for effects in kept)
 
 
 def shortened(
@@ -157,15 +148,14 @@ def shortened(
     new_frozen = shorter.get(frozen, 0)
     strategies = []
     for strategy in candidate.strategies:
-        changes: dict[str, Any] = {}
-        if strategy.name == "freezing" and frozen:
-            changes["what"] = new_frozen
-        elif strategy.name in ("checkpointing", "activation_offload"):
-            layers = getattr(strategy, "layers", None)
-            if layers is not None:
-                changes["layers"] = shorter.get(frozen + layers, sum(runs)) - new_frozen
-        fields: Any = strategy
-        strategies.append(dataclasses.replace(fields, **changes) if changes else strategy)
+        effects = strategy.effects
+        if effects.frozen_layers:
+            strategies.append(strategy.for_layers(new_frozen))
+        elif effects.layers is not None:
+            layers = shorter.get(frozen + effects.layers, sum(runs)) - new_frozen
+            strategies.append(strategy.for_layers(layers))
+        else:
+            strategies.append(strategy)
     if workload.freeze is not None and workload.freeze.isdecimal():
         workload = dataclasses.replace(workload, freeze=str(new_frozen))
     return Candidate(tuple(strategies), candidate.micro_batching), workload
@@ -236,12 +226,12 @@ def first_objection(
 ) -> str:
     """The first sentence against one of them, each asked after those before it were applied."""
     setup = make_setup(workload, build_model(workload, config), card)
-    early = [one for one in strategies if one.name in ON_META]
+    early = [one for one in strategies if one.effects.chooses_weights]
     if reason := _objection(early, setup):
         return reason
     with FakeTensorMode(), traced.tracing(_Unwatched(device_to_trace(card))):
         materialize(setup.model, empty_like)
-        return _objection([one for one in strategies if one.name not in ON_META], setup)
+        return _objection([one for one in strategies if one not in early], setup)
 
 
 def _objection(strategies: Sequence[Strategy], setup: Setup) -> str:
@@ -259,9 +249,6 @@ _ENOUGH_LAYERS = 4
 _KEPT_TASKS = 4
 
 _KEPT_TRACES = 512
-
-_BESIDE = ("activation_offload", "optimizer_offload")
-"""Strategies that copy on a stream of their own."""
 
 _OLDEST_FIRST = ("update_first", "clear", "update")
 
@@ -331,7 +318,7 @@ def _largest(
 
     The gradient of one part is there while the next is computed, but parts are smaller.
     """
-    packed = candidate.get("packing") is not None
+    packed = candidate.effects.packs
     limits = candidate.micro_batching
     cutting = batches_of(workload, candidate.strategies).cut(limits, packed=packed)
     if packed and limits.max_tokens is not None and not _has_flash(candidate, workload, card):
@@ -370,23 +357,21 @@ def unavailable_reason(
 
 def priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced:
     """What decides the memory of a run of this step."""
-    is_graphed = "static" in trace.segments.parts
-    checkpointing = candidate.get("checkpointing") is not None
+    graphs = 0
+    if "static" in trace.segments.parts:
+        bucket_tokens, cuts_at = candidate.effects.graph_bucket_tokens, candidate.effects.cuts_at
+        graphs = graph_count(workload, candidate.micro_batching, bucket_tokens, cuts_at)
+    effects = candidate.effects
     return Priced(
         segments=trace.segments,
         parts=trace.rows.parts,
         biases=trace.biases,
-        recompute=checkpointing or bool(workload.args.gradient_checkpointing),
-        small_workspace=candidate.get("small_workspace") is not None,
-        streams=any(candidate.get(name) for name in _BESIDE) or _sends_gradients(candidate),
-        graphs=graph_count(workload, candidate) if is_graphed else 0,
+        recompute=effects.recomputes or bool(workload.args.gradient_checkpointing),
+        small_workspace=effects.small_workspaces,
+        streams=effects.copies,
+        graphs=graphs,
         graphed_kernels=trace.counts.replayed / trace.rows.parts,
     )
-
-
-def _sends_gradients(candidate: Candidate) -> bool:
-    release = candidate.get("gradient_release")
-    return release is not None and release.mode == "host"
 
 
 class _Tracer:
@@ -414,7 +399,7 @@ class _Tracer:
     ) -> StepTrace:
         """At full depth, from shallow traces where they suffice."""
         count = len(self._layers)
-        packed = candidate.get("packing") is not None
+        packed = candidate.effects.packs
         repads = packed and not _has_flash(candidate, self.workload, self.card)
         rows = rows_for(
             self.workload, candidate, packed=packed, repads=repads, tokens=tokens, whole=whole
@@ -476,9 +461,9 @@ class _Tracer:
 
     def _enough_layers(self, strategies: Sequence[Strategy]) -> int | None:
         """How many have one of each kind; None is all, where somebody counts them."""
-        counted = [getattr(one, "layers", None) or getattr(one, "what", "") for one in strategies]
-        counted.append(self.workload.freeze)
-        if not self._is_cut or any(str(one).isdecimal() for one in counted):
+        counts = any(one.effects.layers or one.effects.frozen_layers for one in strategies)
+        counts = counts or str(self.workload.freeze).isdecimal()
+        if counts or not self._is_cut:
             return None
         return min(_ENOUGH_LAYERS, len(self._layers))
 
@@ -487,9 +472,10 @@ def _has_flash(candidate: Candidate, workload: Workload, card: DeviceProfile | N
     """Whether packed texts go through a kernel that needs no padding."""
     if card is None or card.capability < (8, 0):
         return False
-    offload = candidate.get("optimizer_offload")
-    in_half = candidate.get("lowbit_adamw") or (offload and offload.dtype)
-    return bool(in_half) or autocast_dtype(workload, candidate, cuda=True) is not None
+    return (
+        candidate.effects.stores is not None
+        or autocast_dtype(workload, candidate, cuda=True) is not None
+    )
 
 
 @dataclass(frozen=True)

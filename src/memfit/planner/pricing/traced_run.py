@@ -47,7 +47,6 @@ from memfit.planner.pricing.traced_setup import (
     optimizer_spec,
 )
 from memfit.strategies import Setup
-from memfit.strategies.frozen_features import FEATURES
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients
 from memfit.strategies.lowbit.releasing_sinks import FLUSH_BYTES, ReleasedGradients
@@ -240,7 +239,7 @@ class TracedRun:
 
     def _train(self) -> None:
         self.setup.model.train()
-        if self._candidate.get("frozen_features"):
+        if self._candidate.effects.feature_tokens:
             with self._part("features"):
                 self._encode()
         with self._part("start"):
@@ -309,10 +308,9 @@ class TracedRun:
         return [part] * min(self._rows.parts, 2)
 
     def _inputs(self, lengths: tuple[int, ...]) -> Batch:
-        if self._candidate.get("frozen_features"):
-            width = self._config.hidden_size
-            features = torch.zeros(len(lengths), width)
-            return {FEATURES: features, "labels": labels_for(self._workload, len(lengths))}
+        for strategy in self._candidate.strategies:
+            if (instead := strategy.traced_inputs(self._config, len(lengths))) is not None:
+                return {**instead, "labels": labels_for(self._workload, len(lengths))}
         return make_batch(self._workload, self._config, lengths)
 
     @property
@@ -430,7 +428,7 @@ class TracedRun:
 
     def _encode(self) -> None:
         """As many tokens as go through the frozen encoder at once."""
-        most = self._candidate.get("frozen_features").max_tokens
+        most = self._candidate.effects.feature_tokens
         longest = max(self._rows.lengths)
         rows = (longest,) * min(max(most // longest, 1), len(self._workload.lengths))
         self._without_gradients(make_batch(self._workload, self._config, rows))

@@ -46,9 +46,12 @@ class TracedRows:
 
 def cut_lengths(workload: Workload, candidate: Candidate) -> list[int]:
     """Tokens of every row as the candidate trains them, longest first."""
-    truncation = candidate.get("truncation")
-    longest = truncation.max_length if truncation else workload.longest_tokens
-    return sorted((min(length, longest) for length in workload.lengths), reverse=True)
+    return _cut(workload, candidate.effects.cuts_at)
+
+
+def _cut(workload: Workload, longest: int | None) -> list[int]:
+    most = workload.longest_tokens if longest is None else longest
+    return sorted((min(length, most) for length in workload.lengths), reverse=True)
 
 
 def rows_for(
@@ -145,22 +148,23 @@ def _fitted(chosen: list[int], tokens: int, longest: int) -> tuple[int, ...]:
     return tuple(sorted(scaled, reverse=True))
 
 
-def graph_count(workload: Workload, candidate: Candidate) -> int:
+def graph_count(
+    workload: Workload, limits: MicroBatching, bucket_tokens: int, cuts_at: int | None = None
+) -> int:
     """How many token buckets an epoch captures: the largest, and those that come twice.
 
     Parts of batches that are cut have graphs of their own, which are not counted: the bytes of a
     kernel (memory/cuda_context.py) are enough for both, as measured.
     """
-    graphs = candidate.get("cuda_graphs")
-    lengths = cut_lengths(workload, candidate)
+    lengths = _cut(workload, cuts_at)
     rows = min(workload.effective_rows, len(lengths))
-    limit = candidate.micro_batching.max_tokens
+    limit = limits.max_tokens
     draw = random.Random(0)
     seen: Counter[int] = Counter()
     for _ in range(min(workload.steps_per_epoch, _MOST_BATCHES)):
         tokens = sum(draw.sample(lengths, rows))
-        seen[-(-min(tokens, limit or tokens) // graphs.bucket_tokens)] += 1
-    largest = -(-min(sum(lengths[:rows]), limit or sum(lengths[:rows])) // graphs.bucket_tokens)
+        seen[-(-min(tokens, limit or tokens) // bucket_tokens)] += 1
+    largest = -(-min(sum(lengths[:rows]), limit or sum(lengths[:rows])) // bucket_tokens)
     return len({bucket for bucket, times in seen.items() if times > 1} | {largest})
 
 
@@ -208,9 +212,6 @@ class LengthRows:
         length = self._lengths[key]
         return {"input_ids": [2, *[5] * max(length - 2, 0), 3][:length]}
 
-
-# These choose what learns; peft can do it only before a model has (fake) weights.
-ON_META = ("freezing", "lora")
 
 # Optimizers the trace does not run itself, by one whose state is as large or larger.
 _LIKE = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "adamw_bnb_8bit"}
@@ -287,12 +288,15 @@ def make_setup(workload: Workload, model: Any, card: DeviceProfile | None) -> Se
 
 
 def apply_on_meta(candidate: Candidate, setup: Setup) -> list[Strategy]:
-    """Apply what must come before there are weights; the rest, in order, is returned."""
+    """Apply what must come before there are weights; the rest, in order, is returned.
+
+    peft can choose what learns only before a model has (fake) weights.
+    """
     chosen = ordered(candidate.strategies)
     for one in chosen:
-        if one.name in ON_META:
+        if one.effects.chooses_weights:
             apply_one(one, setup)
-    return [one for one in chosen if one.name not in ON_META]
+    return [one for one in chosen if not one.effects.chooses_weights]
 
 
 def apply_one(strategy: Strategy, setup: Setup) -> None:
@@ -313,12 +317,12 @@ def optimizer_spec(workload: Workload, setup: Setup) -> StepSpec:
 
 def autocast_dtype(workload: Workload, candidate: Candidate, *, cuda: bool) -> torch.dtype | None:
     """What the forward pass computes in, where it is not the weights' own type."""
-    half = candidate.get("half_precision")
+    half = candidate.effects.autocast
     if not cuda and not half_on_cpu().bfloat16:
         return None
-    if workload.args.bf16 or (half and half.dtype == "bfloat16"):
+    if workload.args.bf16 or half == "bfloat16":
         return torch.bfloat16
     # A CPU trains in fp32 whatever fp16 says.
-    if cuda and (workload.args.fp16 or (half and half.dtype == "float16")):
+    if cuda and (workload.args.fp16 or half == "float16"):
         return torch.float16
     return None

@@ -29,6 +29,7 @@ from memfit.strategies.fused.layer_functions import (
     project,
     separate_parameters,
 )
+from memfit.strategies.planning import Axis, Option, PlanFigures, PlanQuestion
 from memfit.text import N_, Message
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")
@@ -55,6 +56,8 @@ class FusedLayers(Strategy):
     reason = "norms, dropout, GELU and bias gradients share their passes over memory"
     shrinks = ("activations", "time")
     conflicts = frozenset({"half_precision"})
+    needs_package = "triton"
+    axis = Axis.FREE
 
     mlp_pieces: int = 1
     """The MLP half runs on so many parts of the rows in turn, and keeps less: slower, smaller."""
@@ -71,6 +74,17 @@ class FusedLayers(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        (free,) = so_far
+        fuses = asked.card is not None and asked.works(*free, cls())
+        return [(*free, cls())] if fuses else so_far
+
+    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
+        return Message(
+            "the small operators of every layer are fused: fewer passes over memory, less kept"
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":

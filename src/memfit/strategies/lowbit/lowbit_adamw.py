@@ -17,7 +17,18 @@ from torch import nn
 
 from memfit.errors import ConfigError, MemfitError
 from memfit.strategies.base import Fidelity, Setup, Strategy, is_users
-from memfit.text import N_, Message
+from memfit.strategies.half_precision import half_arguments
+from memfit.strategies.planning import (
+    Axis,
+    Effects,
+    Half,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    TracePart,
+)
+from memfit.text import N_, Message, t
+from memfit.units import gb
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -26,6 +37,9 @@ if TYPE_CHECKING:
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+_BYTES_PER_PARAMETER = {24: 5.03, 16: 4.03}
+"""Weights and optimizer state; AdamW in fp32 has 12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,11 @@ class LowBitAdamW(Strategy):
     reason = "AdamW's state and master weights in 3 bytes a parameter instead of 12"
     shrinks = ("weights", "gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"half_precision", "small_state_optimizer", "optimizer_offload"})
+    faster_with = "triton"
+    axis = Axis.UPDATING
+    asked_first = True
+    traced = TracePart.UPDATE
+    missed_if_exact = True
 
     master_bits: Literal[16, 24] = 24
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -50,6 +69,64 @@ class LowBitAdamW(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(
+            stores=self.dtype,
+            short_masters=self.master_bits == 16,
+            state_bytes=3 if self.master_bits == 24 else 2,
+        )
+
+    @classmethod
+    def as_used(cls, half: Half) -> Option:
+        return (cls(dtype=half),)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        """Replaces float32 weights where it can be used.
+
+        They are the same arithmetic with more memory and more traffic, so slower and larger on any
+        card.
+        """
+        half = asked.half
+        if asked.card is None or asked.refuses_half or not asked.works(cls(dtype=half)):
+            return so_far
+        return [(cls(24, half),), (cls(16, half),)]
+
+    @property
+    def is_rare(self) -> bool:
+        return self.master_bits != 24
+
+    def as_traced(self) -> LowBitAdamW:
+        return LowBitAdamW(24, self.dtype)
+
+    def in_words(self) -> str:
+        return t("{master_bits}-bit masters", master_bits=self.master_bits)
+
+    def explain(self, plan: PlanFigures) -> str:
+        size = _BYTES_PER_PARAMETER[self.master_bits]
+        return Message(
+            "weights in {dtype} with {bits}-bit masters and 8-bit moments: {bytes} "
+            "bytes a parameter instead of 12, saves {saved}",
+            dtype=self.dtype,
+            bits=str(self.master_bits),
+            bytes=f"{size:.0f}",
+            saved=gb((12 - size) * plan.learning_parameters),
+        )
+
+    def also_explain(self, plan: PlanFigures) -> dict[str, str]:
+        if plan.effects.takes_gradients:
+            return {}
+        kept = gb(2 * plan.learning_parameters)
+        return {
+            "gradients.kept": Message(
+                "gradients are kept in 2 bytes a parameter until the update: {bytes}", bytes=kept
+            )
+        }
+
+    def stock_arguments(self) -> dict[str, Any]:
+        return half_arguments(self.dtype)
 
     def unavailable(self, setup: Setup) -> str:
         optim = str(getattr(setup.args.optim, "value", setup.args.optim))

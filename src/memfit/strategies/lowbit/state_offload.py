@@ -10,7 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
-from memfit.text import N_, Message
+from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Half,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+    TracePart,
+    widened,
+)
+from memfit.text import N_, Message, t
+from memfit.units import gb
+
+_BESIDE = ("", "kept8", "release")
+"""How gradients may wait beside it; the other ways are slow already, or keep none on the card."""
 
 _STATE_BYTES = 3
 """A parameter's correction and two moments."""
@@ -25,6 +42,10 @@ class StateOffload(Strategy):
     reason = "the low-bit optimizer's state lies in the computer's own memory, not on the card"
     shrinks = ("optimizer", "gradients")
     conflicts = frozenset({"optimizer_offload", "small_state_optimizer"})
+    needs_package = "triton"
+    axis = Axis.UPDATING
+    traced = TracePart.NONE
+    is_rare = True
 
     gradients: bool = False
     """Gradients of eight bits (kept8) wait there, too."""
@@ -32,6 +53,56 @@ class StateOffload(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(state_on_host=True, gradients_on_host=self.gradients)
+
+    @classmethod
+    def as_used(cls, half: Half) -> Option:
+        return (LowBitAdamW(dtype=half), cls())
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        def hosted(option: Option) -> list[Option]:
+            beside = Combination(option)
+            mode = getattr(beside.get("gradient_release"), "mode", "")
+            if not beside.effects.state_bytes or mode not in _BESIDE:
+                return []
+            places = [cls(), cls(gradients=True)] if mode == "kept8" else [cls()]
+            return [(*option, one) for one in places if asked.works(*option, one)]
+
+        return widened(so_far, hosted)
+
+    def is_pointless(self, beside: Combination) -> bool:
+        if beside.effects.few_learn:
+            return True  # the state is small already
+        again = beside.get("checkpointing")  # whole layers, before the bus is used
+        return again is not None and again.part == "mlp"
+
+    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
+        return Tier.STATE_ON_HOST
+
+    def in_words(self) -> str:
+        if self.gradients:
+            return t("the optimizer's state and gradients in host memory")
+        return t("the optimizer's state in host memory")
+
+    def explain(self, plan: PlanFigures) -> str:
+        fields = {**plan.saves(self), "host": gb(plan.host_bytes)}
+        if self.gradients:
+            return Message(
+                "the optimizer's state and the 8-bit gradients lie in host memory, "
+                "{host} there, where the card reads and writes them: saves {saved}, "
+                "costs {cost} of the step",
+                **fields,
+            )
+        return Message(
+            "the optimizer's state lies in host memory, {host} there, where the "
+            "card's update reads and writes it: saves {saved}, costs {cost} of the "
+            "step",
+            **fields,
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -40,9 +40,24 @@ from memfit.models.layer_stack import (
     stack_problem,
     wrap,
 )
+from memfit.strategies.activation_checkpointing import (
+    Checkpointing,
+    layer_figures,
+    layers_in_words,
+)
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.offload.host_memory import Link, link_to
-from memfit.text import N_, Message
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+    TracePart,
+)
+from memfit.text import N_, Message, t
 
 
 class Place(Enum):
@@ -247,6 +262,9 @@ class ActivationOffload(Strategy):
     title = N_("activation offload")
     reason = "activations wait in the computer's own memory until the backward pass needs them"
     shrinks = ("activations",)
+    axis = Axis.KEEPING
+    traced = TracePart.ACTIVATIONS
+    is_rare = True
 
     layers: int | None = None
     min_bytes: int = 1 << 16
@@ -264,6 +282,44 @@ class ActivationOffload(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(copies=True, wraps_layers=True, layers=self.layers)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        if asked.card is None or not asked.works(cls()):
+            return so_far
+        options = list(so_far)
+        if not asked.workload.args.gradient_checkpointing:
+            shares = sorted({max(asked.depth * share // 4, 1) for share in (1, 2, 3)})
+            options += [(cls(count),) for count in shares]
+        options.append((cls(),))
+        recomputed: Option = (Checkpointing(),)
+        return [*options, (*recomputed, cls())] if recomputed in so_far else options
+
+    def is_pointless(self, beside: Combination) -> bool:
+        return beside.effects.keeps_nothing
+
+    def tier(self, beside: Combination) -> Tier:
+        recomputes = beside.effects.recomputes
+        return Tier.RECOMPUTED_AND_OFFLOADED if recomputes else Tier.OFFLOADED
+
+    def for_layers(self, count: int | None) -> ActivationOffload:
+        return replace(self, layers=count)
+
+    def in_words(self) -> str:
+        if self.layers is None:
+            return t("activations in host memory")
+        return t("activations of {layers} in host memory", layers=layers_in_words(self.layers))
+
+    def explain(self, plan: PlanFigures) -> str:
+        return Message(
+            "activations of {count} of {depth} layers wait in host memory: saves "
+            "{saved}, costs {cost} of the step",
+            **layer_figures(self, self.layers, plan),
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":

@@ -27,10 +27,24 @@ from memfit.errors import ConfigError
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import tensors_in
 from memfit.models.layer_stack import Args, Kwargs, stack_of, stack_problem, unwrap, wrap
+from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
+from memfit.strategies.half_precision import computed_in_half, half_arguments
+from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
 from memfit.strategies.offload.host_adamw import HostAdamW, Masters
 from memfit.strategies.offload.host_memory import Link, link_to
-from memfit.text import N_, Message
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+    TracePart,
+)
+from memfit.text import N_, Message, t
+from memfit.units import gb
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -219,6 +233,9 @@ class OptimizerOffload(Strategy):
     conflicts = frozenset(
         {"lowbit_adamw", "gradient_release", "small_state_optimizer", "cuda_graphs"}
     )
+    axis = Axis.UPDATING
+    traced = TracePart.UPDATE
+    is_rare = True
 
     weights: bool = False
     dtype: Literal["bfloat16"] | None = None
@@ -235,6 +252,69 @@ class OptimizerOffload(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT if self.dtype is None else Fidelity.ROUNDING
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(
+            stores=self.dtype,
+            takes_gradients=True,
+            updates_on_host=True,
+            weights_on_host=self.weights,
+            copies=True,
+            wraps_layers=True,
+        )
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        # On the host weights move while the gradient is still coming: nothing can be left out then.
+        if asked.card is None or asked.workload.skips_bad_steps:
+            return so_far
+        options = list(so_far)
+        if () in so_far:  # float32 weights
+            halved = computed_in_half(so_far)
+            for one in asked.usable([(cls(weights=weights),) for weights in (False, True)]):
+                options += [one, *((*half, *one) for half in halved)]
+        if asked.half == "bfloat16" and not asked.refuses_half:
+            options += asked.usable([(cls(weights, "bfloat16"),) for weights in (False, True)])
+        return options
+
+    def is_pointless(self, beside: Combination) -> bool:
+        if beside.effects.few_learn:
+            return True  # gradients and state are small already
+        if not self.weights:
+            return False
+        # The last resort: weights on the host go with all layers recomputed, or with none.
+        again, offload = beside.get("checkpointing"), beside.get("activation_offload")
+        return offload is not None or (again is not None and again != Checkpointing())
+
+    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
+        return Tier.WEIGHTS_ON_HOST if self.weights else Tier.UPDATED_ON_HOST
+
+    def in_words(self) -> str:
+        return (
+            t("weights and update in host memory")
+            if self.weights
+            else t("the update in host memory")
+        )
+
+    def explain(self, plan: PlanFigures) -> str:
+        # Against the same weights with their state on the card.
+        here: Option = () if self.dtype is None else (LowBitAdamW(dtype=self.dtype),)
+        fields = {"host": gb(plan.host_bytes), **plan.saves(self, here)}
+        if self.weights:
+            return Message(
+                "AdamW runs on the CPU and layers' weights come from host memory two at "
+                "a time, {host} there: saves {saved}, costs {cost} of the step",
+                **fields,
+            )
+        return Message(
+            "AdamW runs on the CPU with its state in host memory, {host} there: "
+            "saves {saved}, costs {cost} of the step",
+            **fields,
+        )
+
+    def stock_arguments(self) -> dict[str, Any]:
+        return {} if self.dtype is None else half_arguments(self.dtype)
 
     def unavailable(self, setup: Setup) -> str:
         if setup.device_type != "cuda":

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.packing.packed_model import can_pack, packed
+from memfit.strategies.planning import Axis, Effects, PlanFigures
 from memfit.text import N_, Message
+from memfit.units import percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,22 @@ class Packing(Strategy):
     title = N_("packing")
     reason = "padding is computed and stored like text; packed batches have none"
     shrinks = ("activations", "time")
+    axis = Axis.FREE
+    asked_first = True
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(packs=True)
+
+    def explain(self, plan: PlanFigures) -> str:
+        return Message(
+            "texts are packed without padding, which would be {share} of every batch",
+            share=percent(plan.padding_share()),
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if shown := shows_tokens(setup.model):

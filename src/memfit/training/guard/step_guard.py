@@ -42,7 +42,7 @@ from memfit.memory.out_of_memory import (
     retrying,
 )
 from memfit.models.layer_stack import stack_of, stack_problem
-from memfit.strategies import ActivationOffload, Checkpointing
+from memfit.strategies import ActivationOffload, Checkpointing, Combination, by_name
 from memfit.text import N_, doing, t
 from memfit.training.guard.adjusting import (
     Abilities,
@@ -98,7 +98,7 @@ class LiveStrategies:
 
     def __init__(self, setup: Setup, used: frozenset[str]) -> None:
         self._setup = setup
-        self._used = used
+        self._used = Combination(tuple(by_name(name)() for name in used)).effects
         self._offload: tuple[int, int] | None = None
 
     @property
@@ -118,8 +118,9 @@ class LiveStrategies:
     @property
     def offloads(self) -> bool:
         """Whether activations could be offloaded beside what is used."""
-        taken = {"activation_offload", "cuda_graphs", "optimizer_offload"}
-        return not (self._used & taken or ActivationOffload().unavailable(self._setup))
+        if self._used.wraps_layers or self._used.graph_bucket_tokens:
+            return False
+        return not ActivationOffload().unavailable(self._setup)
 
     def apply(self, way: Way) -> bool:
         """Have it this way from the next step on; whether anything changed."""
@@ -139,8 +140,7 @@ class LiveStrategies:
         return changed
 
     def _may_recompute(self) -> bool:
-        # These wrap the layers themselves, and recomputation belongs inside of them.
-        if self._used & {"activation_offload", "optimizer_offload", "frozen_features"}:
+        if self._used.wraps_layers:
             return False
         return not Checkpointing().unavailable(self._setup)
 
