@@ -21,6 +21,7 @@ from memfit.memory.cuda_context import own_context_bytes
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
+    Combination,
     CudaGraphs,
     GradientRelease,
     LowBitAdamW,
@@ -209,7 +210,9 @@ def between(folder: Path, name: str, share: float) -> tuple[int, list[float]]:
 def test_a_run_in_too_small_a_budget_ends_where_a_free_one_does(tmp_path, name):
     strategies, clip = STEPS[name]
     room, expected = between(tmp_path, name, 0.35)
-    context = CudaReader(CUDA, used=frozenset(one.name for one in strategies)).context_bytes
+    effects = Combination(tuple(strategies)).effects
+    graphs = bool(effects.graph_bucket_tokens)
+    context = CudaReader(CUDA, copies=effects.copies, graphs=graphs).context_bytes
     budget = context + room
     tight = trainer_of(tmp_path, strategies, max_grad_norm=clip, budget=str(budget))
     held = Held()

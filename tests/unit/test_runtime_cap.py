@@ -99,7 +99,7 @@ def test_graphs_and_copies_are_expected_where_there_is_no_plan(card: Card) -> No
     device = torch.device("cuda", 0)
     card.context_bytes = 0
     plain = CudaReader(device).context_bytes
-    copying = CudaReader(device, used=frozenset({"activation_offload"})).context_bytes
-    graphs = CudaReader(device, used=frozenset({"cuda_graphs"})).context_bytes
+    copying = CudaReader(device, copies=True).context_bytes
+    graphs = CudaReader(device, graphs=True).context_bytes
     assert copying - plain == 70 * MIB
     assert graphs > copying

@@ -24,9 +24,6 @@ LOOK_SECONDS = 0.25
 """Asking the driver takes up to a millisecond: some times a second is enough beside a budget in
 bytes. With `auto` what others leave is the budget, and is asked for at every step."""
 
-_COPYING = {"activation_offload", "optimizer_offload"}
-"""Strategies with streams of their own."""
-
 _MEASURE_SECONDS = 2.0
 """Until the context is measured a second time; twice as long until the third."""
 
@@ -75,18 +72,19 @@ class CudaReader:
         self,
         device: torch.device,
         expected_bytes: int | None = None,
-        used: frozenset[str] = frozenset(),
+        *,
+        copies: bool = False,
+        graphs: bool = False,
     ) -> None:
-        """`expected_bytes` is a plan's prediction; without one it follows from the strategies."""
+        """`expected_bytes` is a plan's prediction; without one it follows from what a step does."""
         self.index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(self.index)
         capability = (properties.major, properties.minor)
         usual = predicted_context_bytes(capability, properties.multi_processor_count)
-        graphs = "cuda_graphs" in used
         self.context_bytes = expected_bytes or run_context_bytes(
             usual,
             capability,
-            streams=graphs or bool(used & _COPYING),
+            streams=graphs or copies,
             graphed_kernels=USUAL_GRAPHED_KERNELS if graphs else 0,
         )
         # Where the driver does not tell processes apart, a neighbour's memory is in it.

@@ -30,7 +30,7 @@ from transformers import (
 from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
-from memfit.strategies import Setup, Strategy, apply_all
+from memfit.strategies import Combination, Effects, Setup, Strategy, apply_all
 from memfit.text import t
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ class ModelChanges:
         self._fields = self._fields_of(named, user_set)
         self.setup = self._new_setup(model, args)
         self.plan = plan
-        self.names: frozenset[str] = frozenset()
-        """The strategies in use."""
+        self.effects = Effects()
+        """What the strategies in use do to a step."""
         self.given_back = False
         """Whether the model is without its strategies until the next `train()`."""
         self._named = named
@@ -233,7 +233,7 @@ class ModelChanges:
                 import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
             self._planned_for = _shape_of(model, self.setup.args)
         used = self.asked.strategies(self.plan)
-        self.names = frozenset(strategy.name for strategy in used)
+        self.effects = Combination(tuple(used)).effects
         vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
         apply_all(used, self.setup)
 
@@ -308,7 +308,7 @@ class ModelChanges:
         self.setup = self._new_setup(model, trainer.args)
         trainer.model_wrapped = model
         trainer.optimizer = trainer.lr_scheduler = None
-        self.names = frozenset()
+        self.effects = Effects()
         trainer.equip(model)
 
     def take_again(self) -> None:

@@ -204,7 +204,7 @@ class BudgetTrainer(transformers.Trainer):
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
-        self.guard = Guard(self, self.changes.names, keeps_plan=self.changes.keeps_plan)
+        self.guard = Guard(self, self.changes.effects, keeps_plan=self.changes.keeps_plan)
 
     # ---- what memfit adds ----
 

@@ -42,7 +42,7 @@ from memfit.memory.out_of_memory import (
     retrying,
 )
 from memfit.models.layer_stack import stack_of, stack_problem
-from memfit.strategies import ActivationOffload, Checkpointing, Combination, by_name
+from memfit.strategies import ActivationOffload, Checkpointing, Effects
 from memfit.text import N_, doing, t
 from memfit.training.guard.adjusting import (
     Abilities,
@@ -96,9 +96,9 @@ class GuardedTrainer(TrainerParts, Protocol):
 class LiveStrategies:
     """What a set-up recomputes and offloads, changed between two steps."""
 
-    def __init__(self, setup: Setup, used: frozenset[str]) -> None:
+    def __init__(self, setup: Setup, used: Effects) -> None:
         self._setup = setup
-        self._used = Combination(tuple(by_name(name)() for name in used)).effects
+        self._used = used
         self._offload: tuple[int, int] | None = None
 
     @property
@@ -184,13 +184,13 @@ class Guard:
     def __init__(
         self,
         trainer: GuardedTrainer,
-        used: frozenset[str] = frozenset(),
+        used: Effects,
         *,
         keeps_plan: bool = False,
     ) -> None:
         self.trainer = trainer
         self._device: torch.device = trainer.args.device
-        self._used_strategies = used
+        self._used = used
         self.live = LiveStrategies(trainer.setup, used)
         self.adjustments = Adjustments(lambda: trainer.state.log_history)
         self.planned_way = self._planned()
@@ -294,7 +294,8 @@ class Guard:
         """Says what the card has free and what the context takes."""
         plan = self.trainer.plan
         expected_bytes = None if plan is None else plan.context_bytes
-        return CudaReader(self._device, expected_bytes, self._used_strategies)
+        graphs = bool(self._used.graph_bucket_tokens)
+        return CudaReader(self._device, expected_bytes, copies=self._used.copies, graphs=graphs)
 
     def room_bytes(self) -> int | None:
         """What is left of the budget now; None where only counting would tell."""
