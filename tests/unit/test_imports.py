@@ -76,6 +76,8 @@ def imports_in(source: str, by: str) -> Iterator[Import]:
             base = ".".join([*start, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield Import(by, f"{base}.{alias.name}", when, node.lineno)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUP":
+            return  # of entry points: other packages name it, nothing is imported by it
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value  # importlib.import_module, python -m
             if re.fullmatch(r"memfit(\.\w+)+", name) and is_module(name):

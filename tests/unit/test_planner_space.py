@@ -9,11 +9,23 @@ import pytest
 from planner_fixtures import bert, h200, task
 
 from memfit.engine.micro_batches import MicroBatching
+from memfit.config.schema import ALLOWABLE
 from memfit.memory.cards import find_card
+from memfit.planner import space
 from memfit.planner.candidates import Candidate, Workload
-from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
 from memfit.planner.workload import Batches
-from memfit.strategies import Fidelity, FusedLayers, ordered
+from memfit.strategies import (
+    ORDER,
+    Axis,
+    Combination,
+    Fidelity,
+    FusedLayers,
+    Option,
+    SmallWorkspace,
+    ordered,
+)
+from memfit.strategies.planning import PlanQuestion
 
 SMALL = bert(4, 64, 500)
 
@@ -114,6 +126,43 @@ def test_users_frozen_weights_and_adapters_are_not_doubled() -> None:
     adapted = dataclasses.replace(task(SMALL), lora=8)
     for workload in (frozen, adapted):
         assert not names(every(workload, allow=everything)) & {"lora", "freezing"}
+
+
+def test_every_permission_is_for_some_strategy_and_every_low_fidelity_needs_one() -> None:
+    named = {permission_of(kind) for kind in ORDER if kind.permission}
+    assert named == set(ALLOWABLE)
+    assert permissions() == ALLOWABLE
+    low = [kind for kind in ORDER if kind().fidelity > Fidelity.ROUNDING]
+    assert len(low) == 5
+    assert all(kind.permission for kind in low)
+
+
+def test_a_strategy_on_its_own_axis_is_used_beside_everything_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Halved(SmallWorkspace):
+        name = "halved"
+        axis = Axis.OWN
+        follows = "packing"
+
+        def is_pointless(self, beside: Combination) -> bool:
+            return beside.effects.recomputes
+
+        @classmethod
+        def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+            return [*so_far, *asked.usable([(cls(),)])]
+
+    before = every(task(SMALL))
+    monkeypatch.setattr(space, "all_strategies", lambda: (*ORDER, Halved))
+    found = every(task(SMALL))
+    plain = [one for one in found if not one.get("halved")]
+    assert plain == before
+    with_it = [one for one in found if one.get("halved")]
+    allowed = [one for one in before if not one.effects.recomputes]
+    assert len(with_it) == len(allowed) > 0
+    names_of = [[one.name for one in each.strategies] for each in with_it]
+    assert all(names[names.index("packing") + 1] == "halved" for names in names_of)
 
 
 def test_micro_batches_go_down_to_the_longest_row() -> None:
