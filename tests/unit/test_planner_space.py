@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from planner_fixtures import bert, h200, task
 
-from memfit.engine.micro_batches import MicroBatching
 from memfit.config.schema import ALLOWABLE
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.planner import space
 from memfit.planner.candidates import Candidate, Workload
@@ -21,11 +21,10 @@ from memfit.strategies import (
     Combination,
     Fidelity,
     FusedLayers,
-    Option,
-    SmallWorkspace,
+    Setup,
+    Strategy,
     ordered,
 )
-from memfit.strategies.planning import PlanQuestion
 
 SMALL = bert(4, 64, 500)
 
@@ -141,17 +140,20 @@ def test_a_strategy_on_its_own_axis_is_used_beside_everything_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @dataclasses.dataclass(frozen=True)
-    class Halved(SmallWorkspace):
+    class Halved(Strategy):
         name = "halved"
         axis = Axis.OWN
         follows = "packing"
 
+        @property
+        def fidelity(self) -> Fidelity:
+            return Fidelity.EXACT
+
         def is_pointless(self, beside: Combination) -> bool:
             return beside.effects.recomputes
 
-        @classmethod
-        def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-            return [*so_far, *asked.usable([(cls(),)])]
+        def change(self, setup: Setup) -> None:
+            raise NotImplementedError
 
     before = every(task(SMALL))
     monkeypatch.setattr(space, "all_strategies", lambda: (*ORDER, Halved))
