@@ -209,7 +209,7 @@ def _tied_rank(price: Price) -> tuple[object, ...]:
 
 
 def _roundings(candidate: Candidate) -> tuple[int, int]:
-    return candidate.fidelity, int(_has_short_masters(candidate))
+    return candidate.fidelity, int(candidate.effects.short_masters)
 
 
 def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
