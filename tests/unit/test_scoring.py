@@ -15,6 +15,7 @@ from data_fixtures import config, reviews, write_csv
 from transformers import AutoConfig, TrainerCallback, TrainerControl
 
 import memfit
+from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.data import LabelSpace, LengthSummary, read_table
 from memfit.data.labels import weights_of_classes
@@ -215,7 +216,7 @@ def test_warnings_survive_the_summary_and_unknown_ones_are_passed_over(tmp_path:
 
 
 def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [("正常", f"房间很大 {n}") for n in range(1000)] + [
         ("投诉", f"房间很脏 {n}") for n in range(5)
@@ -236,6 +237,10 @@ def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
     assert (again.averaging, again.positive) == ("macro", "投诉")
     named = memfit.evaluate(tmp_path / "run", table, positive_label="投诉")
     assert (named.metrics["f1"], named.why) == (0.0, "given")
+    assert run(["evaluate", str(tmp_path / "run"), str(table), "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning["kind"] == "one_class"
+    assert "投诉 is never found" in warning["message"]
     with pytest.raises(DataError, match=r"--positive-label names '投訴', which is no label here"):
         memfit.evaluate(tmp_path / "run", table, positive_label="投訴")
 

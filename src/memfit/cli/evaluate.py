@@ -38,14 +38,17 @@ def evaluate(
 
     with console.only_results_on_stdout():
         evaluation = api.evaluate(model, data, max_length=max_length, **options)
-    if as_json:
-        console.show_json({"model": model, "data": data, **evaluation.to_dict()})
-        return
     from memfit.records.run_warnings import answer_warnings
+
+    warnings = answer_warnings(evaluation)
+    if as_json:
+        said = [one.to_dict() for one in warnings]
+        console.show_json({"model": model, "data": data, **evaluation.to_dict(), "warnings": said})
+        return
     from memfit.report import terminal
 
     out = terminal.console()
     out.print(terminal.metrics_table(evaluation))
-    if warnings := answer_warnings(evaluation):
+    if warnings:
         out.print()
         out.print(terminal.warnings_list(warnings))

@@ -121,7 +121,7 @@ def _drawn(members: Array, texts: Array | None, count: int, random: np.random.Ge
     picked = _picked(random.permutation(len(sizes)), sizes, count)
     if len(picked) == len(sizes) or sizes[picked].sum() > 2 * count:
         return random.permutation(members)[:count]
-    found: Array = members[np.isin(of_row, picked)]
+    found: Array = members[_rows_of(picked, of_row, len(sizes))]
     return found
 
 
@@ -137,6 +137,16 @@ def _picked(order: Array, sizes: Array, count: int) -> Array:
     return picked if len(picked) else order[[int(np.argmin(sizes[order]))]]
 
 
+def _rows_of(picked: Array, groups: Array, count: int) -> Array:
+    """Which rows are in one of the picked groups, of so many groups in all."""
+    import numpy as np
+
+    is_picked = np.zeros(count, dtype=bool)
+    is_picked[picked] = True
+    found: Array = is_picked[groups]
+    return found
+
+
 def _whole_groups(classes: Array, counts: list[int], groups: Array, seed: int, where: str) -> Array:
     """Which rows validate where no group may be divided, every class on both sides."""
     import numpy as np
@@ -145,7 +155,7 @@ def _whole_groups(classes: Array, counts: list[int], groups: Array, seed: int, w
     best: tuple[float, Array] | None = None
     for _ in range(_TRIES):
         picked = _picked(random.permutation(len(sizes)), sizes, sum(counts))
-        in_validation = np.isin(groups, picked)
+        in_validation = _rows_of(picked, groups, len(sizes))
         missed = np.bincount(classes[in_validation], minlength=len(counts)) - np.array(counts)
         far = float(np.abs(missed).sum())
         if _on_both_sides(classes, in_validation) and (best is None or far < best[0]):
