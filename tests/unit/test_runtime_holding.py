@@ -121,6 +121,24 @@ def test_a_training_that_cannot_begin_leaves_the_model_and_earlier_trainers_alon
     assert earlier.setup.packing is not None
 
 
+@pytest.mark.parametrize("way", ["packing", "low bits"])
+def test_after_a_training_that_failed_midway_earlier_trainers_predict(way, tmp_path):
+    class Broken(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("broken")
+
+    model = model_of(0.0)
+    earlier = trainer_of(tmp_path, model, strategies=[Packing()])
+    failing = trainer_of(tmp_path, model, strategies=WAYS[way], callbacks=[Broken()])
+    with pytest.raises(RuntimeError, match="broken"):
+        failing.train()
+    found = earlier.predict(texts(9)).predictions  # by the weights as the failure left them
+    np.testing.assert_allclose(found, failing.predict(texts(9)).predictions, atol=1e-6)
+    last = trainer_of(tmp_path, model)
+    assert_plain(model)
+    np.testing.assert_allclose(found, last.predict(texts(9)).predictions, atol=1e-2)
+
+
 def test_a_trainer_that_is_gone_is_undone_too(tmp_path):
     model = model_of(0.0)
     trainer_of(tmp_path, model, strategies=WAYS["low bits"]).train()
