@@ -199,7 +199,7 @@ CHINESE = Words(
         "weights": "权重",
         "gradients": "梯度（峰值时刻）",
         "optimizer": "优化器状态",
-        "activations": "激活值",
+        "activations": "激活",
         "workspace": "计算库工作区",
         "context": "CUDA 上下文",
         "unused": "已预留、未使用",

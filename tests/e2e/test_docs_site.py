@@ -90,7 +90,7 @@ def test_commands_are_listed_in_both_languages(site: Path) -> None:
         (site / name).read_text(encoding="utf-8") for name in ("commands.html", "zh/commands.html")
     )
     for page in (english, chinese):
-        assert "--validation-split &lt;float&gt;" in page
+        assert '<span class="pre">--validation-split</span>' in page
         assert 'id="memfit-doctor"' in page
     assert "The share of rows held out to validate (default 0.1)." in english
     assert "留作验证的行所占的比例（默认 0.1）。" in chinese
