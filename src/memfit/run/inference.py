@@ -185,10 +185,11 @@ class Classifier:
         batch_tokens: int = BATCH_TOKENS,
     ) -> FilePredictions:
         """The rows of a table with label and score beside them, in a new file."""
-        columns = (text_column, text_pair_column)
+        _check_target(Path(target), Path(source))
         with quiet_datasets():
             table, _ = open_source(os.fspath(source), encoding, header)
-        return predict_file(self, table, Path(source), target, columns, batch_tokens=batch_tokens)
+        columns = (text_column, text_pair_column)
+        return predict_file(self, table, Path(target), columns, batch_tokens=batch_tokens)
 
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
@@ -420,8 +421,7 @@ class FilePredictions:
 def predict_file(
     classifier: Classifier,
     table: Table,
-    source: Path,
-    target: str | os.PathLike[str],
+    path: Path,
     text_columns: tuple[str | None, str | None] = (None, None),
     *,
     batch_tokens: int,
@@ -431,8 +431,6 @@ def predict_file(
     A table begins with a byte-order mark, without which Excel reads it in the machine's own
     encoding and shows Chinese as gibberish; JSONL is plain UTF-8, as its readers expect.
     """
-    path = Path(target)
-    _check_target(path, source)
     texts = [name for name in choose_texts(table, *text_columns) if name]
     _check_columns(table)
     names = _answer_columns(table)
