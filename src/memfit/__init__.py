@@ -16,6 +16,7 @@ _EXPORTS: dict[str, str] = {
     "MemfitError": "memfit.errors",
     "RunConfig": "memfit.config",
     "TrainingArguments": "memfit.config.training_arguments",
+    "compare": "memfit.api",
     "estimate": "memfit.api",
     "evaluate": "memfit.api",
     "finetune": "memfit.api",

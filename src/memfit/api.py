@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memfit.planner.plans import Plan
     from memfit.planner.search import Planning
     from memfit.records.evaluation import Evaluation
+    from memfit.report.comparison import Comparison
     from memfit.run.inference import Classifier
     from memfit.run.publish import PushResult
     from memfit.run.several_datasets import ManyResult
@@ -238,6 +239,17 @@ def ladder(
     return climb.climb(RunConfig.build(config, **given), asked, announcements.voice(quiet))
 
 
+def compare(*runs: PathLike) -> Comparison:
+    """Runs beside each other: settings that differ, metrics, memory, time and curves.
+
+    A run is its output folder; a folder that holds runs stands for all of them. Printed it is a
+    table, `.write_page("comparison.html")` makes a page, `.to_dict()` has the numbers.
+    """
+    from memfit.report.comparison import compare_runs
+
+    return compare_runs(runs)
+
+
 def push(
     folder: PathLike,
     repo: str,
@@ -245,13 +257,19 @@ def push(
     to: str = "hub",
     private: bool = False,
     licence: str | None = None,
+    intended_use: str = "",
+    limitations: str = "",
 ) -> PushResult:
     """Uploads a trained model, its tokenizer and a model card to a hub or to ModelScope.
 
     `repo` is user/name and is made where it is new. The card holds counts, metrics, memory and
     time; no text of the data leaves the folder. `licence` is asked for unless a README.md of
-    yours in the folder names one.
+    yours in the folder names one. `intended_use` and `limitations` are the card's sections of
+    that name; without them they are left to fill in, with what the figures tell.
     """
     from memfit.run.publish import push as push_to
 
-    return push_to(folder, repo, to=to, private=private, licence=licence)
+    return push_to(
+        folder, repo, to=to, private=private, licence=licence, intended_use=intended_use,
+        limitations=limitations,
+    )  # fmt: skip

@@ -174,11 +174,18 @@ def test_in_a_pipe_a_missing_licence_names_the_option(desk: Desk, run_folder: Pa
 
 def test_at_a_terminal_the_licence_is_asked_for(desk: Desk, run_folder: Path) -> None:
     command = [sys.executable, "-m", "memfit", "push", str(run_folder), "anna/reviews"]
-    answers = [("licence: ", "apache2"), ("licence: ", "apache-2.0")]
+    answers = [
+        ("licence: ", "apache2"), ("licence: ", "apache-2.0"),
+        ("intended use (Enter leaves it to fill in): ", "Hotel reviews."),
+        ("limitations (Enter leaves it to fill in): ", ""),
+    ]  # fmt: skip
     code, screen = at_a_terminal(command, answers, desk.environment(TOKEN))
     assert code == 0, screen
     assert "Did you mean 'apache-2.0'?" in screen
-    assert b"license: apache-2.0" in desk.hub.repos["anna/reviews"].files["README.md"]
+    card = desk.hub.repos["anna/reviews"].files["README.md"].decode()
+    assert "license: apache-2.0" in card
+    assert "## Intended use\n\nHotel reviews.\n" in card
+    assert "*To be filled in: what it must not be used for" in card
     # A card that names one needs no question.
     (run_folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n", encoding="utf-8")
     code, screen = at_a_terminal(command, [], desk.environment(TOKEN))
@@ -190,7 +197,10 @@ def test_the_licence_is_asked_for_and_the_card_written_in_chinese(
     desk: Desk, run_folder: Path
 ) -> None:
     command = [sys.executable, "-m", "memfit", "--lang", "zh", "push", str(run_folder)]
-    answers = [("许可证: ", "apache2"), ("许可证: ", "apache-2.0")]
+    answers = [
+        ("许可证: ", "apache2"), ("许可证: ", "apache-2.0"),
+        ("适用范围（按回车留待填写）: ", ""), ("局限（按回车留待填写）: ", ""),
+    ]  # fmt: skip
     code, screen = at_a_terminal(
         [*command, "anna/reviews"], answers, desk.environment(TOKEN, PYTHONUTF8="1")
     )

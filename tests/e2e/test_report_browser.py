@@ -20,6 +20,8 @@ from memfit.records.run_log import RunLog
 from memfit.report import live_page
 from memfit.report.live_page import LivePage, make_server
 from memfit.report.page import write_report
+from memfit.run.serving import RunModel
+from memfit.text import speaking
 
 pytestmark = pytest.mark.skipif(
     browsers.find() is None, reason="no Chromium on this machine to look at pages with"
@@ -274,6 +276,65 @@ def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
+    chromium: Browser, trained: Path
+) -> None:
+    page = LivePage(trained, "en", trial=RunModel(trained, "en", "cpu"))
+    page.ended = True
+    server, url = make_server(page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        chromium.look_like(1280, 900)
+        chromium.open(url)
+        chromium.run(
+            "document.querySelector('textarea').value = '<img src=x> 房間很髒';"
+            "document.getElementById('trial').requestSubmit()"
+        )
+        assert "Loading the model" in chromium.run("document.getElementById('answer').textContent")
+        chromium.wait_for("document.querySelectorAll('#scores li').length === 2")
+        expected = memfit.load(trained).predict("<img src=x> 房間很髒")[0]
+        assert chromium.run("document.querySelector('#answer b').textContent") == expected.label
+        assert chromium.run("document.images.length") == 0
+        x, y = chromium.run(
+            "(() => { const svg = document.querySelector('figure[data-hover] svg');"
+            "svg.scrollIntoView({ block: 'center', behavior: 'instant' });"
+            "const box = svg.getBoundingClientRect();"
+            "return [box.right - 20, box.top + box.height / 2]; })()"
+        )
+        chromium.run("new Promise((done) => setTimeout(done, 200))")
+        chromium.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        said = chromium.run("document.querySelector('.tip').innerText")
+        assert "step 24 · epoch" in said
+        assert "training" in said
+        assert "validation" in said
+        copy = "document.querySelector('.path .copy')"
+        chromium.run(f"{copy}.click()")
+        chromium.wait_for(f"{copy}.textContent === 'copied'")
+        assert chromium.run(f"{copy}.dataset.copy") == str(trained)
+        assert chromium.messages == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("look", ["light", "phone-dark"])
+def test_a_comparison_can_be_read(
+    chromium: Browser, trained: Path, tmp_path: Path, look: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "另一次运行", ignore=shutil.ignore_patterns("checkpoints"))
+    with speaking("zh"):
+        path = memfit.compare(trained, tmp_path).write_page(tmp_path / "comparison.html")
+    chromium.look_like(**LOOKS[look])
+    chromium.open(path.as_uri())
+    assert chromium.messages == []
+    assert chromium.run("document.documentElement.scrollWidth") <= LOOKS[look]["width"]
+    texts: list[dict[str, Any]] = chromium.run(TEXTS)
+    assert any("另一次运行" in item["text"] for item in texts)
+    assert [item for item in texts if item["contrast"] < 4.5 or item["size"] < 11] == []
 
 
 class LookAtPage(TrainerCallback):

@@ -13,7 +13,7 @@ from memfit.errors import ConfigError
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import MemorySummary, RunSummary, write_evaluation, write_summary
-from memfit.run.model_card import card_for, has_licence, model_card
+from memfit.run.model_card import AuthorsWords, card_for, has_licence, model_card
 from memfit.text import speaking
 
 SECRET_TEXT = "房間很髒，電話是0912345678"
@@ -147,6 +147,27 @@ def test_modelscope_is_used_through_its_own_client(run: Path) -> None:
     assert "base_model" not in card
 
 
+def test_use_and_limits_are_the_authors_or_left_to_fill_in(run: Path) -> None:
+    rows = (ClassRow("負|評", 0.8, 0.3, 0.75, 3), ClassRow("正評", 0.9, 1.0, 0.95, 7))
+    write_evaluation(run, Evaluation("single_label", 10, {}, classes=rows))
+    card = model_card(run, "anna/reviews", "mit")
+    assert "## Intended use\n\n*To be filled in: which texts this model is for" in card
+    for line in (
+        "- A text that none of the labels fits gets one of them all the same.",
+        "- It was measured on 10 rows only, of the kind it was trained on",
+        "- What follows the first 128 tokens of a text is not read.",
+        "- Of the texts of class 負\\|評 it finds 30%.",
+        "\n\n*To be filled in: what it must not be used for",
+    ):
+        assert line in card, line
+    assert "class 正評" not in card
+    words = AuthorsWords("Hotel reviews.", "Not for jokes.")
+    card = card_for(run, "anna/reviews", "mit", "hub", words)
+    assert "## Intended use\n\nHotel reviews.\n" in card
+    assert "\n\nNot for jokes.\n" in card
+    assert "To be filled in" not in card
+
+
 def test_a_card_somebody_wrote_is_kept_and_gets_the_licence(run: Path) -> None:
     (run / "README.md").write_text("---\nlanguage: zh\n---\n\nMine.\n", encoding="utf-8")
     assert not has_licence(run)
@@ -192,7 +213,9 @@ def test_the_card_speaks_chinese_and_its_metadata_do_not(run: Path) -> None:
     ):
         assert line in card.splitlines(), line
     headings = [line[3:] for line in card.splitlines() if line.startswith("## ")]
-    assert headings == ["使用", "结果", "数据", "训练", "显存", "时间", "方案"]
+    assert headings == [
+        "使用", "适用范围", "局限", "结果", "数据", "训练", "显存", "时间", "方案",
+    ]  # fmt: skip
     assert ModelCard(card).data.to_dict() == ModelCard(english).data.to_dict()
     rows = [text.count("\n|") for text in (card, english)]
     assert rows[0] == rows[1] > 30

@@ -18,6 +18,7 @@ import typer
 
 from memfit._version import __version__
 from memfit.cli import (
+    compare,
     console,
     doctor,
     estimate,
@@ -48,7 +49,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for module in (train, plan, evaluate, predict, estimate, doctor, report, push, login, ladder):
+for module in (
+    train,
+    plan,
+    evaluate,
+    predict,
+    estimate,
+    doctor,
+    report,
+    compare,
+    push,
+    login,
+    ladder,
+):
     module.add_to(app)
 
 

@@ -31,6 +31,12 @@ def push(
             help="The licence others get: apache-2.0, mit, ...; asked for.",
         ),
     ] = None,
+    intended_use: Annotated[
+        str | None, typer.Option(help="For the model card: which texts it is for.")
+    ] = None,
+    limitations: Annotated[
+        str | None, typer.Option(help="For the model card: what it must not be used for.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Upload model, tokenizer and a model card; texts of the data stay here."""
@@ -42,8 +48,14 @@ def push(
     check_repo(repo)
     if licence is None and _can_ask():
         licence = _ask_for_licence(folder)
+        if licence is not None:  # somebody is there to answer
+            intended_use = _ask_for_words(t("intended use"), intended_use)
+            limitations = _ask_for_words(t("limitations"), limitations)
     with console.only_results_on_stdout():
-        pushed = api.push(folder, repo, to=to, private=private, licence=licence)
+        pushed = api.push(
+            folder, repo, to=to, private=private, licence=licence,
+            intended_use=intended_use or "", limitations=limitations or "",
+        )  # fmt: skip
     if as_json:
         console.show_json(pushed)
         return
@@ -62,6 +74,14 @@ def push(
 
 def _can_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _ask_for_words(section: str, given: str | None) -> str:
+    """A section of the card; Enter leaves it to fill in."""
+    if given is not None:
+        return given
+    asked = t("{section} (Enter leaves it to fill in)", section=section)
+    return str(typer.prompt(asked, default="", show_default=False, err=True))
 
 
 def _ask_for_licence(folder: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from memfit.report import plots
 from memfit.report.formatting import Picture, named
 from memfit.report.story import Story, metric_names, series, steps_per_epoch, throughput
-from memfit.text import N_, t
+from memfit.text import N_, clean, pt, t
 
 Points = Sequence[tuple[float, float]]
 
@@ -100,7 +100,9 @@ def picture(
 ) -> Picture:
     """Lines with their legend; `best_step` has a star."""
     # Numbered before the empty ones go: a run has the same colour in every picture.
-    lines = [plots.Line(what, found, n) for n, (what, found) in enumerate(points.items()) if found]
+    lines = [
+        plots.Line(clean(what), found, n) for n, (what, found) in enumerate(points.items()) if found
+    ]
     told = [
         t(
             N_("{name}: from {first} at epoch {begin:,} to {last} at epoch {end:,}")
@@ -114,7 +116,7 @@ def picture(
         )
         for line in lines
     ]
-    x_label = t("epoch") if by_epoch else t("step")
+    x_label = pt("axis", "epoch") if by_epoch else t("step")
     chart = plots.curves(
         lines,
         name=name,
@@ -122,6 +124,7 @@ def picture(
         x_label=x_label,
         steps_per_epoch=epoch_steps,
         best=best_step,
+        by_epoch=by_epoch,
     )
     keys = [(line.css, line.name) for line in lines] if len(lines) > 1 else []
     if best_step is not None:

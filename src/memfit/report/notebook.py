@@ -11,7 +11,7 @@ Plans are below the report: importing this module registers `notebook_html` for 
 A part of somebody else's page: no script, no style beyond its own class, the notebook's own text
 colour. Objects are told apart by what they have, since the report knows neither the runtime nor
 the planner: a result (`output_dir`, `summary`), a trainer (`state`, `micro_batching`), a plan
-(`strategies`, `sentences`), a summary.
+(`strategies`, `sentences`), a comparison (`runs`, `cautions`), a summary.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def notebook_html(thing: Any) -> str:
         return _trainer(thing)
     if hasattr(thing, "strategies") and hasattr(thing, "sentences"):
         return _plan(thing)
+    if hasattr(thing, "runs") and hasattr(thing, "cautions"):
+        return _comparison(thing)
     raise TypeError(f"nothing is known about how to show a {type(thing).__name__}")
 
 
@@ -142,6 +144,20 @@ def _plan(plan: Any) -> str:
         pictures=_pictures(story),
         tables=[one for one in (made["strategies"], made["facts"]) if one is not None],
         reasons=made["reasons"],
+    )
+
+
+def _comparison(compared: Any) -> str:
+    """Runs beside each other: a table a section, and their curves over each other."""
+    names = [clean(name) for name in compared.runs]
+    return _filled(
+        title=", ".join(names),
+        verdicts=[(sentence, True) for sentence in compared.cautions()],
+        pictures=curves.overlaid(compared.runs) if plots.available() else [],
+        tables=[
+            PageTable("", [(row.name, *row.cells) for row in rows], ["", *names])
+            for rows in compared.sections().values()
+        ],
     )
 
 

@@ -273,8 +273,12 @@ def curves(
     x_label: str,
     steps_per_epoch: float | None = None,
     best: float | None = None,
+    by_epoch: bool = False,
 ) -> Chart:
-    """Lines over steps, epochs above them; a few points are drawn as dots, the best as a star."""
+    """Lines over steps, epochs above them; a few points are drawn as dots, the best as a star.
+
+    `by_epoch` the points are over epochs already.
+    """
     with Drawing(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
         for line in lines:
@@ -285,7 +289,7 @@ def curves(
         if best is not None:
             _mark_best(axes, lines, best)
         axes.set_xlabel(x_label)
-        _whole_steps(axes, [line.points for line in lines])
+        _from_zero(axes, [line.points for line in lines], whole=not by_epoch)
         axes.yaxis.set_major_formatter("{x:g}")
         if all(value >= 0 for line in lines for _, value in line.points):
             axes.set_ylim(bottom=max(axes.get_ylim()[0], 0))  # no loss and no metric is below 0
@@ -404,7 +408,7 @@ def memory_over_time(
         axes.set_ylim(0, 1.15 * highest / unit_bytes)
         axes.set_xlabel(x_label)
         axes.set_ylabel(unit)
-        _whole_steps(axes, [now.points])
+        _from_zero(axes, [now.points])
         for number, step in enumerate(marks[:MOST_MARKS], 1):
             axes.axvline(step, color=INK, linewidth=1, linestyle=":")
             axes.annotate(
@@ -455,13 +459,13 @@ def thin(points: Points, *, highest: bool = False) -> list[tuple[float, float]]:
     return [(part[-1][0], max(value for _, value in part)) for part in stretches]
 
 
-def _whole_steps(axes: Axes, series: Sequence[Points]) -> None:
-    """From 0 to the last step; none of them is a half."""
+def _from_zero(axes: Axes, series: Sequence[Points], *, whole: bool = True) -> None:
+    """From 0 to the last point; where only `whole` steps are, none is a half."""
     from matplotlib.ticker import MaxNLocator
 
     last = max((points[-1][0] for points in series if points), default=1)
-    axes.set_xlim(0, max(last, 1) * 1.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(0, (max(last, 1) if whole else last) * 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=whole, steps=[1, 2, 5, 10]))
 
 
 def _unit(highest_bytes: float) -> tuple[int, str]:

@@ -8,6 +8,7 @@ It is made of counts and figures. Texts of the data, local paths and file names 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def checked_licence(licence: str | None) -> str:
     return known
 
 
+_WEAK_RECALL = 0.5
+
+_MOST_WEAK = 5
+"""So many classes that are seldom found are named."""
+
 _MADE_BY_TRAINER = "generated automatically according to the information the Trainer had access to"
 
 _MADE_BY_MEMFIT = "Trained and uploaded with memfit"
@@ -123,11 +129,21 @@ _TIMES = {
 }
 
 
-def card_for(folder: Path, repo: str, licence: str | None, to: str) -> str:
+@dataclass(frozen=True, slots=True)
+class AuthorsWords:
+    """What no figure tells; sections without words are left to fill in."""
+
+    intended_use: str = ""
+    limitations: str = ""
+
+
+def card_for(
+    folder: Path, repo: str, licence: str | None, to: str, words: AuthorsWords | None = None
+) -> str:
     """The README.md somebody wrote into the folder, or one made from the run's figures."""
     own = _own_card(folder)
     if own is None:
-        return model_card(folder, repo, checked_licence(licence), to)
+        return model_card(folder, repo, checked_licence(licence), to, words)
     from huggingface_hub import ModelCard
 
     card = ModelCard(own, ignore_metadata_errors=True)
@@ -160,18 +176,23 @@ def _own_card(folder: Path) -> str | None:
     return None if made and RunFolder(folder).summary.is_file() else text
 
 
-def model_card(folder: Path, repo: str, licence: str, to: str = "hub") -> str:
-    """Front matter for the hub's search, then sections of figures."""
+def model_card(
+    folder: Path, repo: str, licence: str, to: str = "hub", words: AuthorsWords | None = None
+) -> str:
+    """Front matter for the hub's search, its use and limits, then sections of figures."""
     run = RunFolder(folder)
     summary = read_summary(folder) if run.summary.is_file() else None
+    evaluated = read_evaluation(folder) if summary is not None else None
+    classes = evaluated[0].classes if evaluated is not None else ()
+    said = words or AuthorsWords()
     parts = [
         _front_matter(summary, licence),
         f"# {repo.partition('/')[2]}\n\n{_opening(folder, summary)}",
         _usage(repo, to),
+        _intended_use(said.intended_use),
+        _limitations(said.limitations, summary, classes),
     ]
     if summary is not None:
-        evaluated = read_evaluation(folder)
-        classes = evaluated[0].classes if evaluated is not None else ()
         parts += [
             _results(summary, classes),
             _warnings(summary),
@@ -240,6 +261,48 @@ def _usage(repo: str, to: str) -> str:
     lines.append(f'classify = pipeline("text-classification", model={source})')
     lines.append('print(classify("..."))')
     return _heading(t("Use")) + "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _intended_use(given: str) -> str:
+    left = t("*To be filled in: which texts this model is for, and what its answers are used for.*")
+    return _heading(t("Intended use")) + (given.strip() or left)
+
+
+def _limitations(given: str, summary: RunSummary | None, classes: Sequence[ClassRow]) -> str:
+    """What the figures tell, then what only the author knows."""
+    left = t("*To be filled in: what it must not be used for, and whose texts it has not seen.*")
+    lines = [f"- {one}" for one in _known_limits(summary, classes)]
+    return _heading(t("Limitations")) + "\n".join([*lines, "", given.strip() or left]).strip()
+
+
+def _known_limits(summary: RunSummary | None, classes: Sequence[ClassRow]) -> list[str]:
+    if summary is None:
+        return []
+    said = []
+    if summary.task == "single_label":
+        said.append(t("A text that none of the labels fits gets one of them all the same."))
+    if rows := _count(summary.data.get("validation_rows")):
+        said.append(
+            t(
+                "It was measured on {rows} rows only, of the kind it was trained on: texts of "
+                "another kind may be answered worse.",
+                rows=rows,
+            )
+        )
+    if (tokens := summary.lengths.get("max_length")) is not None:
+        said.append(
+            t("What follows the first {tokens} tokens of a text is not read.", tokens=tokens)
+        )
+    weak = sorted((row for row in classes if row.recall < _WEAK_RECALL), key=lambda row: row.recall)
+    said += [
+        t(
+            "Of the texts of class {name} it finds {share:.0%}.",
+            name=_cell(row.name),
+            share=row.recall,
+        )
+        for row in weak[:_MOST_WEAK]
+    ]
+    return said
 
 
 def _results(summary: RunSummary, classes: Sequence[ClassRow]) -> str:

@@ -90,19 +90,23 @@ def push(
     to: str = "hub",
     private: bool = False,
     licence: str | None = None,
+    intended_use: str = "",
+    limitations: str = "",
 ) -> PushResult:
     """Uploads the model, its tokenizer and a model card; nothing else of the folder leaves it.
 
     A README.md somebody wrote into the folder is the card; `licence` is then put into it.
     """
     from memfit.models.hubs import Upload
-    from memfit.run.model_card import card_for, licence_in
+    from memfit.run.model_card import AuthorsWords, card_for, licence_in
 
     check_hub(to)
     check_repo(repo)
     path = Path(folder).expanduser()
     files = files_to_push(path)
-    card = without_tokens(card_for(path, repo, licence, to))
+    card = without_tokens(
+        card_for(path, repo, licence, to, AuthorsWords(intended_use, limitations))
+    )
     upload = Upload(
         repo=repo,
         files=files,

@@ -1,0 +1,372 @@
+"""Several runs beside each other: settings that differ, metrics, memory, time, and their curves."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from memfit.config.files import atomic_writer
+from memfit.errors import ConfigError, OutputError
+from memfit.records.results import RunFolder
+from memfit.report import curves, plots, sections, terminal
+from memfit.report.formatting import PageTable, named, number
+from memfit.report.story import FINISHED, Story, read_story
+from memfit.report.terminal import metric, percent
+from memfit.report.verdict import verdict
+from memfit.text import N_, clean, t
+from memfit.units import format_both, format_bytes, format_seconds
+
+_TITLES = {
+    "settings": N_("Settings that differ"),
+    "metrics": N_("Metrics on the validation rows"),
+    "memory": N_("Memory"),
+    "time": N_("Time"),
+}
+
+_LOWER_IS_BETTER = ("mse", "mae", "loss")
+
+_MADE_BY_MEMFIT = '<meta name="generator" content="memfit">'
+
+_SAME_ROWS = ("data.path", "data.validation_file", "data.validation_split", "data.seed")
+"""Settings that decide which rows a run is evaluated on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: what it is, a cell a run, and which cells are the best."""
+
+    name: str
+    cells: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs by their names, in the order they were given."""
+
+    runs: Mapping[str, Story]
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(self.runs)})"
+
+    def __str__(self) -> str:
+        console = terminal.console()
+        with console.capture() as captured:
+            console.print(self.__rich__())
+        return captured.get().rstrip()
+
+    def __rich__(self) -> RenderableType:
+        """A table a section, the best figures in bold."""
+        parts: list[RenderableType] = []
+        for name, rows in self.sections().items():
+            made = terminal.table(t(_TITLES[name]), *(clean(one) for one in self.runs))
+            for row in rows:
+                cells = (
+                    Text(cell, style="bold" if index in row.best else "")
+                    for index, cell in enumerate(row.cells)
+                )
+                made.add_row(Text(row.name), *cells)
+            parts.append(Padding(made, (0, 0, 1, 0)))
+        parts += [Text(sentence, style="yellow") for sentence in self.cautions()]
+        return Group(*parts)
+
+    def sections(self) -> dict[str, list[Row]]:
+        """The lines under each heading; headings without a line are left out."""
+        found = {
+            "settings": list(_settings(self.stories)),
+            "metrics": list(_metrics(self.stories)),
+            "memory": list(_memory(self.stories)),
+            "time": list(_time(self.stories)),
+        }
+        return {name: rows for name, rows in found.items() if rows}
+
+    @property
+    def stories(self) -> tuple[Story, ...]:
+        """The runs without their names."""
+        return tuple(self.runs.values())
+
+    def cautions(self) -> list[str]:
+        """Why figures may not be comparable."""
+        said = []
+        rows = {story.summary.data.get("validation_rows") for story in self.stories}
+        configs = [_flat(story.config) for story in self.stories]
+        if len(rows) > 1 or any(_differs([one.get(key) for one in configs]) for key in _SAME_ROWS):
+            said.append(
+                t("The runs were not evaluated on the same rows: compare their metrics with care.")
+            )
+        if len({story.summary.positive for story in self.stories if story.summary.metrics}) > 1:
+            said.append(t("The metrics are not of the same positive class."))
+        if len({story.summary.device for story in self.stories}) > 1:
+            said.append(
+                t("The runs were trained on different devices: their times differ by that.")
+            )
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: figures as numbers, and the settings that differ."""
+        differing = _differing(self.stories)
+        return {
+            "runs": [
+                {
+                    "name": name,
+                    "path": story.folder.path,
+                    "state": story.state,
+                    "settings": {key: values[index] for key, values in differing.items()},
+                    "metrics": story.summary.metrics,
+                    "memory": {
+                        "budget_bytes": story.summary.memory.budget_bytes,
+                        "predicted_bytes": _peak_bytes(story, "predicted"),
+                        "measured_bytes": _peak_bytes(story, "measured"),
+                    },
+                    "seconds": story.summary.seconds,
+                    "rows_a_second": _speed(story),
+                    "warnings": [one.kind for one in story.summary.warnings],
+                }
+                for index, (name, story) in enumerate(self.runs.items())
+            ],
+            "cautions": self.cautions(),
+        }
+
+    def write_page(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the comparison as one self-contained page, and returns where it is."""
+        target = Path(path).expanduser().absolute()
+        if target.is_dir():
+            target = target / "comparison.html"
+        if target.is_file() and not _is_ours(target):
+            raise OutputError(
+                t("{path} is not a page of memfit; name another with --output", path=target)
+            )
+        html = self.page(target.parent)
+        try:
+            with atomic_writer(target) as file:
+                file.write(html)
+        except OSError as error:
+            raise OutputError(
+                t("cannot write {path}: {reason}", path=target, reason=error.strerror)
+            ) from None
+        return target
+
+    def page(self, folder: Path | None = None) -> str:
+        """The page as text; links to reports are relative to the `folder` it will lie in."""
+        from memfit.report.page import filled
+
+        return filled(
+            "comparison.html",
+            title=t("{count} runs compared", count=len(self.runs)),
+            runs=[_shown(name, story, folder) for name, story in self.runs.items()],
+            names=[clean(name) for name in self.runs],
+            cautions=self.cautions(),
+            sections=[(name, t(_TITLES[name]), rows) for name, rows in self.sections().items()],
+            short=PageTable(t("In short"), [_in_short(*one) for one in self.runs.items()]),
+            curves=curves.overlaid(self.runs) if plots.available() else [],
+        )
+
+    def _repr_html_(self) -> str:
+        from memfit.report.notebook import notebook_html
+
+        return notebook_html(self)
+
+
+def compare_runs(folders: Sequence[str | os.PathLike[str]]) -> Comparison:
+    """Reads the runs; a folder that holds runs stands for all of them."""
+    found = dict.fromkeys(
+        run
+        for folder in folders
+        for run in _runs_in(Path(os.path.abspath(Path(folder).expanduser())))
+    )
+    if len(found) < 2:
+        raise ConfigError(t("give at least two runs to compare"))
+    return Comparison(
+        {name: read_story(RunFolder(path)) for name, path in _named(list(found)).items()}
+    )
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if _is_run(folder) or not folder.is_dir():
+        return [folder]  # reading it says what is missing
+    return sorted(item for item in folder.iterdir() if _is_run(item)) or [folder]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("summary.json", "run.toml"))
+
+
+def _named(folders: Sequence[Path]) -> dict[str, Path]:
+    """By as many of their last parts as tell them apart."""
+    depth = 1
+    while True:
+        names = {"/".join(folder.parts[-depth:]): folder for folder in folders}
+        if len(names) == len(folders):
+            return names
+        depth += 1
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _MADE_BY_MEMFIT in file.read(5000)
+
+
+def _shown(name: str, story: Story, folder: Path | None) -> dict[str, Any]:
+    there = folder is not None and story.folder.report.is_file()
+    return {
+        "name": clean(name),
+        "path": clean(story.folder.path),
+        "state": sections.state(story),
+        "verdict": verdict(story),
+        "warnings": len(story.summary.warnings),
+        "report": _relative(story.folder.report, folder) if there and folder else "",
+    }
+
+
+def _in_short(name: str, story: Story) -> tuple[str, str]:
+    """The leading metric, the time and the memory of a run."""
+    summary = story.summary
+    facts = [f"{named('metric', key)} {metric(one)}" for key, one in summary.metrics.items()][:1]
+    if story.seconds:
+        facts.append(format_seconds(story.seconds))
+    if peak_bytes := _peak_bytes(story, "measured"):
+        facts.append(format_bytes(peak_bytes))
+    return clean(name), " · ".join(facts) or "–"
+
+
+def _relative(target: Path, folder: Path) -> str:
+    from urllib.parse import quote
+
+    try:
+        return quote(Path(os.path.relpath(target, folder)).as_posix())
+    except ValueError:  # another drive of Windows
+        return target.as_uri()
+
+
+# ---- the lines ----
+
+
+def _settings(stories: Sequence[Story]) -> Iterator[Row]:
+    for key, values in _differing(stories).items():
+        name = key.rpartition(".")[2]
+        shown = tuple(terminal.shorten(number(value), 60) for value in values)
+        yield Row(named("training", name), shown)
+
+
+def _differing(stories: Sequence[Story]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all runs; what a run used, before what it was told."""
+    used = [_used(story) for story in stories]
+    told = [_flat(story.config) for story in stories]
+    found = {}
+    for group in (used, told):
+        for key in dict.fromkeys(key for one in group for key in one):
+            values = [one.get(key) for one in group]
+            if key.rpartition(".")[2] not in found and key != "output_dir" and _differs(values):
+                found[key] = values
+    return found
+
+
+def _used(story: Story) -> dict[str, Any]:
+    summary = story.summary
+    plan = story.plan
+    return {
+        "model": summary.model,
+        **{name: value for name, value in summary.training.items() if name != "steps"},
+        "steps": story.step,
+        "max_length": summary.lengths.get("max_length"),
+        "strategies": ", ".join(one[0] for one in plan.strategies) if plan else None,
+        "fidelity": plan.fidelity if plan else None,
+        "device": summary.device,
+        **{name: summary.versions.get(name) for name in ("memfit", "torch", "transformers")},
+    }
+
+
+def _flat(config: str) -> dict[str, Any]:
+    """run.toml as `table.name`: value."""
+    try:
+        tables = tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return {}
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": str(one) for key, one in value.items()}
+        else:
+            flat[name] = str(value)
+    return flat
+
+
+def _differs(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values[1:])
+
+
+def _metrics(stories: Sequence[Story]) -> Iterator[Row]:
+    names = dict.fromkeys(name for story in stories for name in story.summary.metrics)
+    for name in names:
+        values = [story.summary.metrics.get(name) for story in stories]
+        best = _best(values, lowest=name in _LOWER_IS_BETTER)
+        yield Row(named("metric", name), tuple(metric(value) for value in values), best)
+    if any(story.summary.warnings for story in stories):
+        yield Row(t("warnings"), tuple(str(len(story.summary.warnings)) for story in stories))
+
+
+def _memory(stories: Sequence[Story]) -> Iterator[Row]:
+    budgets = [story.summary.memory.budget_bytes for story in stories]
+    if any(budgets):
+        shown = (format_both(one) if one else None for one in budgets)
+        yield Row(t("budget"), _cells(shown))
+    for which, title in (("predicted", N_("peak, predicted")), ("measured", N_("peak, measured"))):
+        peaks = [_peak_bytes(story, which) for story in stories]
+        if any(peaks):
+            shown = (format_bytes(one) if one else None for one in peaks)
+            yield Row(t(title), _cells(shown), _best(peaks, lowest=True))
+    shares = [
+        peak / budget if (peak := _peak_bytes(story, "measured")) and budget else None
+        for story, budget in zip(stories, budgets, strict=True)
+    ]
+    if any(shares):
+        yield Row(t("of the budget"), _cells(percent(one) if one else None for one in shares))
+
+
+def _peak_bytes(story: Story, which: str) -> int | None:
+    peak = getattr(story.summary.memory, which)
+    return peak.device_bytes if peak is not None else None
+
+
+def _time(stories: Sequence[Story]) -> Iterator[Row]:
+    for which in ("train", "total"):
+        seconds = [story.summary.seconds.get(which) for story in stories]
+        if any(seconds):
+            shown = (format_seconds(one) if one else None for one in seconds)
+            # A run that did not come to its end was not quicker.
+            done = [
+                one if story.state == FINISHED else None
+                for one, story in zip(seconds, stories, strict=True)
+            ]
+            yield Row(named("work", which), _cells(shown), _best(done, lowest=True))
+    speeds = [_speed(story) for story in stories]
+    if any(speeds):
+        shown = (f"{one:,.3g}" if one else None for one in speeds)
+        yield Row(t("rows a second"), _cells(shown), _best(speeds, lowest=False))
+
+
+def _speed(story: Story) -> float | None:
+    values = [value for _, value in curves.rows_a_second(story)]
+    return statistics.median(values) if values else None
+
+
+def _best(values: Sequence[float | None], *, lowest: bool) -> frozenset[int]:
+    """Where the best value stands; nowhere, if all are the same."""
+    known = [value for value in values if value is not None]
+    if len(set(known)) < 2:
+        return frozenset()
+    best = min(known) if lowest else max(known)
+    return frozenset(index for index, value in enumerate(values) if value == best)
+
+
+def _cells(values: Any) -> tuple[str, ...]:
+    return tuple(value or "–" for value in values)
