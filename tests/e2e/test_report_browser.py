@@ -311,7 +311,8 @@ def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
         assert "training" in said
         assert "validation" in said
         copy = "document.querySelector('.path .copy')"
-        chromium.run(f"{copy}.click()")
+        chromium.run(f"{copy}.focus()")
+        chromium.press("Enter", windowsVirtualKeyCode=13, text="\r")
         chromium.wait_for(f"{copy}.textContent === 'copied'")
         assert chromium.run(f"{copy}.dataset.copy") == str(trained)
         assert chromium.messages == []
