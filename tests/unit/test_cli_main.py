@@ -15,8 +15,8 @@ from memfit.cli import app, run
 from memfit.errors import DoesNotFitError, MemfitError
 
 COMMANDS = (
-    "train", "plan", "evaluate", "predict", "estimate", "report", "doctor", "push", "login",
-    "ladder",
+    "train", "plan", "evaluate", "predict", "estimate", "report", "compare", "doctor", "push",
+    "login", "ladder",
 )  # fmt: skip
 
 
