@@ -295,18 +295,18 @@ def test_drawings_are_valid_and_take_the_pages_colours() -> None:
 def test_a_pointer_over_a_curve_finds_the_values_that_were_logged(tmp_path: Path) -> None:
     add_samples(make_run(tmp_path))
     found = shown(tmp_path)
-    loss, _, speed, *_ = [json.loads(one) for one in found.values("figure", "data-hover")]
+    loss, metrics, speed, *_ = [json.loads(one) for one in found.values("figure", "data-hover")]
     assert [line["name"] for line in loss["lines"]] == ["training", "validation"]
     assert loss["lines"][0]["points"][3] == [4, 0.25]
     assert loss["lines"][1]["points"] == [[20, 0.4]]
     assert loss["epoch"] == 20
     # 16 rows a step at half a second each.
     assert {value for _, value in speed["lines"][0]["points"]} == {32}
-    # The curve's last point lies at the frame's edge, less the two percent left free.
     left, top, right, bottom = loss["box"]
     assert 0 < left < right <= 4.5 * 72
     assert 0 < top < bottom < 2.6 * 72
-    assert loss["x"] == [0, pytest.approx(39 * 1.02)]
+    # All curves end at the last step that any of them knows, less the two percent left free.
+    assert loss["x"] == metrics["x"] == speed["x"] == [0, pytest.approx(40 * 1.02)]
 
 
 def test_the_best_checkpoint_and_the_epochs_are_on_the_curves(tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ def curves(story: Story) -> list[Picture]:
         "rate": {t("Learning rate"): series(history, "learning_rate")},
     }
     epoch_steps = steps_per_epoch(history)
+    # One scale for all, so that an eye finds the same step in each.
+    until = max(
+        (points[-1][0] for one in drawn.values() for points in one.values() if points), default=0.0
+    )
     return [
         picture(
             name,
@@ -48,6 +52,7 @@ def curves(story: Story) -> list[Picture]:
             filled,
             epoch_steps=epoch_steps,
             best_step=story.best_step if name in ("loss", "metrics") else None,
+            until=until,
         )
         for name, lines in drawn.items()
         if (filled := {what: points for what, points in lines.items() if points})
@@ -97,8 +102,9 @@ def picture(
     epoch_steps: float | None = None,
     best_step: int | None = None,
     by_epoch: bool = False,
+    until: float = 0.0,
 ) -> Picture:
-    """Lines with their legend; `best_step` has a star."""
+    """Lines with their legend; `best_step` has a star, and the axis goes on `until` there."""
     # Numbered before the empty ones go: a run has the same colour in every picture.
     lines = [
         plots.Line(clean(what), found, n) for n, (what, found) in enumerate(points.items()) if found
@@ -125,6 +131,7 @@ def picture(
         steps_per_epoch=epoch_steps,
         best=best_step,
         by_epoch=by_epoch,
+        until=until,
     )
     keys = [(line.css, line.name) for line in lines] if len(lines) > 1 else []
     if best_step is not None:

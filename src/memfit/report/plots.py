@@ -274,10 +274,11 @@ def curves(
     steps_per_epoch: float | None = None,
     best: float | None = None,
     by_epoch: bool = False,
+    until: float = 0.0,
 ) -> Chart:
     """Lines over steps, epochs above them; a few points are drawn as dots, the best as a star.
 
-    `by_epoch` the points are over epochs already.
+    `by_epoch` the points are over epochs already. The axis goes `until` there, or to the last point.
     """
     with Drawing(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
@@ -289,7 +290,7 @@ def curves(
         if best is not None:
             _mark_best(axes, lines, best)
         axes.set_xlabel(x_label)
-        _from_zero(axes, [line.points for line in lines], whole=not by_epoch)
+        _from_zero(axes, [*(line.points for line in lines), [(until, 0.0)]], whole=not by_epoch)
         axes.yaxis.set_major_formatter("{x:g}")
         if all(value >= 0 for line in lines for _, value in line.points):
             axes.set_ylim(bottom=max(axes.get_ylim()[0], 0))  # no loss and no metric is below 0
