@@ -278,7 +278,7 @@ def curves(
 ) -> Chart:
     """Lines over steps, epochs above them; a few points are drawn as dots, the best as a star.
 
-    `by_epoch` the points are over epochs already. The axis goes `until` there, or to the last point.
+    `by_epoch` the points are over epochs already. The axis ends at the last point or at `until`.
     """
     with Drawing(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
