@@ -436,4 +436,4 @@ def test_both_palettes_have_the_same_names_and_paper_is_always_light() -> None:
     css = drawing.palette_css()
     assert css.count("@media screen") == 2  # night is for screens
     used = set(re.findall(r"var\(--([\w-]+)", page.own_file("page.css")))
-    assert used - {"share", "colour"} <= drawing.LIGHT.keys()
+    assert used - {"share", "colour", "runs"} <= drawing.LIGHT.keys()
