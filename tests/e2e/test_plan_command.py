@@ -20,7 +20,8 @@ PRAISE, BLAME = "服務人員都很親切", "房間很髒，空調太吵，再�
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "reviews.csv"
-    rows = [f"{i % 2},{(BLAME, PRAISE)[i % 2]}{'床' * (i % 7)}" for i in range(80)]
+    # All of one length: any two steps meet the largest micro-batch.
+    rows = [f"{i % 2},{(BLAME, 2 * PRAISE)[i % 2]}{chr(0x4E00 + i)}" for i in range(80)]
     path.write_text("label,review\n" + "\n".join(rows) + "\n", encoding="utf-8")
     return path
 

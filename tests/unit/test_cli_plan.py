@@ -147,7 +147,7 @@ def priced_by_formulas() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "reviews.csv"
-    rows = [f"{index % 2},{'親切' * (1 + index % 9)}" for index in range(60)]
+    rows = [f"{index % 2},{'親切' * (1 + index % 9)}{chr(0x4E00 + index)}" for index in range(60)]
     path.write_text("label,review\n" + "\n".join(rows) + "\n", encoding="utf-8")
     return path
 

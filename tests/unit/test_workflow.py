@@ -270,4 +270,4 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
     with table.open("a", encoding="utf-8") as file:
         file.write("1,非常親切\n" * 3)
     assert chosen() != slower
-    assert "of the settings: rows: 21 -> 24" in said.pop()
+    assert "of the settings: rows: 21 -> 23" in said.pop()

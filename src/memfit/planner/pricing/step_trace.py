@@ -56,6 +56,7 @@ from memfit.planner.pricing.traced_setup import (
     apply_one,
     autocast_dtype,
     build_model,
+    cut_lengths,
     device_to_trace,
     full_config,
     graph_count,
@@ -324,7 +325,10 @@ def _largest(
     if packed and limits.max_tokens is not None and not _has_flash(candidate, workload, card):
         # Attention is padded again: many short rows beside a long one, in a batch that is not cut,
         # may need more than the few long rows of a part, whatever their sums.
-        return [(cutting.worst_tokens, True), (None, False)]
+        lengths = cut_lengths(workload, candidate)
+        smallest = sum(lengths[-workload.effective_rows :])
+        whole = [(cutting.worst_tokens, True)] if smallest <= limits.max_tokens else []
+        return [*whole, (None, False)]
     if cutting.worst_part_tokens == cutting.worst_tokens:
         return [(None, False)]
     return [(cutting.worst_tokens, True), (cutting.worst_part_tokens, False)]
