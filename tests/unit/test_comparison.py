@@ -14,7 +14,9 @@ from memfit.cli import run as command
 from memfit.errors import ConfigError, OutputError
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.results import MemorySummary
+from memfit.records.run_warnings import RunWarning
 from memfit.report.comparison import compare_runs
+from memfit.text import speaking
 from memfit.units import MIB
 
 PEAK = MemoryPeak({Component.WEIGHTS: 600 * MIB}, 600 * MIB, 700 * MIB, 1000 * MIB)
@@ -52,7 +54,7 @@ def test_what_differs_is_listed_and_what_is_the_same_is_not(runs: tuple[Path, Pa
     found = rows(memfit.compare(*runs))
     assert found["learning rate"] == ("2e-05", "5e-05")
     assert found["effective batch"] == ("16", "32")
-    assert found["lr scheduler type"] == ("–", "cosine")
+    assert found["--lr-scheduler-type"] == ("–", "cosine")
     assert found["strategies"] == ("–", "packing, checkpointing")
     assert found["F1"] == ("0.8000", "0.9000")
     assert found["peak, measured"] == ("2.15 GiB", "1000.0 MiB")
@@ -132,6 +134,40 @@ def test_runs_on_other_rows_or_of_other_classes_are_compared_with_care(tmp_path:
     said = " ".join(memfit.compare(one, other).cautions())
     for words in ("not evaluated on the same rows", "same positive class", "different devices"):
         assert words in said
+
+
+def test_internals_are_no_settings_and_settings_have_names(tmp_path: Path) -> None:
+    one = made(tmp_path / "one", "save_steps = 10.0\n[plan]\nsettings = '315b'\n")
+    plan = "[plan]\nsettings = 'bffa'\nworkload = {model = 'm'}\n"
+    other = made(tmp_path / "other", f"save_steps = 12000.0\nmax_steps = 5\n{plan}")
+    (other / "run.toml").write_text((other / "run.toml").read_text().replace("reviews", "more"))
+    with speaking("zh"):
+        found = rows(memfit.compare(one, other))
+    assert found["--save-steps"] == ("10", "12,000")
+    assert found["--max-steps"] == ("–", "5")
+    assert found["数据文件"] == ("reviews.csv", "more.csv")
+    assert not {"settings", "workload", "--settings", "--workload"} & set(found)
+
+
+def test_no_figure_is_the_best_of_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    one = made(tmp_path / "one", metrics={"accuracy": 0.9})
+    other = made(
+        tmp_path / "other", metrics={"accuracy": 0.99}, data={"validation_rows": 11}, device="T4",
+        seconds={"train": 1.0},
+    )  # fmt: skip
+    found = memfit.compare(one, other).sections()
+    assert not [row for name in ("metrics", "time") for row in found[name] if row.best]
+
+
+def test_a_model_that_must_not_be_used_is_never_the_best(tmp_path: Path) -> None:
+    warned = RunWarning("one_class", {"label": "a", "rows": 10, "missed": "b"})
+    scores = {"bad": 0.99, "good": 0.9, "worse": 0.8}
+    made_runs = [
+        made(tmp_path / name, metrics={"accuracy": score}, warnings=(warned,) * (name == "bad"))
+        for name, score in scores.items()
+    ]
+    metrics = memfit.compare(*made_runs).sections()["metrics"]
+    assert metrics[0].best == {1}
 
 
 def test_epochs_of_different_length_are_drawn_over_each_other(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from memfit.config.files import atomic_writer
 from memfit.errors import ConfigError, OutputError
 from memfit.records.results import RunFolder
 from memfit.report import curves, plots, sections, terminal
-from memfit.report.formatting import PageTable, named, number
+from memfit.report.formatting import PageTable, named, number, setting_name
 from memfit.report.story import FINISHED, Story, read_story
 from memfit.report.terminal import metric, percent
-from memfit.report.verdict import verdict
+from memfit.report.verdict import useless, verdict
 from memfit.text import N_, clean, t
 from memfit.units import format_both, format_bytes, format_seconds
 
@@ -39,6 +39,11 @@ _MADE_BY_MEMFIT = '<meta name="generator" content="memfit">'
 _SAME_ROWS = ("data.path", "data.validation_file", "data.validation_split", "data.seed")
 """Settings that decide which rows a run is evaluated on."""
 
+_LIBRARIES = ("memfit", "torch", "transformers")
+
+
+_NONE: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -46,7 +51,7 @@ class Row:
 
     name: str
     cells: tuple[str, ...]
-    best: frozenset[int] = frozenset()
+    best: frozenset[int] = _NONE
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,13 @@ class Comparison:
     def cautions(self) -> list[str]:
         """Why figures may not be comparable."""
         said = []
-        rows = {story.summary.data.get("validation_rows") for story in self.stories}
-        configs = [_flat(story.config) for story in self.stories]
-        if len(rows) > 1 or any(_differs([one.get(key) for one in configs]) for key in _SAME_ROWS):
+        if not _same_rows(self.stories):
             said.append(
                 t("The runs were not evaluated on the same rows: compare their metrics with care.")
             )
-        if len({story.summary.positive for story in self.stories if story.summary.metrics}) > 1:
+        if not _same_positive(self.stories):
             said.append(t("The metrics are not of the same positive class."))
-        if len({story.summary.device for story in self.stories}) > 1:
+        if not _same_device(self.stories):
             said.append(
                 t("The runs were trained on different devices: their times differ by that.")
             )
@@ -247,6 +250,21 @@ def _relative(target: Path, folder: Path) -> str:
         return target.as_uri()
 
 
+def _same_rows(stories: Sequence[Story]) -> bool:
+    rows = [story.summary.data.get("validation_rows") for story in stories]
+    configs = [_flat(story.config) for story in stories]
+    settings = ([one.get(key) for one in configs] for key in _SAME_ROWS)
+    return not any(_differs(values) for values in (rows, *settings))
+
+
+def _same_positive(stories: Sequence[Story]) -> bool:
+    return not _differs([story.summary.positive for story in stories if story.summary.metrics])
+
+
+def _same_device(stories: Sequence[Story]) -> bool:
+    return not _differs([story.summary.device for story in stories])
+
+
 # ---- the lines ----
 
 
@@ -254,7 +272,7 @@ def _settings(stories: Sequence[Story]) -> Iterator[Row]:
     for key, values in _differing(stories).items():
         name = key.rpartition(".")[2]
         shown = tuple(terminal.shorten(number(value), 60) for value in values)
-        yield Row(named("training", name), shown)
+        yield Row(name if name in _LIBRARIES else setting_name(name), shown)
 
 
 def _differing(stories: Sequence[Story]) -> dict[str, list[Any]]:
@@ -281,34 +299,44 @@ def _used(story: Story) -> dict[str, Any]:
         "strategies": ", ".join(one[0] for one in plan.strategies) if plan else None,
         "fidelity": plan.fidelity if plan else None,
         "device": summary.device,
-        **{name: summary.versions.get(name) for name in ("memfit", "torch", "transformers")},
+        **{name: summary.versions.get(name) for name in _LIBRARIES},
     }
 
 
 def _flat(config: str) -> dict[str, Any]:
-    """run.toml as `table.name`: value."""
+    """run.toml as `table.name`: value; without [plan], which the strategies tell."""
     try:
         tables = tomllib.loads(config)
     except tomllib.TOMLDecodeError:
         return {}
     flat: dict[str, Any] = {}
     for name, value in tables.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": str(one) for key, one in value.items()}
-        else:
-            flat[name] = str(value)
+        if not isinstance(value, Mapping):
+            flat[name] = _plain(value)
+        elif name != "plan":
+            flat |= {f"{name}.{key}": _plain(one) for key, one in value.items()}
     return flat
 
 
+def _plain(value: Any) -> Any:
+    """A number as it is, all else as a reader writes it: `0=bad, 1=good`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={one}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in value)
+    return value if isinstance(value, int | float) else str(value)
+
+
 def _differs(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values[1:])
+    return any(value != values[0] for value in values)
 
 
 def _metrics(stories: Sequence[Story]) -> Iterator[Row]:
     names = dict.fromkeys(name for story in stories for name in story.summary.metrics)
+    comparable = _same_rows(stories) and _same_positive(stories)
     for name in names:
         values = [story.summary.metrics.get(name) for story in stories]
-        best = _best(values, lowest=name in _LOWER_IS_BETTER)
+        best = _best(stories, values, lowest=name in _LOWER_IS_BETTER) if comparable else _NONE
         yield Row(named("metric", name), tuple(metric(value) for value in values), best)
     if any(story.summary.warnings for story in stories):
         yield Row(t("warnings"), tuple(str(len(story.summary.warnings)) for story in stories))
@@ -323,7 +351,7 @@ def _memory(stories: Sequence[Story]) -> Iterator[Row]:
         peaks = [_peak_bytes(story, which) for story in stories]
         if any(peaks):
             shown = (format_bytes(one) if one else None for one in peaks)
-            yield Row(t(title), _cells(shown), _best(peaks, lowest=True))
+            yield Row(t(title), _cells(shown), _best(stories, peaks, lowest=True))
     shares = [
         peak / budget if (peak := _peak_bytes(story, "measured")) and budget else None
         for story, budget in zip(stories, budgets, strict=True)
@@ -338,6 +366,7 @@ def _peak_bytes(story: Story, which: str) -> int | None:
 
 
 def _time(stories: Sequence[Story]) -> Iterator[Row]:
+    comparable = _same_device(stories)
     for which in ("train", "total"):
         seconds = [story.summary.seconds.get(which) for story in stories]
         if any(seconds):
@@ -347,11 +376,13 @@ def _time(stories: Sequence[Story]) -> Iterator[Row]:
                 one if story.state == FINISHED else None
                 for one, story in zip(seconds, stories, strict=True)
             ]
-            yield Row(named("work", which), _cells(shown), _best(done, lowest=True))
+            best = _best(stories, done, lowest=True) if comparable else _NONE
+            yield Row(named("work", which), _cells(shown), best)
     speeds = [_speed(story) for story in stories]
     if any(speeds):
         shown = (f"{one:,.3g}" if one else None for one in speeds)
-        yield Row(t("rows a second"), _cells(shown), _best(speeds, lowest=False))
+        best = _best(stories, speeds, lowest=False) if comparable else _NONE
+        yield Row(t("rows a second"), _cells(shown), best)
 
 
 def _speed(story: Story) -> float | None:
@@ -359,13 +390,19 @@ def _speed(story: Story) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _best(values: Sequence[float | None], *, lowest: bool) -> frozenset[int]:
-    """Where the best value stands; nowhere, if all are the same."""
-    known = [value for value in values if value is not None]
-    if len(set(known)) < 2:
-        return frozenset()
-    best = min(known) if lowest else max(known)
-    return frozenset(index for index, value in enumerate(values) if value == best)
+def _best(
+    stories: Sequence[Story], values: Sequence[float | None], *, lowest: bool
+) -> frozenset[int]:
+    """Where the best value of a model one may use stands; nowhere, if all are the same."""
+    known = {
+        index: value
+        for index, (story, value) in enumerate(zip(stories, values, strict=True))
+        if value is not None and not useless(story)
+    }
+    if len(set(known.values())) < 2:
+        return _NONE
+    best = min(known.values()) if lowest else max(known.values())
+    return frozenset(index for index, value in known.items() if value == best)
 
 
 def _cells(values: Any) -> tuple[str, ...]:

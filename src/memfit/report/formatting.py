@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memfit.config.training_fields import SHORT_NAMES
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.text import N_, NP_, clean, t
 
@@ -41,6 +42,15 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "early_stopping": N_("evaluations without a better one before it stops"),
         "stopped_early": N_("stopped early"),
     },
+    "setting": {
+        "path": N_("data file"),
+        "model": N_("model"),
+        "task": N_("task"),
+        "budget": N_("budget"),
+        "strategies": N_("strategies"),
+        "fidelity": N_("fidelity"),
+        "device": N_("device"),
+    },
     "work": {
         "data": N_("time reading the data"),
         "import": N_("time loading libraries"),
@@ -67,7 +77,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "encoding": N_("encoding"),
     },
 }
-"""What a reader calls components, metrics and the keys of a run's summary."""
+"""What a reader calls components, metrics, settings and the keys of a run's summary."""
+
+_SHORT = {long: short for short, long in SHORT_NAMES.items()}
 
 
 _AVERAGED = {
@@ -128,7 +140,9 @@ def number(value: object) -> str:
         return t("yes") if value else t("no")
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else clean(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
+    return clean(value)
 
 
 def together(sentences: Sequence[str]) -> str:
@@ -140,3 +154,11 @@ def named(group: str, name: str) -> str:
     """What a person calls it, where there is a word for it; else its own name."""
     known = _NAMES[group].get(name)
     return clean(name).replace("_", " ") if known is None else t(known)
+
+
+def setting_name(name: str) -> str:
+    """What a person calls a setting; else the flag that gives it."""
+    for group in ("setting", "training", "count"):
+        if name in _NAMES[group]:
+            return named(group, name)
+    return "--" + clean(_SHORT.get(name, name)).replace("_", "-")

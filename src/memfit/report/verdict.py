@@ -26,13 +26,11 @@ def verdict(story: Story) -> dict[str, str] | None:
     """The sentence and how good it is; None before there is an evaluation."""
     if story.state != FINISHED or story.evaluated is None:
         return None
-    evaluation, kinds = story.evaluated[0], [one.kind for one in story.summary.warnings]
-    useless = next((kind for kind in kinds if kind in _USELESS), "")
-    if useless:
-        said, css = t(_USELESS[useless]), BAD
+    if why := useless(story):
+        said, css = t(_USELESS[why]), BAD
     else:
-        said, gains = _answers(evaluation)
-        css = GOOD if gains and not kinds else DOUBTFUL
+        said, gains = _answers(story.evaluated[0])
+        css = GOOD if gains and not story.summary.warnings else DOUBTFUL
     kept, over = _budget(story)
     return {
         "css": BAD if over else css,
@@ -40,6 +38,11 @@ def verdict(story: Story) -> dict[str, str] | None:
         if kept
         else t("{first}.", first=said),
     }
+
+
+def useless(story: Story) -> str:
+    """The warning for which the model must not be used; empty without one."""
+    return next((one.kind for one in story.summary.warnings if one.kind in _USELESS), "")
 
 
 def _answers(evaluation: Evaluation) -> tuple[str, bool]:
