@@ -103,6 +103,8 @@ def test_infeasible_budget_names_the_smallest_plan_and_what_is_missing(workload:
     for one in error.helps:  # nothing is offered that would not help
         assert (one.device_bytes <= 925_000_000) == (one.kind != "budget")
     assert "0.93 GB" in str(error)
+    (budget,) = (one for one in error.helps if one.kind == "budget")
+    assert f"--budget {budget.device_bytes / 1e9:.2f}GB or more" in str(error)  # can be pasted
 
 
 def test_budget_of_the_smallest_plan_fits(workload: Workload) -> None:

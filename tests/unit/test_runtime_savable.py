@@ -16,9 +16,11 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+import memfit
 from memfit import BudgetTrainer
 from memfit.errors import OutputError, SaveError
 from memfit.strategies import GradientRelease, Lora, LowBitAdamW, Strategy
+from memfit.training import saving
 from memfit.training.saving import _serialised_bytes
 from small_training import collate, model_of, texts
 
@@ -149,6 +151,22 @@ def test_a_disk_without_room_for_one_checkpoint_is_named_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(OutputError, match=r"a checkpoint takes .* has 976.6 KiB free"):
         trainer.train()
+
+
+def test_a_run_whose_model_has_no_room_is_refused_though_it_writes_no_checkpoints(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "a.csv"
+    rows = [f"{n % 2},text {n}" for n in range(40)]
+    table.write_text("\n".join(["label,text", *rows]), encoding="utf-8")
+    free = SimpleNamespace(total=10**12, used=0, free=1000)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OutputError, match=r"the trained model takes .* has 1000 B free") as caught:
+        memfit.finetune(
+            table, model=tiny_model_dir, output_dir=tmp_path / "run", quiet=True,
+            save_strategy="no", max_steps=1, max_length=16,
+        )  # fmt: skip
+    assert "--save-strategy" not in str(caught.value)
 
 
 def test_it_takes_neither_time_nor_memory() -> None:

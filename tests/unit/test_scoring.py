@@ -24,8 +24,10 @@ from memfit.records.evaluation import evaluate_predictions, probabilities, worst
 from memfit.records.results import RunSummary, read_summary, write_summary
 from memfit.records.run_warnings import answer_warnings, data_warnings
 from memfit.records.scoring import Scoring, scoring_for
+from memfit.report.formatting import averaging_sentence
 from memfit.run.callbacks import StopEarly
 from memfit.run.model_card import model_card
+from memfit.run.scoring_rules import kept_scoring
 from memfit.text import speaking
 
 TWO = LabelSpace("single_label", ("投诉", "正常"))
@@ -43,8 +45,9 @@ def logits_of(probability: Any) -> np.ndarray:
     [
         (("差评", "好评"), {"差评": 40, "好评": 60}, "差评", "rarer"),
         (("差评", "好评"), {"差评": 60, "好评": 40}, "好评", "rarer"),
-        (("正面", "负面"), {"正面": 50, "负面": 50}, "正面", "name"),
-        (("0", "1"), {"0": 50, "1": 50}, "1", "name"),
+        (("正面", "负面"), {"正面": 50, "负面": 50}, "正面", "tie_called"),
+        (("0", "1"), {"0": 50, "1": 50}, "1", "tie_called"),
+        (("cat", "dog"), {"cat": 50, "dog": 50}, "dog", "tie_last"),
         (("cat", "dog"), {}, "dog", "name"),
     ],
 )
@@ -53,6 +56,24 @@ def test_the_positive_class_is_the_rarer_one_then_the_one_called_so_then_the_las
 ) -> None:
     scoring = scoring_for(LabelSpace("single_label", names), counts)
     assert (scoring.averaging, scoring.positive, scoring.why) == ("binary", positive, why)
+
+
+def test_a_loaded_model_does_not_call_its_class_the_rarer_one_of_another_table() -> None:
+    kept = scoring_for(TWO, {"正常": 60, "投诉": 40}).to_dict()
+    loaded = kept_scoring(SimpleNamespace(memfit=kept), TWO)
+    assert loaded is not None
+    assert averaging_sentence(loaded.averaging, loaded.positive, loaded.why) == (
+        "F1, precision and recall are those of 投诉, as in the training; --positive-label names "
+        "another."
+    )
+
+
+def test_the_class_chosen_of_two_alike_is_given_its_reason() -> None:
+    scoring = scoring_for(TWO, {"正常": 180, "投诉": 180})
+    assert averaging_sentence(scoring.averaging, scoring.positive, scoring.why) == (
+        "F1, precision and recall are those of 正常: both classes have equally many rows, and this "
+        "one stands last; --positive-label names another."
+    )
 
 
 def test_a_strong_imbalance_lets_the_mean_lead_unless_a_class_was_named() -> None:
@@ -234,7 +255,7 @@ def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
     first, second = page.index("投诉 is never found"), page.index("means over both classes")
     assert first < page.index('class="figures"') < second
     again = memfit.evaluate(tmp_path / "run", table)
-    assert (again.averaging, again.positive) == ("macro", "投诉")
+    assert (again.averaging, again.positive, again.why) == ("macro", "投诉", "")
     named = memfit.evaluate(tmp_path / "run", table, positive_label="投诉")
     assert (named.metrics["f1"], named.why) == (0.0, "given")
     assert run(["evaluate", str(tmp_path / "run"), str(table), "--json"]) == 0

@@ -58,6 +58,9 @@ _COMMON = frozenset(
     "而子那得于於着著下自之年过過发發后後作里裡好很没沒还還都给給让讓买買太差"
 )
 
+_CHINESE_SHARE = 0.02
+"""Of random characters about one in a thousand is a common one."""
+
 
 def find_encoding(path: Path, named: str | None) -> str:
     """The codec that reads the whole file; an error where none does."""
@@ -96,12 +99,15 @@ def find_encoding(path: Path, named: str | None) -> str:
 
 
 def _unmarked(path: Path, head: bytes) -> str:
-    if head[:4096].count(0) * 10 > len(head[:4096]):
+    begin = head[:4096]
+    if begin.count(0) * 10 > len(begin):
+        high_byte_last = begin[1::2].count(0) >= begin[::2].count(0)
         raise DataError(
             t(
                 "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
-                "a mark, give encoding=utf-16-le",
+                "a mark, give --encoding {codec}",
                 path=path,
+                codec="utf-16-le" if high_byte_last else "utf-16-be",
             )
         )
     broken = _first_undecodable(path, "utf-8")
@@ -111,7 +117,7 @@ def _unmarked(path: Path, head: bytes) -> str:
     # From a little before the first byte that is not UTF-8: what precedes it tells a
     # broken UTF-8 file from one in another encoding.
     with path.open("rb") as file:
-        file.seek(max(0, offset - _CHUNK_BYTES // 2))
+        file.seek(max(0, offset - _CHUNK_BYTES // 2) & ~1)  # UTF-16 has two bytes a character
         sample = file.read(_CHUNK_BYTES)
     codec = _judge(path, sample, line)
     if failed := _first_undecodable(path, codec):
@@ -129,6 +135,15 @@ def _unmarked(path: Path, head: bytes) -> str:
 def _judge(path: Path, sample: bytes, line: int) -> str:
     """GB18030 or Big5, for bytes that are not UTF-8; an error for bytes that are not Chinese."""
     if b"\0" in sample:
+        wide = max(("utf-16-le", "utf-16-be"), key=lambda codec: _common_share(sample, codec))
+        if _common_share(sample, wide) > _CHINESE_SHARE:
+            raise DataError(
+                t(
+                    "{path} seems to be UTF-16 without a byte-order mark; give --encoding {codec}",
+                    path=path,
+                    codec=wide,
+                )
+            )
         raise DataError(
             t("{path} is not a text table: it is binary (line {line})", path=path, line=line)
         )

@@ -403,7 +403,8 @@ def does_not_fit(
 def _helps(asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int) -> Iterator[Help]:
     """What would make it fit, each by itself."""
     needs = -(-price.device_bytes // 10**8) * 10**8
-    yield _help("budget", gb(needs), needs, bytes=gb(needs))
+    pasted = gb(needs).replace(" ", "")  # as the command line takes it
+    yield _help("budget", pasted, needs, bytes=pasted)
     if asked.exact:
         wider = dataclasses.replace(asked, exact=False, left_out={})
         least = min(pricer.quick(one).device_bytes for one in candidates(wider))

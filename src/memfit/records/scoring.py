@@ -60,7 +60,8 @@ class Scoring:
     positive: str = ""
     """The positive one of two classes; also known where the mean over both leads."""
     why: str = ""
-    """Why this class: `given`, `rarer`, or by its `name`; `imbalance` where the mean leads."""
+    """Why this class: `given`, `rarer`, of two alike `tie_called` or `tie_last`, by `name` if no
+    rows were counted, `trained` of a loaded model; `imbalance` where the mean leads."""
     leads: str = "f1"
     """The metric that is shown first and picks the best model."""
     threshold: float | None = None
@@ -123,7 +124,9 @@ def _usual_positive(names: Sequence[str], counts: Mapping[str, int]) -> tuple[st
     if rows[0] != rows[1]:
         return names[rows.index(min(rows))], "rarer"
     called = [name for name in names if name.strip().casefold() in _POSITIVE_WORDS]
-    return (called[0] if len(called) == 1 else names[-1]), "name"
+    if len(called) == 1:
+        return called[0], "tie_called" if any(rows) else "name"
+    return names[-1], "tie_last" if any(rows) else "name"
 
 
 def answers(scores: Array, labels: Labels, scoring: Scoring) -> Array:

@@ -88,6 +88,18 @@ _AVERAGED = {
         "F1, precision and recall are those of {positive}, the rarer class; --positive-label names "
         "another."
     ),
+    "tie_called": N_(
+        "F1, precision and recall are those of {positive}: both classes have equally many rows, "
+        "and this one is called positive; --positive-label names another."
+    ),
+    "tie_last": N_(
+        "F1, precision and recall are those of {positive}: both classes have equally many rows, "
+        "and this one stands last; --positive-label names another."
+    ),
+    "trained": N_(
+        "F1, precision and recall are those of {positive}, as in the training; --positive-label "
+        "names another."
+    ),
     "name": N_(
         "F1, precision and recall are those of {positive}; --positive-label names another class."
     ),

@@ -29,13 +29,17 @@ def keep_scoring(config_file: Path, scoring: Scoring) -> None:
 
 
 def kept_scoring(config: Any, labels: LabelSpace) -> Scoring | None:
-    """The rules a model came with; None where there are none that fit its labels."""
+    """The rules a model came with; None where there are none that fit its labels.
+
+    They were chosen by the rows of the training, which says nothing of the rows met now.
+    """
     values = getattr(config, _KEY, None)
     if not isinstance(values, Mapping):
         return None
     scoring = Scoring.from_dict(values)
     known = not scoring.positive or (scoring.positive in labels.names and len(labels.names) == 2)
-    return scoring if known else None
+    why = "trained" if scoring.averaging == "binary" else ""
+    return replace(scoring, why=why) if known else None
 
 
 def scoring_of_run(config: RunConfig, text: TextData, arguments: Any) -> Scoring:

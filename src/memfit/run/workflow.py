@@ -480,6 +480,7 @@ class _Run:
             not type(one).__module__.startswith(own) for one in trainer.callback_handler.callbacks
         )
         trainer.checkpoints.seals_last_later = not looked_at and arguments.save_total_limit != 1
+        trainer.checkpoints.keeps_model = True
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
         for stock_bar in (PrinterCallback, ProgressCallback):

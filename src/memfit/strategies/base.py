@@ -172,8 +172,8 @@ class Setup:
         if self.capability < TRITON_FROM:
             version = ".".join(map(str, self.capability))
             return Message(
-                "its kernels need Triton, which needs a card of compute capability 7.0; this one "
-                "has {version}",
+                "its kernels need Triton, which needs a card of compute capability 7.0 at least; "
+                "this one has {version}",
                 version=version,
             )
         return Message("its kernels need Triton, which is not installed")

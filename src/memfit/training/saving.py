@@ -70,10 +70,11 @@ _BY_SAFETENSORS = frozenset(
 _Loaded = TypeVar("_Loaded")
 
 
-def check_savable(trainer: TrainerParts) -> int:
+def check_savable(trainer: TrainerParts, *, keeps_model: bool = False) -> int:
     """The bytes of a checkpoint, 0 where none is to be written.
 
-    SaveError names what cannot be saved; OutputError says that a checkpoint has no room.
+    SaveError names what cannot be saved; OutputError says that a checkpoint has no room, or the
+    whole model, if the caller keeps it in the end.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     writes_none = trainer.args.save_strategy == SaveStrategy.NO
@@ -81,13 +82,17 @@ def check_savable(trainer: TrainerParts) -> int:
         return 0  # how such a model is kept in the end is its owner's business
     with _named("model"):
         size_bytes = _model_bytes(model)
+    folder = Path(str(trainer.args.output_dir))
+    if keeps_model:  # adapters are merged into it
+        whole = (*model.parameters(), *model.buffers())
+        _check_room(folder, sum(tensor.nbytes for tensor in whole), _NO_ROOM_FOR_MODEL)
     if writes_none:
         return 0
     for part, content in _parts(trainer):
         with _named(part):
             size_bytes += _serialised_bytes(content())
     size_bytes += _state_bytes(trainer)
-    _check_room(Path(str(trainer.args.output_dir)), size_bytes)
+    _check_room(folder, size_bytes, _NO_ROOM_FOR_CHECKPOINT)
     return size_bytes
 
 
@@ -217,20 +222,23 @@ def _named(part: str, **fields: str) -> Iterator[None]:
         ) from error
 
 
-def _check_room(folder: Path, size_bytes: int) -> None:
+_NO_ROOM_FOR_MODEL = N_(
+    "the trained model takes {needs} and {folder} has {free} free, so no training was begun; make "
+    "room, or name another --output-dir"
+)
+
+_NO_ROOM_FOR_CHECKPOINT = N_(
+    "a checkpoint takes {needs} and {folder} has {free} free, so no training was begun; make room, "
+    "name another --output-dir, or write no checkpoints with --save-strategy no"
+)
+
+
+def _check_room(folder: Path, size_bytes: int, otherwise: str) -> None:
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     free_bytes = shutil.disk_usage(there).free
     if size_bytes > free_bytes:
         sizes = {"needs": format_bytes(size_bytes), "free": format_bytes(free_bytes)}
-        raise OutputError(
-            t(
-                "a checkpoint takes {needs} and {folder} has {free} free, so no training was "
-                "begun; make room, name another --output-dir, or write no checkpoints with "
-                "--save-strategy no",
-                folder=there,
-                **sizes,
-            )
-        )
+        raise OutputError(t(otherwise, folder=there, **sizes))
 
 
 _STATE_FILE = "trainer_state.json"
@@ -256,6 +264,8 @@ class Checkpoints:
         self._make_room = make_room
         self.size_bytes = 0
         """Of one on the disk, known before the first step; 0 where none is written."""
+        self.keeps_model = False
+        """Whether the caller saves the whole model beside the checkpoints in the end."""
         self.writing = False
         self.push_due = False
         """Whether the checkpoint is to be uploaded once it has its name."""
@@ -278,7 +288,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raises what would go wrong at the first save; notes how large a checkpoint will be."""
         if self._trainer.args.should_save:
-            self.size_bytes = check_savable(self._trainer)
+            self.size_bytes = check_savable(self._trainer, keeps_model=self.keeps_model)
 
     # ---- writing ----
 
