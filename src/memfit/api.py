@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import OutputError
 from memfit.models.loading import check_model_folder
-from memfit.text import t
+from memfit.text import doing, t
 
 if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder
@@ -169,7 +169,8 @@ def evaluate(
 
     config = DataConfig.build(**_sources(data, options))
     classifier = Classifier.load(os.fspath(model), max_length=max_length)
-    table, counts = read_labelled(config, classifier.labels)
+    with doing(t("reading the table …")):
+        table, counts = read_labelled(config, classifier.labels)
     texts = table["text"]
     if "text_pair" in table.column_names:
         texts = list(zip(texts, table["text_pair"], strict=True))

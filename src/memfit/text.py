@@ -35,7 +35,8 @@ with telling(quiet=quiet):              # once a command, before anything heavy 
             ...
 
 A thread shows the innermost piece of work: at a terminal on a line with a spinner and the seconds;
-in a pipe or a file as a plain line, followed by dots. Work that is over at once is
+in a pipe or a file as a plain line, followed by dots. Work that counts its rows (`show_count`) shows
+a bar and rows a second; in a pipe it adds a line every two seconds. Work that is over at once is
 not mentioned. Outside of `telling`, `doing` does nothing. Whatever prints to stderr meanwhile calls
 `make_way()` first.
 """
@@ -57,11 +58,12 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from memfit.errors import ConfigError, speak_with
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.live import Live
     from rich.spinner import Spinner
 
@@ -424,11 +426,27 @@ _DOT_AFTER_SECONDS = 0.7
 """Well below two seconds: while a library is loaded, the thread may have to wait for its turn."""
 
 
+_ROWS_LINE_AFTER_SECONDS = 2.0
+"""Between two lines in a pipe that say how many rows are done."""
+
+
+class RowsDone(Protocol):
+    """Rows of a piece of work that are done."""
+
+    rows: int
+    total_rows: int | None
+
+    def pace(self) -> str:
+        """How many are done, and how fast."""
+        ...
+
+
 @dataclass
 class _Work:
     text: str
     began: float = field(default_factory=time.monotonic)
     told: bool = False
+    count: RowsDone | None = None
 
     def sentence(self) -> str:
         """With the seconds it has taken."""
@@ -445,7 +463,7 @@ class _Teller:
         self._at_terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "")
         self._lock = threading.RLock()
         self._works: list[_Work] = []
-        self._last_word = time.monotonic()
+        self._last_word = self._last_rows = time.monotonic()
         self._dots = False
         self._live: Live | None = None
         self._spinner: Spinner
@@ -472,6 +490,14 @@ class _Teller:
             if self._dots and work.told:
                 self._write(" " + t("{seconds} s", seconds=int(time.monotonic() - work.began)))
             self._leave_line()
+
+    def count(self, rows: RowsDone | None) -> None:
+        with self._lock:
+            if self._works:
+                self._works[-1].count = rows
+            if rows is None:
+                self._leave_line()
+            self._last_rows = time.monotonic()
 
     def make_way(self) -> None:
         """The line is free for somebody else's words."""
@@ -511,9 +537,16 @@ class _Teller:
                 self._leave_line()
                 self._write(printable(work.text) + "\n")
                 work.told = True
+        elif work is not None and work.count is not None and self._is_rows_line_due():
+            self._leave_line()
+            self._write(work.count.pace() + "\n")
+            self._last_rows = time.monotonic()
         elif silent_seconds >= _DOT_AFTER_SECONDS:
             self._write(".")
             self._dots = True
+
+    def _is_rows_line_due(self) -> bool:
+        return time.monotonic() - self._last_rows >= _ROWS_LINE_AFTER_SECONDS
 
     def _spin(self, work: _Work) -> None:
         from rich.console import Console
@@ -534,8 +567,22 @@ class _Teller:
                 redirect_stderr=False,
             )
             self._live.start()
-        words = Text(printable(work.sentence()), no_wrap=True, overflow="ellipsis")
-        self._spinner.update(text=words)
+        said = work.sentence() if work.count is None else work.text
+        self._spinner.update(text=Text(printable(said), no_wrap=True, overflow="ellipsis"))
+        self._live.update(self._spinner if work.count is None else self._bar(work.count))
+
+    def _bar(self, count: RowsDone) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        bar = ProgressBar(count.total_rows, count.rows) if count.total_rows else ""
+        line.add_row(self._spinner, bar, Text(count.pace()))
+        return line
 
     def _leave_line(self) -> None:
         if self._live is not None:
@@ -594,6 +641,12 @@ def doing(text: str) -> Iterator[None]:
         yield
     finally:
         teller.end(work)
+
+
+def show_count(rows: RowsDone | None) -> None:
+    """The innermost piece of work shows these rows; None ends that."""
+    if _teller is not None:
+        _teller.count(rows)
 
 
 def make_way() -> None:

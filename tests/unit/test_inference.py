@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from memfit.errors import ConfigError, DataError, ModelError, OutputError
 from memfit.records.results import RunSummary, write_summary
 from memfit.run.inference import Classifier, Prediction, token_batches
+from memfit.text import telling
+from waits import without_waits
 
 TEXTS = [
     "服務人員都很親切",
@@ -334,3 +337,21 @@ def test_inputs_that_cannot_be_are_refused(classifier: Classifier, tmp_path: Pat
         with pytest.raises(DataError, match=message):
             classifier.predict_file(source, target)
     assert not target.exists()
+
+
+def test_a_command_says_how_many_rows_a_second_and_others_are_told_nothing(
+    classifier: Classifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "texts.csv"
+    table.write_text("text\n" + "\n".join(["早餐", " ", "好", "位置方便"]) + "\n", encoding="utf-8")
+    with telling():
+        classifier.evaluate(TEXTS, [0, 1, 0, 1, 0])
+        classifier.predict_file(table, tmp_path / "out.csv")
+        classifier.predict(TEXTS, progress=False)
+    said = without_waits(capsys.readouterr().err).splitlines()
+    form = r"{} rows in \d+(\.\d)? s, [\d,]+ rows/s"
+    assert len(said) == 2
+    assert re.fullmatch(form.format(5), said[0])
+    assert re.fullmatch(form.format(4), said[1])
+    classifier.evaluate(TEXTS, [0, 1, 0, 1, 0])
+    assert capsys.readouterr().err == ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 
 import pytest
 
 from memfit import text as waiting
+from memfit.data.working_files import progress_bar
 from memfit.run.announcements import voice
 
 LINE, DOT = 0.05, 0.1
@@ -98,6 +100,42 @@ def test_a_bar_has_the_terminal_for_itself_and_is_told_what_to_show(
         assert waiting.sentence() == "evaluating"
         waiting.shown_by_bar(False)
         until(capsys, "evaluating\n")
+
+
+def test_rows_are_counted_in_lines_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_ROWS_LINE_AFTER_SECONDS", 2 * DOT)
+    with waiting.telling(), waiting.doing("evaluating"):
+        bar = progress_bar("predicting", 2400)
+        bar.update(1200)
+        written = until(capsys, " left\n")
+        bar.close()
+        capsys.readouterr()
+        assert "rows" not in until(capsys, "..")
+    assert written.startswith("evaluating\n")
+    assert re.search(r"^1,200/2,400 rows  [\d,]+ rows/s  \d.\d s left$", written, re.MULTILINE)
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps all it was sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_rows_are_a_bar_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    deadline = time.monotonic() + 20
+    with waiting.telling(), waiting.doing("evaluating"):
+        bar = progress_bar("predicting", 2400)
+        bar.update(1200)
+        while " left" not in screen.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.search(r"evaluating .*━.* 1,200/2,400 rows  [\d,]+ rows/s", screen.getvalue())
 
 
 def test_it_ends_with_what_interrupts_it(capsys: pytest.CaptureFixture[str]) -> None:

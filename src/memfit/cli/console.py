@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.config.files import plain
-from memfit.text import escaped_json, make_way, printable, t, without_tokens
+from memfit.text import doing, escaped_json, make_way, printable, t, telling, without_tokens
 
 
 def set_up_streams() -> None:
@@ -74,4 +74,11 @@ def show_json(values: Any) -> None:
 def only_results_on_stdout() -> Iterator[None]:
     """What libraries print in the meantime goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """The same for a command that says what it does; until it does, it loads libraries."""
+    with only_results_on_stdout(), telling(), doing(t("loading libraries …")):
         yield

@@ -34,9 +34,9 @@ def evaluate(
 ) -> None:
     """Accuracy, F1, precision and recall per class, and the confusion matrix."""
     del ctx
-    from memfit import api
+    with console.working():
+        from memfit import api
 
-    with console.only_results_on_stdout():
         evaluation = api.evaluate(model, data, max_length=max_length, **options)
     from memfit.records.run_warnings import answer_warnings
 

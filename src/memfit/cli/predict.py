@@ -10,10 +10,10 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
 from memfit.errors import ConfigError
-from memfit.text import N_, t
+from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:
-    from memfit.run.inference import Classifier, Prediction
+    from memfit.run.inference import FilePredictions, Prediction
 
 Text = str | tuple[str, str]
 
@@ -49,38 +49,38 @@ def predict(
         raise ConfigError(t("give either sentences or --file, not both and not neither"))
     if output is not None and file is None:
         raise ConfigError(t("--output goes with --file; sentences are answered on the screen"))
-    from memfit import api
-
-    reading = {
+    reading: dict[str, Any] = {
         "text_column": text_column,
         "text_pair_column": text_pair_column,
         "encoding": encoding,
         "header": header,
     }
-    with console.only_results_on_stdout():
+    with console.working():
+        from memfit import api
+
         asked = texts if file is None or output is not None else _read(file, reading)
         classifier = api.load(model, max_length=max_length)
-        answers = None if asked is None else classifier.predict(asked)
-    if asked is not None and answers is not None:
+        if asked is not None:
+            answers = classifier.predict(asked, progress=file is not None)
+        else:
+            done = classifier.predict_file(str(file), str(output), **reading)
+    if asked is not None:
         _show(asked, answers, as_json=as_json)
     else:
-        _write(classifier, str(file), str(output), reading, as_json=as_json)
+        _show_file(done, as_json=as_json)
 
 
 def _read(path: str, reading: dict[str, Any]) -> Sequence[Text]:
     from memfit.data import read_texts
 
-    table = read_texts(path, **reading)
+    with doing(t("reading the table …")):
+        table = read_texts(path, **reading)
     if "text_pair" in table.column_names:
         return list(zip(table["text"], table["text_pair"], strict=True))
     return list(table["text"])
 
 
-def _write(
-    classifier: Classifier, file: str, output: str, reading: dict[str, Any], *, as_json: bool
-) -> None:
-    with console.only_results_on_stdout():
-        done = classifier.predict_file(file, output, **reading)
+def _show_file(done: FilePredictions, *, as_json: bool) -> None:
     if as_json:
         console.show_json(done)
     else:

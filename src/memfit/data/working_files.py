@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import DataError
-from memfit.text import is_told, t
+from memfit.text import is_told, show_count, t
+from memfit.units import format_seconds
 
 _numbers = itertools.count()
 
@@ -127,19 +128,56 @@ def quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+class RowMeter:
+    """Counts rows for the line that tells what is being done."""
+
+    def __init__(self, total_rows: int | None = None) -> None:
+        self.total_rows = total_rows
+        self.rows = 0
+        self._began = time.monotonic()
+        show_count(self)
+
+    def update(self, rows: int) -> None:
+        """So many more are done."""
+        self.rows += rows
+
+    def close(self) -> None:
+        """The work goes on without a count."""
+        show_count(None)
+
+    def pace(self) -> str:
+        """How many are done, how many a second, and how long the others take."""
+        of_all = "" if self.total_rows is None else f"/{self.total_rows:,}"
+        said = [t("{count} rows", count=f"{self.rows:,}{of_all}")]
+        seconds = time.monotonic() - self._began
+        if self.rows and seconds > 0:
+            said.append(t("{rows} rows/s", rows=f"{self.rows / seconds:,.0f}"))
+            if self.total_rows is not None:
+                left = max(self.total_rows - self.rows, 0) * seconds / self.rows
+                said.append(t("{time} left", time=format_seconds(left)))
+        return "  ".join(said)
+
+    def summary(self) -> str:
+        """What all of them took."""
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        return t(
+            "{count} rows in {time}, {rows} rows/s",
+            count=f"{self.rows:,}",
+            time=format_seconds(seconds),
+            rows=f"{self.rows / seconds:,.0f}",
+        )
+
+
 def progress_bar(what: str, total_rows: int | None = None) -> Any:
     """A bar on a terminal, once the work has taken two seconds; none in a log file.
 
-    Where `waiting` tells what is being done, that line is enough.
+    A command, which tells what is being done, shows the rows in that line.
     """
+    if is_told():
+        return RowMeter(total_rows)
     from huggingface_hub.utils.tqdm import tqdm
 
     bar: Any = tqdm  # its own signature has no types
     return bar(
-        desc=what,
-        total=total_rows,
-        unit=" rows",
-        delay=QUIET_SECONDS,
-        leave=False,
-        disable=is_told() or None,
+        desc=what, total=total_rows, unit=" rows", delay=QUIET_SECONDS, leave=False, disable=None
     )

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from memfit.data.in_memory import texts_of
 from memfit.data.reading import as_text
 from memfit.data.table_files import open_source
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Row, Table
-from memfit.data.working_files import progress_bar, quiet_datasets
+from memfit.data.working_files import RowMeter, progress_bar, quiet_datasets
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError, DataError, ModelError, OutputError, nearest
 from memfit.models.hubs import source_of
@@ -38,7 +39,7 @@ from memfit.records.evaluation import Evaluation, evaluate_predictions, probabil
 from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers
 from memfit.run.scoring_rules import kept_scoring
-from memfit.text import N_, t
+from memfit.text import N_, doing, is_told, t
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,8 @@ class Classifier:
         config = ModelConfig(model=os.fspath(path_or_id))
         _check_trained(config)
         where = _device(device)
-        model = _load_weights(config, dtype).eval()
+        with doing(t("loading the weights …")):
+            model = _load_weights(config, dtype).eval()
         halved = where.type == "cpu" and model.dtype.itemsize < 4
         if halved and (dtype is None or not half_on_cpu().works(dtype)):
             # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
@@ -143,14 +145,19 @@ class Classifier:
             isinstance(texts, tuple) and len(texts) == 2 and isinstance(texts[0], str)
         )
         several: Sequence[Text] = [texts] if single else texts
-        logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
+        with doing(t("predicting …")):
+            logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
+        return self._predictions(logits)
+
+    def _predictions(self, logits: Array) -> list[Prediction]:
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
     def evaluate(
         self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
     ) -> Evaluation:
         """How good the answers are on texts with known label ids."""
-        logits = self.logits(texts, batch_tokens=batch_tokens)
+        with doing(t("evaluating …")):
+            logits = self.logits(texts, batch_tokens=batch_tokens)
         # A dataset column gives its values much faster at once than one by one.
         return evaluate_predictions(logits, np.asarray(labels[:]), self.labels, self.scoring)
 
@@ -158,8 +165,15 @@ class Classifier:
         self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
     ) -> Array:
         """Raw outputs, a row a text; each batch leaves the device before the next begins."""
+        if not progress:
+            return self._logits(texts, batch_tokens, lambda _: None)
+        with _row_bar(len(texts)) as update:
+            return self._logits(texts, batch_tokens, update)
+
+    def _logits(
+        self, texts: Sequence[Text], batch_tokens: int, update: Callable[[int], object]
+    ) -> Array:
         out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
-        bar = progress_bar("predicting", len(texts)) if progress else None
         for start in range(0, len(texts), CHUNK_TEXTS):
             chunk = list(texts[start : start + CHUNK_TEXTS])
             encoded = self._encode(chunk, start)
@@ -167,10 +181,7 @@ class Classifier:
             for rows in token_batches(lengths, batch_tokens):
                 batch = [{name: column[row] for name, column in encoded.items()} for row in rows]
                 out[[start + row for row in rows]] = self._forward(batch)
-                if bar is not None:
-                    bar.update(len(rows))
-        if bar is not None:
-            bar.close()
+                update(len(rows))
         return out
 
     def predict_file(
@@ -435,28 +446,51 @@ def predict_file(
     _check_columns(table)
     names = _answer_columns(table)
     rows = empty_rows = 0
-    bar = progress_bar("predicting")
     try:
         codec = "utf-8" if path.suffix.lower() in JSON_LINES else "utf-8-sig"
-        with atomic_writer(path, codec) as file:
+        total_rows = _count_rows(table, texts) if is_told() else None
+        with (
+            doing(t("predicting …")),
+            atomic_writer(path, codec) as file,
+            _row_bar(total_rows) as update,
+        ):
             write = _writer(path, file, [*table.columns, *names])
             for chunk in _chunks(table.read(table.columns)):
                 where = [table.columns.index(name) for name in texts]
-                for row, answer in _answers(classifier, chunk, where, table.where, batch_tokens):
+                for row, answer in _answers(
+                    classifier, chunk, where, table.where, batch_tokens, update
+                ):
                     score = "" if answer is None else round(answer.score, 6)
                     write([*row, "" if answer is None else answer.label, score])
                     rows += 1
                     empty_rows += answer is None
-                bar.update(len(chunk))
             if not rows:
                 raise DataError(t("{path} has a header and no rows; add rows", path=table.where))
     except OSError as error:
         raise OutputError(
             t("cannot write {path}: {reason}", path=path, reason=error.strerror or error)
         ) from None
+    return FilePredictions(path, rows, empty_rows, *names)
+
+
+@contextmanager
+def _row_bar(total_rows: int | None) -> Iterator[Callable[[int], object]]:
+    """A bar of rows; a command also says what all of them took."""
+    bar = progress_bar("predicting", total_rows)
+    try:
+        yield bar.update
     finally:
         bar.close()
-    return FilePredictions(path, rows, empty_rows, *names)
+    if isinstance(bar, RowMeter):
+        from memfit.run.announcements import voice
+
+        voice(quiet=False)(bar.summary())
+
+
+def _count_rows(table: Table, columns: Sequence[str]) -> int:
+    """Reads the table once more: much faster than predicting it, and the bar has an end."""
+    with doing(t("reading the table …")):
+        return sum(1 for _ in table.read(columns))
 
 
 def _check_target(path: Path, source: Path) -> None:
@@ -508,13 +542,19 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _answers(
-    classifier: Classifier, chunk: list[Row], where: list[int], name: str, batch_tokens: int
+    classifier: Classifier,
+    chunk: list[Row],
+    where: list[int],
+    name: str,
+    batch_tokens: int,
+    update: Callable[[int], object],
 ) -> Iterator[tuple[Row, Prediction | None]]:
     """Each row with its answer; None for a row whose text, or one of its pair, is empty."""
     parts = [tuple(as_text(row[index], name) for index in where) for row in chunk]
     filled = [index for index, words in enumerate(parts) if all(word.strip() for word in words)]
     texts: list[Any] = [parts[index] if len(where) == 2 else parts[index][0] for index in filled]
-    found = classifier.predict(texts, batch_tokens=batch_tokens, progress=False) if texts else []
+    found = classifier._predictions(classifier._logits(texts, batch_tokens, update))
+    update(len(chunk) - len(filled))
     answers = dict(zip(filled, found, strict=True))
     for index, row in enumerate(chunk):
         yield row, answers.get(index)
