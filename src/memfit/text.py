@@ -35,10 +35,10 @@ with telling(quiet=quiet):              # once a command, before anything heavy 
             ...
 
 A thread shows the innermost piece of work: at a terminal on a line with a spinner and the seconds;
-in a pipe or a file as a plain line, followed by dots. Work that counts its rows (`show_count`) shows
-a bar and rows a second; in a pipe it adds a line every two seconds. Work that is over at once is
-not mentioned. Outside of `telling`, `doing` does nothing. Whatever prints to stderr meanwhile calls
-`make_way()` first.
+in a pipe or a file as a plain line, followed by dots. Work that counts its rows (`show_count`)
+shows a bar and rows a second; in a pipe it adds a line every two seconds. Work that is
+over at once is not mentioned. Outside of `telling`, `doing` does nothing. Whatever prints to
+stderr meanwhile calls `make_way()` first.
 """
 
 from __future__ import annotations
