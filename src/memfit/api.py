@@ -10,15 +10,16 @@ Nothing here imports torch before it is called.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memfit.config import DataConfig, ModelConfig, RunConfig
-from memfit.errors import OutputError
+from memfit.errors import ConfigError, OutputError
 from memfit.models.loading import check_model_folder
-from memfit.text import doing, t
+from memfit.text import t
 
 if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder
@@ -39,7 +40,29 @@ Data = PathLike | Any
 """A path, a Hub id, or the rows themselves: a pandas DataFrame, a Dataset or DatasetDict, a dict of
 columns, a list of dicts, or (texts, labels)."""
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+def _data_in_one(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuses texts and labels given apart, and says how they are given together."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if len(args) > 1 or {"texts", "labels"} & kwargs.keys():
+            raise ConfigError(
+                t(
+                    "{function} takes its data as one: write {function}((texts, labels), ...), and "
+                    "all else by its name (model=..., budget=...)",
+                    function=function.__name__,
+                )
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_data_in_one
 def finetune(
     data: Data | None = None,
     *,
@@ -117,6 +140,7 @@ def finetune_many(
     return train_many(names, folder, given, train, voice(quiet), resume=resume)
 
 
+@_data_in_one
 def plan(
     data: Data | None = None,
     *,
@@ -163,22 +187,10 @@ def evaluate(
 
     `options` are fields of DataConfig: the columns, the label names, the encoding.
     """
-    from memfit.data import read_labelled
-    from memfit.run.inference import Classifier
-    from memfit.run.scoring_rules import scoring_of_table
+    from memfit.run.inference import Classifier, evaluate_table
 
     config = DataConfig.build(**_sources(data, options))
-    classifier = Classifier.load(os.fspath(model), max_length=max_length)
-    with doing(t("reading the table …")):
-        table, counts = read_labelled(config, classifier.labels)
-    texts = table["text"]
-    if "text_pair" in table.column_names:
-        texts = list(zip(texts, table["text_pair"], strict=True))
-    found = counts.validation_class_counts
-    scoring = scoring_of_table(classifier.scoring, config, classifier.labels, found)
-    evaluation = dataclasses.replace(classifier, scoring=scoring).evaluate(texts, table["label"])
-    dropped = {"no_text": counts.dropped_no_text, "no_label": counts.dropped_no_label}
-    return dataclasses.replace(evaluation, dropped=dropped)
+    return evaluate_table(Classifier.load(os.fspath(model), max_length=max_length), config)
 
 
 def estimate(

@@ -18,7 +18,7 @@ def nothing(_: Sequence[str]) -> Iterator[Row]:
 
 
 def table(*columns: str) -> Table:
-    return Table("reviews.csv", columns, nothing)
+    return Table("reviews.csv", columns, nothing, has_header=True)
 
 
 def choose(*columns: str, **options: Any) -> Columns:

@@ -18,7 +18,7 @@ import memfit
 from memfit.data import read_table, read_texts
 from memfit.data.in_memory import path_of, source_of, texts_of
 from memfit.data.table_files import open_file, open_source
-from memfit.errors import DataError
+from memfit.errors import ConfigError, DataError
 
 SPORTS = ["马晓旭意外受伤, 国奥, 警惕", "商瑞华首战复仇心切"]
 HOMES = ["金地国际花园, 二期开盘", "毕业生租房, 看这几点"]
@@ -165,6 +165,17 @@ def test_one_text_a_line_is_predicted_without_a_header(tmp_path: Path) -> None:
     assert read_texts(str(path), header=False)["text"][:] == SPORTS[1:] + HOMES[1:]
 
 
+def test_texts_with_commas_are_one_a_line_and_the_message_names_no_header(tmp_path: Path) -> None:
+    path = tmp_path / "sentences.txt"
+    texts = ["很好,下次再来", '他说 "一般", 我也是', "位置好,早餐好,价格也好"]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="say --no-header if the first line is a row"):
+        read_texts(str(path))
+    assert read_texts(str(path), header=False)["text"][:] == texts
+    path.write_text("a,b\tc\nd\te,f\n", encoding="utf-8")
+    assert open_file(path, None, header=False, only_texts=True).columns == ("1", "2")
+
+
 def test_a_format_that_names_its_columns_refuses_no_header(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1, "text": "a"}])
     with pytest.raises(DataError, match="names its columns itself"):
@@ -283,6 +294,15 @@ def test_texts_are_found_in_columns() -> None:
         texts_of(frame, "text", None)
 
 
+@pytest.mark.parametrize("function", [memfit.finetune, memfit.plan])
+def test_texts_and_labels_given_apart_are_told_how_to_go_together(function: Any) -> None:
+    how = rf"write {function.__name__}\(\(texts, labels\), ...\)"
+    with pytest.raises(ConfigError, match=how):
+        function(TEXTS, LABELS)
+    with pytest.raises(ConfigError, match=how):
+        function(texts=TEXTS, labels=LABELS)
+
+
 def test_a_frame_is_trained_on_resumed_evaluated_and_predicted(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -302,5 +322,8 @@ def test_a_frame_is_trained_on_resumed_evaluated_and_predicted(
     assert result.summary.data["rows_read"] == 40
     found = memfit.evaluate(run, (TEXTS, LABELS))
     assert found.metrics == memfit.evaluate(run, frame, text_column="review").metrics
-    answers = memfit.load(run).predict(frame)
+    classifier = memfit.load(run)
+    for given in (frame, Dataset.from_pandas(frame), (TEXTS, LABELS)):
+        assert classifier.evaluate(given).metrics == found.metrics
+    answers = classifier.predict(frame)
     assert [one.label for one in answers] == [one.label for one in memfit.load(run).predict(TEXTS)]

@@ -281,8 +281,17 @@ def _check_unique(table: Table, column: str) -> None:
 
 def _no_column(table: Table, usual: str, headless: str) -> str:
     """The second message is for a file that begins with its first row."""
-    row_like = any(len(column) > 40 or column.isdecimal() for column in table.columns)
-    return t(headless if row_like else usual, where=table.where, columns=_listed(table))
+    names = table.columns
+    row_like = (
+        len(names) == 1
+        or table.where.lower().endswith(".txt")
+        or any(len(name) > 40 or name.isdecimal() for name in names)
+    )
+    return t(
+        headless if row_like and table.has_header else usual,
+        where=table.where,
+        columns=_listed(table),
+    )
 
 
 def _plain(name: str) -> str:

@@ -339,7 +339,8 @@ def read_texts(
     header: bool | None = None,
 ) -> Dataset:
     """All texts of a table in order, labels not needed; an empty text stays, as ''."""
-    table, _ = open_source(path, encoding, header)
+    unnamed = text_column is None and text_pair_column is None
+    table, _ = open_source(path, encoding, header, only_texts=unnamed)
     wanted = [name for name in choose_texts(table, text_column, text_pair_column) if name]
 
     def texts() -> Iterator[Row]:

@@ -34,7 +34,7 @@ def open_spreadsheet(path: Path, header: bool | None) -> Table:
         for row in islice(_rows(path), 1 if header else 0, None):
             yield tuple(_plain(row[place]) for place in places)
 
-    return Table(str(path), columns, read, numbered=not header)
+    return Table(str(path), columns, read, numbered=not header, has_header=header)
 
 
 def _rows(path: Path) -> Iterator[list[Any]]:

@@ -49,15 +49,18 @@ class _Dialect:
     delimiter: str
     skip_lines: int
     plain: bool
-    """Tab-separated with one line a row: a quote there is a character like any other."""
+    """One line a row, with tabs or one column: a quote is a character like any other."""
 
 
-def open_delimited(path: Path, encoding: str | None, header: bool | None) -> Table:
+def open_delimited(
+    path: Path, encoding: str | None, header: bool | None, *, one_column: bool = False
+) -> Table:
     """The table in a .csv, .tsv or .txt file; `header` says whether its first line names columns.
 
-    Where that is not said the lines below it tell.
+    Where that is not said the lines below it tell. `one_column`: without tabs a line is one text,
+    whatever commas it holds.
     """
-    dialect = _sniff(path, find_encoding(path, encoding))
+    dialect = _sniff(path, find_encoding(path, encoding), one_column)
     rows = (row for _, row in _rows(dialect))
     first = next(rows, [])
     if not any(name.strip() for name in first):
@@ -70,15 +73,24 @@ def open_delimited(path: Path, encoding: str | None, header: bool | None) -> Tab
         places = [columns.index(name) for name in wanted]
         return _cells(dialect, len(columns), places, skip=1 if header else 0)
 
-    return Table(str(path), columns, read, encoding=dialect.encoding, numbered=not header)
+    return Table(
+        str(path),
+        columns,
+        read,
+        encoding=dialect.encoding,
+        numbered=not header,
+        has_header=header,
+    )
 
 
-def _sniff(path: Path, encoding: str) -> _Dialect:
+def _sniff(path: Path, encoding: str, one_column: bool) -> _Dialect:
     with opened(path, encoding, newline="") as file:
         lines = list(islice(file, _SNIFFED_LINES))
     hint = _SEP_LINE.fullmatch(lines[0]) if lines else None
     if hint:
         return _Dialect(path, encoding, hint[1], 1, plain=False)
+    if one_column and not any("\t" in line for line in lines):
+        return _Dialect(path, encoding, "\n", 0, plain=True)
     tabs_only = path.suffix.lower() in (".tsv", ".tab")
     delimiter = "\t" if tabs_only else _delimiter(lines)
     plain = delimiter == "\t" and _quotes_are_text(path, encoding)
@@ -135,9 +147,10 @@ def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
     with opened(dialect.path, dialect.encoding, newline="") as file:
         lines = islice(file, dialect.skip_lines, None)
         if dialect.plain:
+            mark = dialect.delimiter
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield number, [_unquoted(cell) for cell in line.rstrip("\r\n").split("\t")]
+                    yield number, [_unquoted(cell) for cell in line.rstrip("\r\n").split(mark)]
             return
         _allow_long_fields()
         # The last line of our own shows whether a quote is still open at the end.
@@ -465,18 +478,23 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
 def open_source(
-    name: str, encoding: str | None, header: bool | None = None
+    name: str, encoding: str | None, header: bool | None = None, *, only_texts: bool = False
 ) -> tuple[Table, Table | None]:
-    """(training table, the source's own validation table or None)."""
+    """(training table, the source's own validation table or None).
+
+    `only_texts`: no labels and no column are asked for, so that a .txt file may be a list of texts.
+    """
     path = Path(name).expanduser()
     if path.is_dir() and (found := open_class_folders(path, encoding)) is not None:
         return found
     if path.exists() or not _may_be_hub_id(name, path):
-        return open_file(path, encoding, header), None
+        return open_file(path, encoding, header, only_texts=only_texts), None
     return open_hub(name)
 
 
-def open_file(path: Path, encoding: str | None, header: bool | None = None) -> Table:
+def open_file(
+    path: Path, encoding: str | None, header: bool | None = None, *, only_texts: bool = False
+) -> Table:
     """The table in a file, by the ending of its name; `header` says if its first line is one."""
     _check_file(path)
     suffix = path.suffix.lower()
@@ -484,7 +502,8 @@ def open_file(path: Path, encoding: str | None, header: bool | None = None) -> T
         raise DataError(t("{path} names its columns itself; leave --no-header out", path=path))
     try:
         if suffix in DELIMITED:
-            return open_delimited(path, encoding, header)
+            one_column = only_texts and header is False and suffix == ".txt"
+            return open_delimited(path, encoding, header, one_column=one_column)
         if suffix in JSON:
             return open_json(path, encoding)
         if suffix in PARQUET:

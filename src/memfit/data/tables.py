@@ -24,6 +24,8 @@ class Table:
     encoding: str | None = None
     numbered: bool = False
     """Whether no line names the columns, so that they are called 1, 2, 3."""
+    has_header: bool = False
+    """Whether the first line names the columns."""
 
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label", "multi_label", "regression"

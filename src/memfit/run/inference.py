@@ -7,18 +7,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from memfit.config import ModelConfig
+from memfit.config import DataConfig, ModelConfig
 from memfit.config.files import atomic_writer, plain
 from memfit.config.schema import DTYPES
-from memfit.data import LabelSpace
+from memfit.data import LabelSpace, read_labelled
 from memfit.data.columns import choose_texts
+from memfit.data.in_memory import source_of as data_source
 from memfit.data.in_memory import texts_of
 from memfit.data.reading import as_text
 from memfit.data.table_files import open_source
@@ -38,7 +39,7 @@ from memfit.models.loading import (
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers
-from memfit.run.scoring_rules import kept_scoring
+from memfit.run.scoring_rules import kept_scoring, scoring_of_table
 from memfit.text import N_, doing, is_told, t
 
 if TYPE_CHECKING:
@@ -153,9 +154,24 @@ class Classifier:
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
     def evaluate(
-        self, texts: Sequence[Text], labels: Any, *, batch_tokens: int = BATCH_TOKENS
+        self,
+        texts: Sequence[Text] | Any,
+        labels: Any = None,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        **options: Any,
     ) -> Evaluation:
-        """How good the answers are on texts with known label ids."""
+        """How good the answers are on texts with known label ids, or on a labelled table.
+
+        A table is all that `memfit.evaluate` takes, with the same `options`.
+        """
+        if labels is None:
+            config = DataConfig.build(**{**data_source(texts), **options})
+            return evaluate_table(self, config, batch_tokens=batch_tokens)
+        if options:
+            raise ConfigError(
+                t("{option} is for a table; leave it out beside labels", option=next(iter(options)))
+            )
         with doing(t("evaluating …")):
             logits = self.logits(texts, batch_tokens=batch_tokens)
         # A dataset column gives its values much faster at once than one by one.
@@ -198,8 +214,8 @@ class Classifier:
         """The rows of a table with label and score beside them, in a new file."""
         _check_target(Path(target), Path(source))
         with quiet_datasets():
-            table, _ = open_source(os.fspath(source), encoding, header)
-        columns = (text_column, text_pair_column)
+            columns = (text_column, text_pair_column)
+            table, _ = open_source(os.fspath(source), encoding, header, only_texts=not any(columns))
         return predict_file(self, table, Path(target), columns, batch_tokens=batch_tokens)
 
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
@@ -261,6 +277,23 @@ class Classifier:
             return Prediction(label, scores[label], scores, (label,))
         chosen = tuple(name for name, yes in zip(names, said, strict=True) if yes)
         return Prediction("|".join(chosen), most, scores, chosen)
+
+
+def evaluate_table(
+    classifier: Classifier, config: DataConfig, *, batch_tokens: int = BATCH_TOKENS
+) -> Evaluation:
+    """How good the answers are on all rows of a labelled table."""
+    with doing(t("reading the table …")):
+        table, counts = read_labelled(config, classifier.labels)
+    texts = table["text"]
+    if "text_pair" in table.column_names:
+        texts = list(zip(texts, table["text_pair"], strict=True))
+    found = counts.validation_class_counts
+    scoring = scoring_of_table(classifier.scoring, config, classifier.labels, found)
+    scored = replace(classifier, scoring=scoring)
+    evaluation = scored.evaluate(texts, table["label"], batch_tokens=batch_tokens)
+    dropped = {"no_text": counts.dropped_no_text, "no_label": counts.dropped_no_label}
+    return replace(evaluation, dropped=dropped)
 
 
 def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
