@@ -216,7 +216,8 @@ def estimate(
     config = ModelConfig.build(**{**asked, "model": model, "from_scratch": True})
     check_model_folder(config)
     steps = {"batch_size": batch_size, "max_length": max_length, **options}
-    return estimate_memory(stock_flags.step_spec(config, steps), stock_flags.device_for(gpu))
+    with doing(t("estimating …")):
+        return estimate_memory(stock_flags.step_spec(config, steps), stock_flags.device_for(gpu))
 
 
 def ladder(

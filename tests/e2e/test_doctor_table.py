@@ -6,16 +6,21 @@ import pytest
 
 from memfit.doctor.reach import reaches, well_known
 from memfit.memory.cards import find_card
+from memfit.text import telling
 
 
 def test_a_real_line_is_priced_from_traced_layers_in_order(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("memfit.text._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("memfit.text._LINE_AFTER_SECONDS", 0.0)
     models = [one for one in well_known() if one.name == "BERT-tiny"]
-    said: list[str] = []
     card = find_card("RTX 3050 4GB")
-    (row,) = reaches(card, card.total_bytes, models=models, say=said.append)
-    assert said == ["pricing BERT-tiny (1 of 1)"]
+    with telling():
+        (row,) = reaches(card, card.total_bytes, models=models)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pricing BERT-tiny (1 of 1) …\n")
     # 4.4 M parameters: the context is most of it.
     assert row.exact
     assert row.rounding
@@ -24,4 +29,3 @@ def test_a_real_line_is_priced_from_traced_layers_in_order(
         assert card.context_bytes < cell.device_bytes < card.context_bytes + 0.4e9
     assert row.rounding.texts_per_second >= row.exact.texts_per_second > 100
     assert row.allowed is None
-    assert capsys.readouterr().out == ""

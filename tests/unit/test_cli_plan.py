@@ -50,12 +50,15 @@ def shown(view: Any, **console: Any) -> str:
 
 def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Planning) -> None:
     seconds = results.RunSeconds(training=60.0, evaluation=5.0, evaluations=3)
-    text = shown(plan_terminal.plan_view(made, alternatives(made), seconds, "large"))
+    text = shown(
+        plan_terminal.plan_view(made, alternatives(made), seconds, "large", planned_seconds=9.0)
+    )
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     for part in ("large on", "4.00 GB (3.73 GiB)", "1 min 05 s in all", "weights", "Decisions",
                  "Other plans that fit", "What more permission would reach", "--allow lora",
-                 "Smaller models of the family", "12 layers, 768 wide"):  # fmt: skip
+                 "Smaller models of the family", "12 layers, 768 wide",
+                 "planned in 9.0 s: "):  # fmt: skip
         assert part in text
     words = " ".join(text.split())
     for sentence in made.chosen.sentences()[1:]:
@@ -65,14 +68,16 @@ def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Plannin
 def test_the_view_speaks_chinese(made: Planning) -> None:
     seconds = results.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
     with speaking("zh"):
-        text = shown(plan_terminal.plan_view(made, alternatives(made), seconds, "large"))
+        text = shown(
+            plan_terminal.plan_view(made, alternatives(made), seconds, "large", planned_seconds=9.0)
+        )
     for part in ("预算", "各项决定", "其他放得下的方案", "更多许可能达到什么", "同系列的更小模型"):
         assert part in text
 
 
 def test_other_plans_are_told_by_what_differs(made: Planning) -> None:
     seconds = results.RunSeconds(training=1.0, evaluation=0.0, evaluations=0)
-    text = shown(plan_terminal.plan_view(made, None, seconds, "large"))
+    text = shown(plan_terminal.plan_view(made, None, seconds, "large", planned_seconds=9.0))
     rows = " ".join(text.partition("Other plans that fit")[2].split())
     assert made.candidates
     chosen = settings_in_words(made.chosen)

@@ -10,7 +10,9 @@ import time
 import pytest
 
 from memfit import text as waiting
+from memfit.cli import run
 from memfit.data.working_files import progress_bar
+from memfit.errors import MemfitError
 from memfit.run.announcements import voice
 
 LINE, DOT = 0.05, 0.1
@@ -150,6 +152,33 @@ def test_it_ends_with_what_interrupts_it(capsys: pytest.CaptureFixture[str]) -> 
     assert written.endswith("\n")
     time.sleep(3 * DOT)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("works", "words"),
+    [
+        ("memfit.api.evaluate", ["evaluate", "run", "table.csv"]),
+        ("memfit.api.load", ["predict", "run", "早餐"]),
+        ("memfit.api.estimate", ["estimate", "--model", "m", "--gpu", "T4"]),
+        ("memfit.run.prepare.prepare_to_plan", ["plan", "table.csv", "--model", "m"]),
+        ("memfit.doctor.diagnosis.diagnose", ["doctor"]),
+    ],
+)
+def test_a_command_says_that_it_loads_libraries(
+    works: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        until(capsys, "loading libraries …\n")
+        raise MemfitError("heard")
+
+    monkeypatch.setattr(works, work)
+    assert run(words) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("memfit: heard\n")
 
 
 class Gone(io.StringIO):

@@ -37,10 +37,10 @@ def doctor(
 ) -> None:
     """Versions, the GPU, what is missing for which strategy, and what the card can train."""
     check_card(gpu)
-    from memfit.doctor.diagnosis import diagnose
+    with console.working():
+        from memfit.doctor.diagnosis import diagnose
 
-    with console.only_results_on_stdout():
-        found = diagnose(gpu, table=table, say=console.say)
+        found = diagnose(gpu, table=table)
     if as_json:
         console.show_json(found.as_json())
     else:

@@ -60,10 +60,10 @@ def estimate(
         raise ConfigError(t("no model given; name one with --model"))
     check_card(gpu)
     target = _check_target(timeline) if timeline is not None else None
-    from memfit import api
-    from memfit.run import stock_flags
+    with console.working():
+        from memfit import api
+        from memfit.run import stock_flags
 
-    with console.only_results_on_stdout():
         device = stock_flags.device_for(gpu)
         found = api.estimate(
             **{**options, "batch_size": options.pop("per_device_train_batch_size", batch_size)},

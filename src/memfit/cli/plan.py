@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from memfit.cli.options import FlagCommand, Json, NoCache, check_card, config_op
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError, OutputError
-from memfit.text import doing, language, t, telling
+from memfit.text import doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
@@ -73,19 +74,21 @@ def _plan(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
+    began = time.perf_counter()
     run = RunConfig.build(config, **options)
-    from memfit.planner.advice import NothingFitsError, alternatives
-    from memfit.report import plan_terminal, terminal
-    from memfit.run import prepare
+    with console.working():
+        from memfit.planner.advice import NothingFitsError, alternatives
+        from memfit.report import plan_terminal, terminal
+        from memfit.run import prepare
 
-    with console.only_results_on_stdout(), telling(), doing(t("planning …")):
         prepared = prepare.prepare_to_plan(run, gpu)
-        try:
-            made = prepared.plan()
-        except NothingFitsError as error:
-            failed: NothingFitsError | None = error
-        else:
-            failed, other = None, alternatives(made)
+        with doing(t("planning …")):
+            try:
+                made = prepared.plan()
+            except NothingFitsError as error:
+                failed: NothingFitsError | None = error
+            else:
+                failed, other = None, alternatives(made)
     if failed is not None:
         raise _nothing_fits(prepared, failed, as_json)
     if target is not None:
@@ -96,7 +99,10 @@ def _plan(
         assert made.chosen.price is not None
         seconds = prepare.run_seconds(prepared.workload, made.chosen.price)
         name = Path(run.model.model).name
-        terminal.console().print(plan_terminal.plan_view(made, other, seconds, name))
+        view = plan_terminal.plan_view(
+            made, other, seconds, name, planned_seconds=time.perf_counter() - began
+        )
+        terminal.console().print(view)
         if prepared.task.card is None and gpu is None:
             console.say(t("there is no GPU here; plan for one with --gpu NAME"))
     if target is not None:
@@ -118,15 +124,16 @@ def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) ->
 def _check(
     path: str, config: str | None, gpu: str | None, options: dict[str, Any], as_json: bool
 ) -> None:
-    from memfit.planner import plans
-    from memfit.run import prepare
+    with console.working():
+        from memfit.planner import plans
+        from memfit.run import prepare
 
-    plan = plans.Plan.read(Path(path))
-    stored, card = prepare.stored_options(plan.run)
-    run = RunConfig.build(config, **{**stored, **options})
-    with console.only_results_on_stdout(), telling(), doing(t("planning …")):
+        plan = plans.Plan.read(Path(path))
+        stored, card = prepare.stored_options(plan.run)
+        run = RunConfig.build(config, **{**stored, **options})
         prepared = prepare.prepare_to_plan(run, gpu or card)
-        checked = plans.check(plan, prepared.task)
+        with doing(t("planning …")):
+            checked = plans.check(plan, prepared.task)
     if as_json:
         console.show_json(prepare.checked_json(prepared, checked))
     if not checked.fits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -260,9 +260,7 @@ class Diagnosis:
         }
 
 
-def diagnose(
-    gpu: str | None = None, *, table: bool = True, say: Callable[[str], None] | None = None
-) -> Diagnosis:
+def diagnose(gpu: str | None = None, *, table: bool = True) -> Diagnosis:
     """Look around; with `gpu`, judge strategies and models for a card that need not be here."""
     found = look_around()
     notes = tuple(findings(found))
@@ -272,7 +270,7 @@ def diagnose(
     card, budget_bytes = _card(found, named)
     trains: tuple[Reach, ...] = ()
     if card is not None and table:
-        trains = tuple(reaches(card, budget_bytes, say=say))
+        trains = tuple(reaches(card, budget_bytes))
     return Diagnosis(
         environment=found,
         findings=notes,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
 from memfit.errors import MemfitError
-from memfit.text import shown, t
+from memfit.text import doing, shown, t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -173,28 +173,20 @@ def reaches(
     models: Sequence[KnownModel] | None = None,
     host_bytes_free: int | None = None,
     pricer_for: PricerFor | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> Iterator[Reach]:
     """The table, line by line: a line takes some seconds, so each is announced."""
     every = well_known() if models is None else models
     for number, model in enumerate(every, start=1):
-        if say is not None:
-            say(
-                t(
-                    "pricing {model} ({number} of {count})",
-                    model=model.name,
-                    number=number,
-                    count=len(every),
-                )
-            )
-        row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
-        try:
-            exact, rounding = row.cell(exact=True), row.cell()
-            allowed = None if rounding.fits else row.cell(allow=True)
-        except MemfitError as error:  # one model that cannot be traced is no reason to stop
-            yield Reach(model, problem=str(error))
-        else:
-            yield Reach(model, exact, rounding, allowed)
+        place = {"model": model.name, "number": number, "count": len(every)}
+        with doing(t("pricing {model} ({number} of {count}) …", **place)):
+            row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
+            try:
+                exact, rounding = row.cell(exact=True), row.cell()
+                allowed = None if rounding.fits else row.cell(allow=True)
+                found = Reach(model, exact, rounding, allowed)
+            except MemfitError as error:  # one model that cannot be traced is no reason to stop
+                found = Reach(model, problem=str(error))
+        yield found
 
 
 def _workload(model: KnownModel) -> Workload:

@@ -50,9 +50,17 @@ _FIDELITIES = {
 
 
 def plan_view(
-    planning: Planning, other: Alternatives | None, seconds: RunSeconds, model: str
+    planning: Planning,
+    other: Alternatives | None,
+    seconds: RunSeconds,
+    model: str,
+    *,
+    planned_seconds: float,
 ) -> RenderableType:
-    """All of it, from what is decided to what else could be done."""
+    """All of it, from what is decided to what else could be done.
+
+    `planned_seconds` is what the user waited for it, which is more than the search.
+    """
     parts: list[RenderableType] = [
         _headline(planning.chosen, model),
         Text(_total(seconds)),
@@ -76,7 +84,7 @@ def plan_view(
     parts += _section(t("Notes"), notes)
     figures = t(
         "planned in {seconds}: {considered} ways priced, {traced} traced in full",
-        seconds=format_seconds(planning.seconds),
+        seconds=format_seconds(planned_seconds),
         considered=f"{planning.considered:,}",
         traced=planning.traced,
     )

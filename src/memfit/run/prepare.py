@@ -189,7 +189,9 @@ def prepare(
     from memfit.engine.half_on_cpu import half_on_cpu
     from memfit.models.loading import load_settings
 
-    text = read_table(config.data) if text is None else text
+    if text is None:
+        with doing(t("reading the table …")):
+            text = read_table(config.data)
     arguments = arguments_of(config, text.labels, output_dir)
     scoring = scoring_of_run(config, text, arguments)
     class_weights = class_weights_of_run(config, text)
@@ -243,8 +245,9 @@ def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
     _named_card(gpu)  # a name that no card has is refused before the table is read
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare(config, Path(folder), gpu=gpu, has_weights=False)
-    whole = replace(prepared.workload, lora=None, freeze=None)
-    model = build_model(whole, full_config(whole))
+    with doing(t("planning …")):
+        whole = replace(prepared.workload, lora=None, freeze=None)
+        model = build_model(whole, full_config(whole))
     check_positions(model, config.data.max_length, config.model.model)
     return prepared
 
