@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import ConfigError, OutputError
 from memfit.models.loading import check_model_folder
-from memfit.text import t
+from memfit.text import doing, t
 
 if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder
