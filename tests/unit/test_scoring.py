@@ -211,6 +211,39 @@ def test_every_fault_of_a_table_is_said_with_what_to_do(tmp_path: Path) -> None:
     assert not any("rows" in one for one in said)
 
 
+def test_weights_are_not_advised_where_they_are_set_or_the_class_is_not_rare() -> None:
+    space = LabelSpace("single_label", ("a", "b", "c"))
+    # 53 rows of a, found as b; 40 of b; 7 of c.
+    truth = np.array([0] * 53 + [1] * 40 + [2] * 7)
+
+    def advised(said: list[int], *, weighted: bool = False) -> str:
+        logits = np.eye(3)[said]
+        (one,) = answer_warnings(evaluate_predictions(logits, truth, space), weighted=weighted)
+        return one.advice
+
+    rare = [0] * 53 + [1] * 47
+    assert advised([1] * 93 + [2] * 7) == "Train longer, or at another learning rate."
+    assert "--class-weights balanced" in advised(rare)
+    assert advised(rare, weighted=True) == "Train longer, or add rows of these classes."
+    assert "--class-weights" not in advised([0] * 100, weighted=True)
+    assert "--class-weights" not in advised([2] * 100)
+
+
+def test_the_f1_of_the_large_class_is_not_to_be_looked_at(tmp_path: Path) -> None:
+    rows = [("正常", f"正常 {n}") for n in range(300)] + [("投诉", f"投诉 {n}") for n in range(20)]
+    counts = read_table(config(write_csv(tmp_path / "a.csv", rows))).counts
+
+    def advised(positive: str, *, weighted: bool = False) -> str:
+        scoring = scoring_for(TWO, COUNTS, positive=positive)
+        found = data_warnings(counts, scoring=scoring, weighted=weighted)
+        return next(one.advice for one in found if one.kind == "imbalance")
+
+    assert advised("正常").startswith("Look at the figures of 投诉, not at accuracy")
+    assert advised("投诉").startswith("Look at F1, not at accuracy. --class-weights balanced")
+    assert "--class-weights" not in advised("正常", weighted=True)
+    assert "--class-weights" not in advised("投诉", weighted=True)
+
+
 def test_rows_of_several_labels_contradict_each_other_as_a_whole(tmp_path: Path) -> None:
     rows = [("a|b", "same"), ("a", "same"), ("b|a", "twice"), ("a|b", "twice")]
     rows += [("b", f"other {n}") for n in range(9)]

@@ -16,6 +16,7 @@ from memfit.text import N_, clean, speaking, t
 if TYPE_CHECKING:
     from memfit.data import DataCounts, LengthSummary
     from memfit.records.evaluation import Evaluation
+    from memfit.records.scoring import Scoring
 
 FEW_ROWS = 20
 """With fewer validation rows of a class, one row moves its recall by more than five points."""
@@ -84,6 +85,34 @@ _KINDS = {
 }
 """What is the matter, and what to do."""
 
+_ADVICE = {
+    ("one_class", "weighted"): N_(
+        "Do not use this model. Train longer or at another learning rate, or add rows of rare "
+        "classes."
+    ),
+    ("one_class", "frequent"): N_(
+        "Do not use this model. Train longer or at another learning rate."
+    ),
+    ("never_found", "weighted"): N_("Train longer, or add rows of these classes."),
+    ("never_found", "frequent"): N_("Train longer, or at another learning rate."),
+    ("no_labels", "weighted"): N_(
+        "Do not use this model. Train longer or at a higher learning rate, or try --threshold auto."
+    ),
+    ("imbalance", "weighted"): N_(
+        "Look at F1, not at accuracy. More rows of rare classes help most."
+    ),
+    ("imbalance", "large"): N_(
+        "Look at the figures of {fewest}, not at accuracy or at the F1 of {most}. --class-weights "
+        "balanced gives rare classes more weight; more rows of them help most."
+    ),
+    ("imbalance", "large weighted"): N_(
+        "Look at the figures of {fewest}, not at accuracy or at the F1 of {most}. More rows of "
+        "{fewest} help most."
+    ),
+}
+"""Other advice by the case: the classes are `weighted` already, the class that is missed is a
+`frequent` one, or F1 is that of the `large` class."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunWarning:
@@ -100,7 +129,8 @@ class RunWarning:
     @property
     def advice(self) -> str:
         """What to do."""
-        return t(_KINDS[self.kind][1], **self._said())
+        case = str(self.values.get("case", ""))
+        return t(_ADVICE.get((self.kind, case), _KINDS[self.kind][1]), **self._said())
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; programs get the English sentences too."""
@@ -123,9 +153,14 @@ def warnings_from(stored: Any) -> tuple[RunWarning, ...]:
 
 
 def data_warnings(
-    counts: DataCounts, lengths: LengthSummary | None = None, task: str = "single_label"
+    counts: DataCounts,
+    lengths: LengthSummary | None = None,
+    task: str = "single_label",
+    *,
+    scoring: Scoring | None = None,
+    weighted: bool = False,
 ) -> tuple[RunWarning, ...]:
-    """What the table alone tells, before anything is trained."""
+    """What the table alone tells, before anything is trained; `weighted` if its classes are."""
     found = []
     train, validation = counts.train_class_counts, counts.validation_class_counts
     if task == "single_label" and (ratio := imbalance(train)) > STRONG_IMBALANCE:
@@ -133,7 +168,8 @@ def data_warnings(
         fewest = min(known, key=lambda name: known[name])
         most = max(known, key=lambda name: known[name])
         said = {"most": most, "fewest": fewest, "rows": known[fewest], "ratio": round(ratio)}
-        found.append(RunWarning("imbalance", said))
+        large = scoring is not None and (scoring.averaging, scoring.positive) == ("binary", most)
+        found.append(RunWarning("imbalance", {**said, **_case(large=large, weighted=weighted)}))
     few = [f"{name} ({rows})" for name, rows in validation.items() if rows < FEW_ROWS]
     if few:
         found.append(RunWarning("few_rows", {"least": FEW_ROWS, "names": few}))
@@ -149,20 +185,32 @@ def data_warnings(
     return tuple(found)
 
 
-def answer_warnings(evaluation: Evaluation) -> tuple[RunWarning, ...]:
-    """What the answers tell, once there are some."""
+def answer_warnings(evaluation: Evaluation, *, weighted: bool = False) -> tuple[RunWarning, ...]:
+    """What the answers tell, once there are some; `weighted` if the training's classes were."""
     found = []
-    missed = [row.name for row in evaluation.classes if row.rows and not row.recall]
+    lost = [row for row in evaluation.classes if row.rows and not row.recall]
+    missed = [row.name for row in lost]
+    # More weight is for a class with less than an even share of the rows.
+    frequent = any(row.rows * len(evaluation.classes) >= evaluation.rows for row in lost)
+    case = _case(frequent=True) if frequent else _case(weighted=weighted)
     if evaluation.task == "multi_label" and not any(row.recall for row in evaluation.classes):
-        found.append(RunWarning("no_labels", {"rows": evaluation.rows}))
+        said = {"rows": evaluation.rows, **_case(weighted=weighted)}
+        found.append(RunWarning("no_labels", said))
     elif label := _only_answer(evaluation):
-        said = {"label": label, "rows": evaluation.rows, "missed": missed}
+        said = {"label": label, "rows": evaluation.rows, "missed": missed, **case}
         found.append(RunWarning("one_class", said))
     elif missed:
-        found.append(RunWarning("never_found", {"rows": evaluation.rows, "missed": missed}))
+        said = {"rows": evaluation.rows, "missed": missed, **case}
+        found.append(RunWarning("never_found", said))
     if evaluation.tuned and evaluation.threshold is not None:
         found.append(RunWarning("tuned", {"threshold": evaluation.threshold}))
     return tuple(found)
+
+
+def _case(**cases: bool) -> dict[str, str]:
+    """The cases that hold, as a warning keeps them; nothing where none does."""
+    holding = " ".join(name for name, holds in cases.items() if holds)
+    return {"case": holding} if holding else {}
 
 
 def _only_answer(evaluation: Evaluation) -> str:

@@ -47,7 +47,7 @@ from memfit.records.results import (
     write_evaluation,
     write_summary,
 )
-from memfit.records.run_warnings import answer_warnings, data_warnings
+from memfit.records.run_warnings import RunWarning, answer_warnings, data_warnings
 from memfit.records.scoring import Scoring
 from memfit.report import terminal
 from memfit.report import terminal as announce
@@ -520,7 +520,7 @@ class _Run:
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
         self.say(terminal.data_summary(text.counts, tokens.lengths, text.labels.task))
-        if warnings := data_warnings(text.counts, tokens.lengths, text.labels.task):
+        if warnings := self._data_warnings(text, tokens):
             self.say(terminal.warnings_list(warnings))
         line = announce.fact_line
         self.say(line("model", announcements.model_sentence(self.config.model.model, trainer)))
@@ -586,6 +586,19 @@ class _Run:
         finally:
             self.probe.close()
 
+    @property
+    def _weighted(self) -> bool:
+        return self.prepared.class_weights is not None
+
+    def _data_warnings(self, text: TextData, tokens: TokenizedData) -> tuple[RunWarning, ...]:
+        return data_warnings(
+            text.counts,
+            tokens.lengths,
+            text.labels.task,
+            scoring=self.prepared.scoring,
+            weighted=self._weighted,
+        )
+
     def _asked_for(self, names: Sequence[str]) -> dict[str, Any]:
         """What was chosen for this training beyond the Trainer's arguments."""
         asked: dict[str, Any] = {}
@@ -621,8 +634,8 @@ class _Run:
             why=evaluation.why if evaluation else "",
             threshold=evaluation.threshold if evaluation else None,
             warnings=(
-                *(answer_warnings(evaluation) if evaluation else ()),
-                *data_warnings(text.counts, tokens.lengths, text.labels.task),
+                *(answer_warnings(evaluation, weighted=self._weighted) if evaluation else ()),
+                *self._data_warnings(text, tokens),
             ),
             training={
                 "steps": trainer.state.global_step,
