@@ -21,7 +21,12 @@ from memfit.data import LabelSpace, LengthSummary, read_table
 from memfit.data.labels import weights_of_classes
 from memfit.errors import ConfigError, DataError, OutputError
 from memfit.records.evaluation import evaluate_predictions, probabilities, worst_mistakes
-from memfit.records.results import RunSummary, read_summary, write_summary
+from memfit.records.results import (
+    RunSummary,
+    read_summary,
+    trained_with_weights,
+    write_summary,
+)
 from memfit.records.run_warnings import answer_warnings, data_warnings
 from memfit.records.scoring import Scoring, scoring_for
 from memfit.report.formatting import averaging_sentence
@@ -227,6 +232,13 @@ def test_weights_are_not_advised_where_they_are_set_or_the_class_is_not_rare() -
     assert advised(rare, weighted=True) == "Train longer, or add rows of these classes."
     assert "--class-weights" not in advised([0] * 100, weighted=True)
     assert "--class-weights" not in advised([2] * 100)
+
+
+def test_a_run_folder_tells_whether_its_classes_were_weighted(tmp_path: Path) -> None:
+    assert not trained_with_weights(tmp_path)
+    for training, expected in (({}, False), ({"class_weights": "a 1, b 5"}, True)):
+        write_summary(tmp_path, RunSummary(model="m", task="single_label", training=training))
+        assert trained_with_weights(tmp_path) is expected
 
 
 def test_the_f1_of_the_large_class_is_not_to_be_looked_at(tmp_path: Path) -> None:

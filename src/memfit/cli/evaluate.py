@@ -38,9 +38,10 @@ def evaluate(
         from memfit import api
 
         evaluation = api.evaluate(model, data, max_length=max_length, **options)
+    from memfit.records.results import trained_with_weights
     from memfit.records.run_warnings import answer_warnings
 
-    warnings = answer_warnings(evaluation)
+    warnings = answer_warnings(evaluation, weighted=trained_with_weights(model))
     if as_json:
         said = [one.to_dict() for one in warnings]
         console.show_json({"model": model, "data": data, **evaluation.to_dict(), "warnings": said})

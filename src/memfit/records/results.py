@@ -333,6 +333,12 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
         ) from None
 
 
+def trained_with_weights(model: str | os.PathLike[str]) -> bool:
+    """Whether a run folder's training weighed its classes; no of a model from elsewhere."""
+    has_summary = RunFolder(Path(model)).summary.is_file()
+    return has_summary and bool(read_summary(model).training.get("class_weights"))
+
+
 def write_evaluation(
     run_dir: str | os.PathLike[str], evaluation: Evaluation, mistakes: tuple[Mistake, ...] = ()
 ) -> Path:
