@@ -28,7 +28,9 @@ from memfit.ladders.rungs import (
     classic_rungs,
     plan_rungs,
 )
+from memfit.run.announcements import voice
 from memfit.strategies import Fidelity
+from memfit.text import telling
 
 
 def asked_run(**options: Any) -> RunConfig:
@@ -322,6 +324,24 @@ def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
     assert found.baseline.epoch_seconds == 4.0
     assert said[-1].startswith("the ladder could not be written: Is a directory")
     assert json.loads((out / "ladder.json").read_text())["outcomes"][0]["status"] == OK
+
+
+def test_a_rung_says_what_it_does_while_its_process_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("memfit.text._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("memfit.text._LINE_AFTER_SECONDS", 0.0)
+    answer = json.dumps({"status": "ok", "step_seconds": [1.0]})
+    script = f"sleep 0.5; echo '{answer}' > \"$5\""
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
+    (tmp_path / "config.json").write_text("{}")
+    out = str(tmp_path / "ladder")
+    config = asked_run(model=str(tmp_path), from_scratch=True, output_dir=out)
+    with telling():
+        climb.climb(config, asked(rungs=["baseline"], steps=7), voice(quiet=False))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("[1/1] ")
+    assert said[1] == "loading libraries and timing 7 steps …"
 
 
 def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(

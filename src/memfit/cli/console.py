@@ -78,7 +78,7 @@ def only_results_on_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working() -> Iterator[None]:
+def working(*, quiet: bool = False) -> Iterator[None]:
     """The same for a command that says what it does; until it does, it loads libraries."""
-    with only_results_on_stdout(), telling(), doing(t("loading libraries …")):
+    with only_results_on_stdout(), telling(quiet=quiet), doing(t("loading libraries …")):
         yield

@@ -64,9 +64,9 @@ def ladder(
 ) -> None:
     """Measure the usual memory savings one by one, and memfit's plans, on your machine."""
     del ctx
-    from memfit import api
+    with console.working(quiet=quiet):
+        from memfit import api
 
-    with console.only_results_on_stdout():
         found = api.ladder(
             data, config=config, steps=steps, rungs=rungs or (), plan_budgets=plan_budget or (),
             quality=quality, seeds=seeds, fresh=fresh, quiet=quiet, **options,

@@ -47,7 +47,7 @@ from memfit.ladders.rungs import plan_rungs as plans_for
 from memfit.models.loading import check_model_folder
 from memfit.records.results import stored_peak, versions
 from memfit.run.prepare import with_absolute_paths
-from memfit.text import ENVIRONMENT, language, t
+from memfit.text import ENVIRONMENT, doing, language, t
 from memfit.units import parse_budget
 
 _KILLED = -9
@@ -381,7 +381,10 @@ class _Climber:
             # A plan is made once, and every seed trains by it.
             "plan_file": str(self.folder / "rungs" / f"{rung.name}-{self._key(rung, None)}.toml"),
         }
-        return run_process(request, path)
+        steps = self.asked.steps
+        timing = t("loading libraries and timing {steps} steps …", steps=steps)
+        with doing(timing if seed is None else t("training to the end …")):
+            return run_process(request, path)
 
     def _key(self, rung: Rung, seed: int | None) -> str:
         """A digest of all that decides a result."""
