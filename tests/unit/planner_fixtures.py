@@ -115,7 +115,7 @@ class FormulaPricer:
         if "packing" in names and not self.packs:
             return "this model cannot be packed"
         if "cuda_graphs" in names and not self.workload.stock_loss:
-            return "your own loss cannot be captured unseen"
+            return "a loss that is not the model's own cannot be captured unseen"
         if names & {"lowbit_adamw", "half_precision"} and (args.bf16 or args.fp16):
             return "the precision is set already"
         return ""

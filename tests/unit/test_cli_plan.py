@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +75,18 @@ def test_the_view_speaks_chinese(made: Planning) -> None:
         )
     for part in ("预算", "各项决定", "其他放得下的方案", "更多许可能达到什么", "同系列的更小模型"):
         assert part in text
+    assert "显存" in text
+    assert "--allow lora（学得更少）" in text
+    assert not re.search(r"exact|rounding|capacity|（data）|（optimizer）|\dx|因为 [^-]", text)
+
+
+def test_the_memory_of_a_cpu_is_not_called_that_of_a_card(made: Planning) -> None:
+    digest = dataclasses.replace(made.chosen.digest, card="cpu")
+    here = dataclasses.replace(made, chosen=dataclasses.replace(made.chosen, digest=digest))
+    seconds = results.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
+    with speaking("zh"):
+        text = shown(plan_terminal.plan_view(here, None, seconds, "large"))
+    assert re.search(r"每步 +内存 +保真度", text)
 
 
 def test_other_plans_are_told_by_what_differs(made: Planning) -> None:

@@ -55,7 +55,7 @@ def test_what_differs_is_listed_and_what_is_the_same_is_not(runs: tuple[Path, Pa
     assert found["learning rate"] == ("2e-05", "5e-05")
     assert found["effective batch"] == ("16", "32")
     assert found["--lr-scheduler-type"] == ("–", "cosine")
-    assert found["strategies"] == ("–", "packing, checkpointing")
+    assert found["strategies"] == ("–", "packing, recomputing layers")
     assert found["F1"] == ("0.8000", "0.9000")
     assert found["peak, measured"] == ("2.15 GiB", "1000.0 MiB")
     assert found["of the budget"] == ("58 %", "26 %")
@@ -146,6 +146,13 @@ def test_internals_are_no_settings_and_settings_have_names(tmp_path: Path) -> No
     assert found["--save-steps"] == ("10", "12,000")
     assert found["--max-steps"] == ("–", "5")
     assert found["数据文件"] == ("reviews.csv", "more.csv")
+    (other / "plan.toml").write_text(PLAN)
+    with speaking("zh"):
+        both = memfit.compare(one, other)
+        found, said = rows(both), both.to_dict()
+    assert found["策略"] == ("–", "紧密拼接、层重计算")
+    assert found["保真度"] == ("–", "仅舍入")
+    assert said["runs"][1]["settings"]["strategies"] == ["packing", "checkpointing"]
     assert not {"settings", "workload", "--settings", "--workload"} & set(found)
 
 

@@ -10,6 +10,7 @@ from data_fixtures import config, write_csv, write_jsonl
 
 from memfit.data import LabelSpace, TextData, read_labelled, read_table
 from memfit.errors import DataError
+from memfit.text import speaking
 
 
 def read(tmp_path: Path, labels: list[Any], **options: Any) -> TextData:
@@ -288,3 +289,9 @@ def test_labels_the_model_does_not_know_are_refused(
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label}])
     with pytest.raises(DataError, match=sentence):
         read_labelled(config(path, label_names=label_names), MODEL)
+
+
+def test_a_label_the_model_does_not_know_is_refused_in_chinese_alone(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "好評"}])
+    with speaking("zh"), pytest.raises(DataError, match="标签 '好評' 是未知的（模型：負評"):
+        read_labelled(config(path), MODEL)

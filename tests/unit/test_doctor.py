@@ -506,7 +506,7 @@ def test_chinese_tables_are_aligned_within_eighty_columns(
     third = cell_len(table[0].partition("在 GeForce")[0])
     assert {cell_len(line.partition("可用")[0]) for line in table if "可用" in line} == {third}
     assert len([line for line in table if "可用" in line]) == len(ORDER) - 3
-    assert re.search(r"packing +exact +可用", text)
+    assert re.search(r"紧密拼接 +一致 +可用", text)
 
 
 def test_the_table_of_models_is_aligned_and_wrapped_in_chinese(here: Environment) -> None:

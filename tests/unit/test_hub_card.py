@@ -209,12 +209,12 @@ def test_the_card_speaks_chinese_and_its_metadata_do_not(run: Path) -> None:
         "| 峰值时 | 预测 | 实测 |",
         "| 激活 | 2.00 GiB | 512.0 MiB |",
         "| 训练 | 1 分 15 秒 |",
-        "对结果的影响：rounding。",
+        "对结果的影响：仅舍入。",
     ):
         assert line in card.splitlines(), line
     headings = [line[3:] for line in card.splitlines() if line.startswith("## ")]
     assert headings == [
-        "使用", "适用范围", "局限", "结果", "数据", "训练", "显存", "时间", "方案",
+        "使用", "适用范围", "局限", "结果", "数据", "训练", "内存", "时间", "方案",
     ]  # fmt: skip
     assert ModelCard(card).data.to_dict() == ModelCard(english).data.to_dict()
     rows = [text.count("\n|") for text in (card, english)]

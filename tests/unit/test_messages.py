@@ -207,7 +207,9 @@ def test_the_catalogue_is_compiled_at_its_first_use_and_again_when_it_changed(
 # One word for one thing, in catalogues, help and documents alike; on the right what is not said.
 TERMS = {
     "你": "您",
-    "显存（主机的叫主机内存）": r"(?<!主机)(?<!共享)(?<!不占)内存",
+    "显存（主机的叫主机内存，两者都可以是的叫设备内存，表头叫内存）": (
+        r"(?<!主机)(?<!共享)(?<!不占)(?<!设备)(?!^内存$)内存"
+    ),
     "主机内存": r"主存",
     "微批次": "微批(?!次)|小批量|微型批次",
     "重计算": "重算|重新计算",
@@ -265,7 +267,7 @@ def test_a_sentence_is_filled_in_in_the_language_spoken() -> None:
 
 def test_one_english_text_has_another_translation_in_another_context() -> None:
     with speaking("zh"):
-        assert (t("Memory"), pt("heading", "Memory")) == ("显存", "显存占用")
+        assert (t("Memory"), pt("heading", "Memory")) == ("内存", "显存占用")
         assert t(NP_("heading", "Memory")) == "显存占用"
     assert pt("heading", "Memory") == t(NP_("heading", "Memory")) == "Memory"
     assert N_("Memory") == "Memory"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 from planner_fixtures import FormulaPricer, h200, planned, task
 
+from memfit.config.schema import FIDELITY_NAMES
 from memfit.planner.search import Planning
-from memfit.strategies import BY_NAME, called
+from memfit.report.formatting import named
+from memfit.strategies import BY_NAME, Fidelity, called
 from memfit.text import shown
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -20,6 +23,21 @@ def test_every_strategy_has_a_name_in_both_languages(name: str) -> None:
     assert said == BY_NAME[name].title
     assert said != name or name in ("packing", "freezing")
     assert CHINESE.search(shown(said, "zh")) or name in ("lora", "cuda_graphs")
+
+
+def test_reports_call_strategies_and_fidelities_as_plans_do() -> None:
+    assert {name: named("strategy", name) for name in BY_NAME} == {
+        name: kind.title for name, kind in BY_NAME.items()
+    }
+    assert list(FIDELITY_NAMES) == [str(one) for one in Fidelity]
+
+
+def test_a_weighted_loss_is_not_called_the_users_own() -> None:
+    workload, card = dataclasses.replace(task(), stock_loss=False, weighted_loss=True), h200()
+    found = planned(workload, int(80e9), card, pricer=FormulaPricer(workload, card)).chosen
+    said = "\n".join(found.sentences())
+    assert "the loss is weighted by class" in said
+    assert "your own loss" not in said
 
 
 def test_a_strategy_of_unknown_name_keeps_it() -> None:

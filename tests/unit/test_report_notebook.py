@@ -107,7 +107,7 @@ def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:
     assert "重计算 24 层中的 9 层：省 <1.1> GiB，使每步慢 12 %" in found.words
     assert "未使用：half precision" in found.words
     assert "每步用时（预测） 63 ms" in found.words
-    assert "exact：数值相同" in found.words
+    assert "一致：数值相同" in found.words
     assert found.tags.count("svg") == 1
     assert "svg" not in Page(notebook_html(a_plan(None))).tags  # read from a file, not priced
 

@@ -17,6 +17,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import Evaluation, evaluate_predictions
 from memfit.records.results import MemorySummary, RunSummary
 from memfit.report import memory_bar, terminal
+from memfit.text import speaking
 from memfit.units import GIB, MIB
 
 COMPONENTS = {
@@ -238,6 +239,17 @@ def test_a_measurement_of_one_step_says_which() -> None:
     peak = MemoryPeak(COMPONENTS, 3 * GIB, 3 * GIB, 3 * GIB)
     told = replace(summary(), memory=MemorySummary(measured=peak, measured_step=3))
     assert "3.00 GiB at the peak of step 3" in " ".join(printed(terminal.training_result(told)))
+
+
+def test_epochs_have_two_digits() -> None:
+    told = replace(summary(), training={"steps": 20, "epochs": 0.689655})
+    assert "20 steps, 0.69 epochs" in " ".join(printed(terminal.training_result(told)))
+
+
+def test_only_a_gpu_has_gpu_memory_in_chinese() -> None:
+    with speaking("zh"):
+        assert terminal.fact_line("memory", "").startswith("内存")
+        assert terminal.fact_line("gpu_memory", "").startswith("显存")
 
 
 def test_a_training_result_says_how_it_ended_and_where_it_lies() -> None:

@@ -144,13 +144,19 @@ def _packages(here: Environment) -> RenderableType:
 
 
 def _strategies(found: Diagnosis) -> RenderableType:
+    from memfit.report.formatting import named
+
     card = found.card
     where = t("here") if card is None else t("on {card}", card=card.name)
     shown = _words(t("strategy"), t("fidelity"), where)
     for one in found.strategies:
         ready = t("ready; {note}", note=one.note) if one.note else t("ready")
         said = one.reason or ready
-        shown.add_row(one.strategy, one.fidelity, f"{said}\n{one.command}" if one.command else said)
+        shown.add_row(
+            named("strategy", one.strategy),
+            named("fidelity", one.fidelity),
+            f"{said}\n{one.command}" if one.command else said,
+        )
     return shown
 
 
@@ -160,6 +166,7 @@ def _trains(found: Diagnosis) -> RenderableType:
 
     from memfit.doctor.reach import ROWS, TOKENS
     from memfit.report import terminal
+    from memfit.report.formatting import named
 
     assert found.card is not None
     budget = format_both(found.budget_bytes)
@@ -171,7 +178,9 @@ def _trains(found: Diagnosis) -> RenderableType:
         tokens=TOKENS,
     )
     model, allowed = t("model"), t("with --allow")
-    shown = terminal.table(model, "exact", "rounding", allowed)
+    shown = terminal.table(
+        model, named("fidelity", "exact"), named("fidelity", "rounding"), allowed
+    )
     for one in found.trains:
         if one.problem:
             shown.add_row(one.model.name, t("cannot be priced"))

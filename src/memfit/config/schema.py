@@ -33,7 +33,7 @@ from memfit.config.training_fields import (
     training_fields,
 )
 from memfit.errors import ConfigError, nearest
-from memfit.text import t
+from memfit.text import N_, NP_, t
 from memfit.units import parse_budget
 
 TASKS = ("auto", "single_label", "multi_label", "regression")
@@ -44,6 +44,15 @@ ON_NAN = ("stop", "skip")
 
 ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
 """What lowers a plan's fidelity below `rounding`, by the name it is allowed by."""
+
+FIDELITY_NAMES: Mapping[str, str] = {
+    "exact": N_("exact"),
+    "rounding": N_("rounding"),
+    "optimizer": NP_("fidelity", "optimizer"),
+    "capacity": N_("capacity"),
+    "data": NP_("fidelity", "data"),
+}
+"""What a plan does to the result, best first, and what a reader calls it."""
 
 _LONGEST_NAME = 255
 
@@ -178,7 +187,10 @@ class RunConfig:
     output_dir: str | None = option("The folder the result is written to.", default=None)
     budget: str = option("Device memory: 4GB, 4GiB, 80% or auto.", default="auto")
     plan: str | None = option("A plan.toml to train by, as memfit plan wrote it.", default=None)
-    exact: bool = option("Only plans that change no number but by rounding.", default=False)
+    exact: bool = option(
+        "Only exact plans: the same numbers in the precision you chose, no fewer bits.",
+        default=False,
+    )
     allow: str = option(f"What plans may change besides: any of {','.join(ALLOWABLE)}.", default="")
     on_nan: str = option(
         "What a loss that is not a finite number does: stop the run, or skip the update.",

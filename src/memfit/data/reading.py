@@ -316,7 +316,7 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
     with quiet_datasets():
         rows = clean_rows(table, columns)
         coding = coding_for(labels, rows.scan, config.label_names, table.where)
-        coding.check(rows.scan, table.where, of="the model")
+        coding.check(rows.scan, table.where, of=t("the model"))
         dataset = encode_labels(rows, coding)
         found = class_counts(column_of(dataset, "label"), labels)
     return dataset, DataCounts(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.config.schema import FIDELITY_NAMES
 from memfit.ladders.rungs import (
     AUTO,
     BASELINE,
@@ -52,14 +53,6 @@ _STATUSES = {
     "does_not_fit": N_("does not fit"),
     "failed": N_("failed"),
     "not_run": N_("not run"),
-}
-
-FIDELITY_NAMES = {
-    "exact": N_("exact"),
-    "rounding": N_("rounding"),
-    "optimizer": NP_("fidelity", "optimizer"),
-    "capacity": N_("capacity"),
-    "data": NP_("fidelity", "data"),
 }
 
 PARTS = {

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.config.schema import FIDELITY_NAMES
 from memfit.errors import DoesNotFitError
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.tracing.depth import with_layers
@@ -142,10 +143,10 @@ class WithinReach:
         times = than.step_seconds / best.step_seconds
         fields = {
             "permission": self.name,
-            "fidelity": str(best.candidate.fidelity),
+            "fidelity": Message(FIDELITY_NAMES[str(best.candidate.fidelity)]),
             "bytes": gb(best.device_bytes),
             "step": step_time(best.step_seconds),
-            "times": f"{times:.2g}x",
+            "times": f"{times:.2g}",
         }
         if self.fastest is None:
             return Decision(
@@ -165,7 +166,7 @@ class WithinReach:
         return Decision(
             "allow",
             Message(
-                "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times} as fast",
+                "--allow {permission} ({fidelity}): {bytes}, a step in {step}, {times}x as fast",
                 **fields,
             ),
         )
@@ -183,11 +184,11 @@ class More:
         times = than.step_seconds / self.price.step_seconds
         fields = {
             "budget": gb(self.budget_bytes),
-            "times": f"{times:.2g}x",
+            "times": f"{times:.2g}",
             "step": step_time(self.price.step_seconds),
         }
         return Decision(
-            "more", Message("{budget} would make a step {times} as fast: {step}", **fields)
+            "more", Message("{budget} would make a step {times}x as fast: {step}", **fields)
         )
 
 

@@ -41,6 +41,7 @@ class Workload:
     dtype: str = "float32"
     """The weights' own type, as they are loaded."""
     stock_loss: bool = True
+    weighted_loss: bool = False
     eval_rows: int = 0
     """Rows of one evaluation."""
     skips_bad_steps: bool = False

@@ -141,7 +141,13 @@ class _Explaining:
                 "yours.lora",
                 Message("your LoRA adapters of rank {rank} stay", rank=str(workload.lora)),
             )
-        if not workload.stock_loss:
+        if workload.weighted_loss:
+            said = Message("the loss is weighted by class, as --class-weights says")
+            yield Decision("yours.class_weights", said)
+        elif args.label_smoothing_factor:
+            said = Message("the loss is smoothed, as --label-smoothing-factor says")
+            yield Decision("yours.smoothing", said)
+        elif not workload.stock_loss:
             yield Decision("yours.loss", Message("your own loss is computed as it is"))
 
     # ----------------------------------------------------------------- what is not used

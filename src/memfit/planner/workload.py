@@ -310,6 +310,7 @@ def workload_of_run(
         lora=model.lora,
         dtype=model.dtype or "float32",
         stock_loss=args.label_smoothing_factor == 0 and config.class_weights is None,
+        weighted_loss=config.class_weights is not None,
         eval_rows=eval_rows,
         skips_bad_steps=config.on_nan == "skip",
     )

@@ -22,7 +22,7 @@ from memfit.report.formatting import PageTable, named, number, setting_name
 from memfit.report.story import FINISHED, Story, read_story
 from memfit.report.terminal import metric, percent
 from memfit.report.verdict import useless, verdict
-from memfit.text import N_, clean, t
+from memfit.text import N_, clean, pt, t
 from memfit.units import format_both, format_bytes, format_seconds
 
 _TITLES = {
@@ -73,7 +73,7 @@ class Comparison:
         """A table a section, the best figures in bold."""
         parts: list[RenderableType] = []
         for name, rows in self.sections().items():
-            made = terminal.table(t(_TITLES[name]), *(clean(one) for one in self.runs))
+            made = terminal.table(self._title(name), *(clean(one) for one in self.runs))
             for row in rows:
                 cells = (
                     Text(cell, style="bold" if index in row.best else "")
@@ -93,6 +93,11 @@ class Comparison:
             "time": list(_time(self.stories)),
         }
         return {name: rows for name, rows in found.items() if rows}
+
+    def _title(self, section: str) -> str:
+        if section == "memory" and not any(story.on_cpu for story in self.stories):
+            return pt("of a GPU", "Memory")
+        return t(_TITLES[section])
 
     @property
     def stories(self) -> tuple[Story, ...]:
@@ -168,7 +173,7 @@ class Comparison:
             runs=[_shown(name, story, folder) for name, story in self.runs.items()],
             names=[clean(name) for name in self.runs],
             cautions=self.cautions(),
-            sections=[(name, t(_TITLES[name]), rows) for name, rows in self.sections().items()],
+            sections=[(name, self._title(name), rows) for name, rows in self.sections().items()],
             short=PageTable(t("In short"), [_in_short(*one) for one in self.runs.items()]),
             curves=curves.overlaid(self.runs) if plots.available() else [],
         )
@@ -271,8 +276,14 @@ def _same_device(stories: Sequence[Story]) -> bool:
 def _settings(stories: Sequence[Story]) -> Iterator[Row]:
     for key, values in _differing(stories).items():
         name = key.rpartition(".")[2]
-        shown = tuple(terminal.shorten(number(value), 60) for value in values)
+        shown = tuple(terminal.shorten(_setting(name, value), 60) for value in values)
         yield Row(name if name in _LIBRARIES else setting_name(name), shown)
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "strategies" and value:
+        return t(", ").join(named("strategy", one) for one in value)
+    return named("fidelity", value) if name == "fidelity" and value else number(value)
 
 
 def _differing(stories: Sequence[Story]) -> dict[str, list[Any]]:
@@ -296,7 +307,7 @@ def _used(story: Story) -> dict[str, Any]:
         **{name: value for name, value in summary.training.items() if name != "steps"},
         "steps": story.step,
         "max_length": summary.lengths.get("max_length"),
-        "strategies": ", ".join(one[0] for one in plan.strategies) if plan else None,
+        "strategies": [one[0] for one in plan.strategies] if plan else None,
         "fidelity": plan.fidelity if plan else None,
         "device": summary.device,
         **{name: summary.versions.get(name) for name in _LIBRARIES},

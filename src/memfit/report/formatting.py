@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memfit.config.schema import FIDELITY_NAMES
 from memfit.config.training_fields import SHORT_NAMES
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.text import N_, NP_, clean, t
@@ -26,6 +27,26 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "single_label": NP_("report", "single-label"),
         "multi_label": NP_("report", "multi-label"),
         "regression": N_("regression"),
+    },
+    "fidelity": FIDELITY_NAMES,
+    "strategy": {
+        "activation_offload": N_("activation offload"),
+        "checkpointing": N_("recomputing layers"),
+        "cuda_graphs": N_("CUDA graphs"),
+        "freezing": N_("freezing"),
+        "frozen_features": N_("frozen features"),
+        "fused_attention": N_("fused attention"),
+        "fused_layers": N_("fused layers"),
+        "gradient_release": N_("releasing gradients"),
+        "half_precision": N_("half precision"),
+        "lora": N_("LoRA"),
+        "lowbit_adamw": N_("the low-bit optimizer"),
+        "optimizer_offload": N_("optimizer offload"),
+        "packing": N_("packing"),
+        "small_state_optimizer": N_("a small-state optimizer"),
+        "small_workspace": N_("small workspaces"),
+        "state_offload": N_("state offload"),
+        "truncation": N_("shorter texts"),
     },
     "training": {
         "steps": N_("steps"),
@@ -77,7 +98,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "encoding": N_("encoding"),
     },
 }
-"""What a reader calls components, metrics, settings and the keys of a run's summary."""
+"""What a reader calls components, metrics, settings and the keys of a run's summary.
+
+Strategies have their titles here once more: reading those from the strategies would import torch.
+"""
 
 _SHORT = {long: short for short, long in SHORT_NAMES.items()}
 

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.report.formatting import named
 from memfit.report.memory_bar import memory_bar, peak_components
 from memfit.text import N_, language, pt, t
 from memfit.units import format_both, format_bytes, format_seconds
@@ -99,12 +100,15 @@ def smallest_view(smallest: Plan) -> RenderableType:
     )
 
 
+def _on_cpu(plan: Plan) -> bool:
+    return plan.digest.card == "cpu"
+
+
 def _headline(plan: Plan, model: str) -> Text:
-    on_cpu = plan.digest.card == "cpu"
     sentence = t(
         "{model} on {card}, budget {budget}: {fidelity}",
         model=model,
-        card=t("this CPU") if on_cpu else plan.digest.card,
+        card=t("this CPU") if _on_cpu(plan) else plan.digest.card,
         budget=format_both(plan.digest.budget_bytes),
         fidelity=t(_FIDELITIES[str(plan.fidelity)]),
     )
@@ -151,7 +155,8 @@ def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:
 def _others(planning: Planning) -> RenderableType:
     chosen = settings_in_words(planning.chosen)
     shown = Table(box=None, pad_edge=False)
-    for title in (pt("per step", "step"), t("memory")):
+    memory = t("memory") if _on_cpu(planning.chosen) else pt("of a GPU", "memory")
+    for title in (pt("per step", "step"), memory):
         shown.add_column(Text(title, style="dim"), justify="right", overflow="fold")
     for title in (t("fidelity"), t("differs by")):
         shown.add_column(Text(title, style="dim"), overflow="fold")
@@ -160,7 +165,7 @@ def _others(planning: Planning) -> RenderableType:
         shown.add_row(
             _step_time(plan.price.step_seconds),
             format_bytes(plan.price.device_bytes),
-            str(plan.fidelity),
+            named("fidelity", str(plan.fidelity)),
             Text(difference_in_words(settings_in_words(plan), chosen)),
         )
     return Padding(shown, (0, 0))

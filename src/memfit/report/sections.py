@@ -303,7 +303,10 @@ def plan(story: Story) -> dict[str, Any] | None:
         (t("time of a step, measured"), _step_time(_measured_step(story))),
     ]
     head = [t("strategy"), t("settings"), t("why")]
-    rows = [[clean(word) or "–" for word in row] for row in made.strategies]
+    rows = [
+        [named("strategy", name), *(clean(word) or "–" for word in rest)]
+        for name, *rest in made.strategies
+    ]
     return {
         "strategies": PageTable(t("What it does to fit"), rows, head, numbers=False)
         if rows

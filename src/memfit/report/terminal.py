@@ -19,7 +19,7 @@ from rich.text import Text
 
 from memfit.memory.components import MemoryPeak
 from memfit.report.formatting import averaging_sentence, named, together
-from memfit.text import N_, clean, encodable, language, nt, pt, t
+from memfit.text import N_, NP_, clean, encodable, language, nt, pt, t
 from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _training_sentence(summary: RunSummary) -> str:
         words.append(t("{steps:,} steps", steps=steps))
     if epochs is not None:
         number = 1 if epochs == 1 else 2
-        words.append(nt("{epochs:g} epoch", "{epochs:g} epochs", number, epochs=epochs))
+        words.append(nt("{epochs:g} epoch", "{epochs:g} epochs", number, epochs=round(epochs, 2)))
     if seconds is not None:
         words.append(format_seconds(seconds))
     return listed(words)
@@ -319,6 +319,7 @@ _FACT_NAMES = {
     "metric": N_("metric"),
     "weights": N_("weights"),
     "memory": N_("memory"),
+    "gpu_memory": NP_("of a GPU", "memory"),
     "note": N_("note"),
 }
 

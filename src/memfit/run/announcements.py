@@ -143,9 +143,10 @@ def metric_sentence(scoring: Scoring, trainer: BudgetTrainer) -> str:
 def plan_sentence(plan: Plan) -> str:
     """What the plan does to the result, and the strategies it uses."""
     names = [shown(one.called()) for one in plan.strategies]
+    fidelity = named("fidelity", str(plan.fidelity))
     if not names:
-        return str(plan.fidelity)
-    return t("{fidelity}: {strategies}", fidelity=plan.fidelity, strategies=t(", ").join(names))
+        return fidelity
+    return t("{fidelity}: {strategies}", fidelity=fidelity, strategies=t(", ").join(names))
 
 
 def device_name(device: torch.device) -> str:

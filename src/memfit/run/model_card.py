@@ -25,7 +25,7 @@ from memfit.records.results import (
     read_summary,
 )
 from memfit.report.formatting import averaging_sentence, together
-from memfit.text import N_, clean, language, t
+from memfit.text import N_, clean, language, pt, t
 from memfit.units import format_both, format_bytes, format_seconds
 
 # https://huggingface.co/docs/hub/repositories-licenses; those that carry a model's own name left
@@ -404,7 +404,8 @@ def _memory(memory: MemorySummary) -> str:
     within = (
         "" if budget is None else t("The budget was {budget}.", budget=format_both(budget)) + "\n\n"
     )
-    return _heading(t("Memory")) + within + table
+    on_gpu = any(_component(one, "context") for one in known.values())
+    return _heading(pt("of a GPU", "Memory") if on_gpu else t("Memory")) + within + table
 
 
 def _component(peak: MemoryPeak, name: str) -> int:
@@ -439,7 +440,8 @@ def _plan(folder: Path) -> str:
     ]
     fidelity = tables.get("fidelity")
     does = (
-        t("What it does to the result: {fidelity}.", fidelity=_cell(fidelity)) + "\n\n"
+        t("What it does to the result: {fidelity}.", fidelity=_worded("fidelity", _cell(fidelity)))
+        + "\n\n"
         if fidelity
         else ""
     )
@@ -471,7 +473,7 @@ def _heads(*names: str) -> tuple[str, ...]:
 
 
 def _worded(group: str, name: str) -> str:
-    """A component or a metric in Chinese; in English under the name programs know it by."""
+    """A component, metric or fidelity in Chinese; in English the name programs know it by."""
     from memfit.report.formatting import named
 
     return name if language() == "en" else named(group, name)

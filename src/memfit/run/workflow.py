@@ -542,7 +542,7 @@ class _Run:
             share = terminal.percent(needs_bytes / max(budget_bytes, 1))
             self.say(
                 line(
-                    "memory",
+                    "memory" if trainer.args.device.type == "cpu" else "gpu_memory",
                     t(
                         "{needs} at the peak by prediction, {share} of the budget",
                         needs=format_both(needs_bytes),

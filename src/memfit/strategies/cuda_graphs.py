@@ -87,7 +87,7 @@ class CudaGraphs(Strategy):
         if setup.packing is None or setup.make_optimizer is None:
             return Message("it captures packed batches and the low-bit optimizer; use both")
         if not setup.stock_loss:
-            return Message("your own loss cannot be captured unseen")
+            return Message("a loss that is not the model's own cannot be captured unseen")
         if setup.args.torch_compile:
             return Message("torch_compile is on")
         if setup.args.neftune_noise_alpha is not None:
