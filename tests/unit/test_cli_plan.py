@@ -85,7 +85,7 @@ def test_the_memory_of_a_cpu_is_not_called_that_of_a_card(made: Planning) -> Non
     here = dataclasses.replace(made, chosen=dataclasses.replace(made.chosen, digest=digest))
     seconds = results.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
     with speaking("zh"):
-        text = shown(plan_terminal.plan_view(here, None, seconds, "large"))
+        text = shown(plan_terminal.plan_view(here, None, seconds, "large", planned_seconds=9.0))
     assert re.search(r"每步 +内存 +保真度", text)
 
 
