@@ -58,6 +58,15 @@ FACTS: dict[str, dict[str, str]] = {
         "zh": "终端最长无输出时间（秒）",
     },
 }
+ACTED_HEADS = {
+    "en": (
+        "acting as", "model", "the plan chosen", "may reserve GiB", "predicted GiB",
+        "reserved GiB", "reserved ÷ predicted",
+    ),
+    "zh": (
+        "模拟的显卡", "模型", "选中的方案", "可预留 GiB", "预测 GiB", "预留 GiB", "预留 ÷ 预测",
+    ),
+}  # fmt: skip
 STOCK_HEADS = {
     "en": (
         "command to saved model", "memfit s", "stock bf16 s", "ratio", "memfit GB", "stock GB",
@@ -104,6 +113,19 @@ def runs_table(
         held = "" if off is None else f"{off:.3f}"
         rows.append((name_of(run, language), plan_of(run, language), *map(_gb, sizes), held))
     return _table(HEADS[language], rows, texts=2)
+
+
+def acted_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """What torch's allocator reserved on a card that acted as a smaller one."""
+    rows = []
+    for run in (found or read()).get("acted", []):
+        case, off = run["case"], run["held_over_predicted"]
+        sizes = (run[name] for name in ("budget_bytes", "predicted_bytes", "held_bytes"))
+        told = ("" if size is None else f"{size / 2**30:.2f}" for size in sizes)
+        ratio = "" if off is None else f"{off:.3f}"
+        names = (case["card"], MODELS.get(case["model"], case["model"]))
+        rows.append((*names, plan_of(run, language), *told, ratio))
+    return _table(ACTED_HEADS[language], rows, texts=3)
 
 
 def short_table(language: str, found: Mapping[str, Any] | None = None) -> str:

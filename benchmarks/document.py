@@ -386,6 +386,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "recipe": recipe_table,
     "rounding": rounding_table,
     "train-f1": train_f1_table,
+    "whole-acted": whole.acted_table,
     "whole-facts": whole.facts_table,
     "whole-runs": whole.runs_table,
     "whole-seeds": whole.seeds_table,

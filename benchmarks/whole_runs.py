@@ -3,12 +3,17 @@
     python benchmarks/whole_runs.py --data ChnSentiCorp_htl_all.csv --vocab vocab.txt --jobs 4
     python benchmarks/whole_runs.py --cpu                    # small models, without a card
     python benchmarks/whole_runs.py --stock --data … --vocab …
+    python benchmarks/whole_runs.py --only acted --jobs 5 --data … --vocab …
     python benchmarks/whole_runs.py --seeds 5 --data … --real m3e-small=FOLDER --plans 4GB 2GB
 
 NVML is asked 200 times a second what a run holds, its terminal is read as it writes, some runs are
 killed with -9 and resumed, and every result is loaded by plain transformers in another process.
 Models have real shapes and random weights unless `--real NAME=FOLDER` gives pre-trained ones; a
 NAME that is no model here adds cases of its own, on all rows, for their F1 (`--only real`).
+
+`--only acted`: the card acts as smaller ones (MEMFIT_ACT_AS, memory/cards.py). What is compared is
+what torch's allocator reserved, by its own counters; the limit is the budget less the small card's
+predicted context, since the context here is this card's.
 
 Rows may be measured in several goes: `--append` keeps the rows of other names in the file, and
 every row names its commit and date. With `--jobs` above 1, seconds are not comparable and marked
@@ -43,7 +48,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _whole_cases import CASES, CPU_CASES, MADE_MODELS, Case, real_cases
+from _whole_cases import ACTED_CASES, CASES, CPU_CASES, MADE_MODELS, Case, real_cases
 from _whole_process import Ended, kill_all, watched
 from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
 from _whole_watch import CardWatch
@@ -203,10 +208,12 @@ class Bench:
             with contextlib.suppress(RuntimeError):  # it was never made
                 shutil.rmtree(self.made[name].result(), ignore_errors=True)
 
-    def run(self, words: list[str], folder: Path, **how: Any) -> Ended:
-        """One process, watched."""
+    def run(
+        self, words: list[str], folder: Path, more: dict[str, str] | None = None, **how: Any
+    ) -> Ended:
+        """One process, watched; `more` is added to its environment."""
         return watched(
-            words, folder=folder, card=self.card, environment=self.environment,
+            words, folder=folder, card=self.card, environment=self.environment | (more or {}),
             timeout_seconds=self.options.timeout, **how,
         )  # fmt: skip
 
@@ -235,11 +242,16 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     words = case.command(str(bench.tables[case.task]), bench.model(case.model), str(folder))
-    processes = [bench.memfit(words, folder, kill_at=case.kill_at)]
+    noted = folder.with_name(folder.name + ".reserved")
+    noted.unlink(missing_ok=True)
+    more = acting(bench, case, noted) if case.card else None
+    processes = [bench.memfit(words, folder, more, kill_at=case.kill_at)]
     if processes[0].killed_at is not None:
         again = ["train", "--resume", "--output-dir", str(folder)]
         processes.append(bench.memfit(again, folder))
     found = described(case, folder, processes)
+    if case.card:
+        found |= reserved(folder, processes[0], noted)
     if found["exit_code"] == 0:
         found |= asked(bench, case, folder)
     found["outcome"] = outcome(case, found)
@@ -283,6 +295,34 @@ def described(case: Case, folder: Path, processes: list[Ended]) -> dict[str, Any
         "micro_batching": final.get("micro_batching"), "planned_strategies": plan.get("strategies"),
         "plan_toml": read_text(folder / "plan.toml"),
         "adjustments": adjustments(folder), "notes": notes(processes),
+    }  # fmt: skip
+
+
+def acting(bench: Bench, case: Case, noted: Path) -> dict[str, str]:
+    """The environment of a run on a card that acts as another and notes what torch reserves."""
+    hook = f"{HERE / '_whole_hook'}{os.pathsep}{bench.environment['PYTHONPATH']}"
+    return {"MEMFIT_ACT_AS": case.card, "WHOLE_RUNS_RESERVED": str(noted), "PYTHONPATH": hook}
+
+
+def reserved(folder: Path, process: Ended, noted: Path) -> dict[str, Any]:
+    """What torch's allocator reserved, beside what it might and what was predicted of it."""
+    summary = read_json(folder / "summary.json")
+    memory = (process.progress.begun or summary).get("memory") or {}
+    predicted = memory.get("predicted") or {}
+    measured = (summary.get("memory") or {}).get("measured") or {}
+    peaks = [int(line) for line in (read_text(noted) or "").split()]
+    peaks += [measured["reserved_bytes"]] if measured else []
+    held_bytes, predicted_bytes = max(peaks, default=None), predicted.get("reserved_bytes")
+    context_bytes = (predicted.get("components") or {}).get("context")
+    limit_bytes = None
+    if memory.get("budget_bytes") and context_bytes is not None:
+        limit_bytes = memory["budget_bytes"] - context_bytes
+    return {
+        "budget_bytes": limit_bytes, "predicted_bytes": predicted_bytes,
+        "held_bytes": held_bytes, "held_by": "torch's allocator",
+        "predicted_context_bytes": context_bytes,
+        "held_over_predicted": ratio(held_bytes, predicted_bytes),
+        "held_over_budget": ratio(held_bytes, limit_bytes),
     }  # fmt: skip
 
 
@@ -557,7 +597,7 @@ def run_all(bench: Bench, cases: list[Case], results: ResultFile) -> None:
             found = failed(case, error)
         found |= {"name": case.name, "jobs": jobs, "bench_seconds": time.monotonic() - started}
         found["weights"] = "real" if case.model in bench.real else "random"
-        results.add(found)
+        results.add(found, "acted" if case.card else "runs")
         with lock:
             done += 1
             still[case.model] -= 1
@@ -663,12 +703,15 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases asked for; an unknown name is an error."""
     names = [one.partition("=")[0] for one in options.real]
     more = [case for name in names if name not in MADE_MODELS for case in real_cases(name)]
-    cases = {case.name: case for case in (*more, *(CPU_CASES if options.cpu else CASES))}
+    usual = CPU_CASES if options.cpu else (*CASES, *ACTED_CASES)
+    cases = {case.name: case for case in (*more, *usual)}
     if not options.only:
         return list(cases.values())
     names = [name.strip() for name in options.only.split(",")]
-    if "real" in names:  # all of them, whatever they are called
-        names = [*(case.name for case in more), *(name for name in names if name != "real")]
+    groups = {"real": more, "acted": ACTED_CASES}  # all of them, whatever they are called
+    names = [
+        one for name in names for one in ([case.name for case in groups.get(name, ())] or [name])
+    ]
     unknown = [name for name in names if name not in cases]
     if unknown:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are: {', '.join(cases)}")
@@ -684,7 +727,7 @@ def parsed() -> argparse.Namespace:
     add("--vocab", type=Path, help="a BERT vocabulary; else one of made-up texts' characters")
     add("--rows", type=int, help="of the table (0: all; else 1600, with --cpu 96)")
     add("--real", action="append", default=[], metavar="NAME=FOLDER", help="pre-trained weights")
-    add("--only", help="names of cases, separated by commas (of --stock by ;)")
+    add("--only", help="names of cases, separated by commas (of --stock by ;), `real` or `acted`")
     add("--jobs", type=int, default=1)
     add("--out", type=Path, help="the result file")
     add("--append", action="store_true", help="keep the file's other rows")
@@ -753,7 +796,7 @@ def main() -> None:
             _whole_stock_pairs.compare(bench, results)
         else:
             run_all(bench, cases, results)
-            print(table(results.values["runs"]))
+            print(table([*results.values["runs"], *results.values.get("acted", [])]))
             print(json.dumps(results.values["summary"], indent=1))
 
 

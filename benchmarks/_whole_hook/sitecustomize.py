@@ -1,9 +1,13 @@
-"""Writes down when a process has imported the packages that take long, into $WHOLE_RUNS_IMPORTS.
+"""Writes down what only a process itself knows: when imports ended, what torch reserved.
 
-Python imports this module by itself when its folder is on PYTHONPATH. Each line of the file is a
-package and the time at which its import was finished.
+Python imports this module by itself when its folder is on PYTHONPATH.
+
+$WHOLE_RUNS_IMPORTS    each line: a package that takes long, and when its import was finished
+$WHOLE_RUNS_RESERVED   each line: the most bytes torch's allocator had reserved on the card, up to
+                       when its counters were reset or the process ended
 """
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
@@ -13,7 +17,8 @@ import time
 PACKAGES = frozenset(
     ("torch", "transformers", "transformers.trainer", "accelerate", "datasets", "sklearn", "peft")
 )
-TARGET = os.environ.get("WHOLE_RUNS_IMPORTS")
+IMPORTS = os.environ.get("WHOLE_RUNS_IMPORTS")
+RESERVED = os.environ.get("WHOLE_RUNS_RESERVED")
 
 
 class Noted(importlib.abc.MetaPathFinder):
@@ -29,12 +34,36 @@ class Noted(importlib.abc.MetaPathFinder):
 
             def noted(module):
                 execute(module)
-                with open(TARGET, "a") as file:
-                    file.write(f"{name} {time.time()}\n")
+                if IMPORTS:
+                    note(IMPORTS, f"{name} {time.time()}")
+                if RESERVED and name == "torch":
+                    note_reserved(module)
 
             spec.loader.exec_module = noted
         return spec
 
 
-if TARGET:
+def note(path, line):
+    """Adds a line to a file."""
+    with open(path, "a") as file:
+        file.write(f"{line}\n")
+
+
+def note_reserved(torch):
+    """Notes the allocator's peak before every reset of its counters, and at the end."""
+    reset = torch.cuda.memory.reset_peak_memory_stats
+
+    def peak():
+        if torch.cuda.is_initialized():
+            note(RESERVED, torch.cuda.max_memory_reserved())
+
+    def noted(*args, **kwargs):
+        peak()
+        return reset(*args, **kwargs)
+
+    torch.cuda.reset_peak_memory_stats = torch.cuda.memory.reset_peak_memory_stats = noted
+    atexit.register(peak)
+
+
+if IMPORTS or RESERVED:
     sys.meta_path.insert(0, Noted())

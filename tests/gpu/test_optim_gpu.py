@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.memory.tracing.traced_device import has_triton
+from memfit.memory.device import has_triton
 from memfit.strategies.lowbit import lowbit_kernels_torch, number_formats
 from memfit.strategies.lowbit.gradient_release import SINKS
 from memfit.strategies.lowbit.lowbit_kernels import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.memory.tracing.traced_device import has_triton
+from memfit.memory.device import has_triton
 from memfit.strategies.lowbit.gradient_release import SINKS, make_sink
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer

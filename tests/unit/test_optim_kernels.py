@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from memfit.memory.tracing import traced_device
+from memfit.memory.device import has_triton
 from memfit.strategies.lowbit import lowbit_kernels, lowbit_kernels_torch, number_formats
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
@@ -343,7 +343,7 @@ def run_as_script(mode: str, environment: dict[str, str]) -> list[str]:
     return done.stdout.split("\n")
 
 
-needs_triton = pytest.mark.skipif(not traced_device.has_triton(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 
 
 @needs_triton

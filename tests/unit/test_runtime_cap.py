@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memfit.memory import available
+from memfit.memory import available, device
 from memfit.memory.available import CudaReader
 from memfit.memory.cuda_context import PAGE_BYTES
 from memfit.training.limits import CudaCap
@@ -28,6 +28,7 @@ class Card:
         for name, value in {
             "current_device": lambda: 0,
             "get_device_properties": lambda _: properties,
+            "get_device_capability": lambda _: (properties.major, properties.minor),
             "mem_get_info": lambda _: (TOTAL - self.context_bytes - self.reserved_bytes, TOTAL),
             "memory_reserved": lambda _: self.reserved_bytes,
             "get_per_process_memory_fraction": lambda _: 1.0,
@@ -35,8 +36,8 @@ class Card:
             "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(available, "measured_context_bytes", lambda _: self.context_bytes)
-        monkeypatch.setattr(available, "own_context_bytes", lambda _: self.answer())
+        monkeypatch.setattr(device, "measured_context_bytes", lambda _: self.context_bytes)
+        monkeypatch.setattr(device, "own_context_bytes", lambda _: self.answer())
         monkeypatch.setattr(available.time, "monotonic", lambda: self.seconds)
 
     def answer(self) -> int | None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from memfit.memory.cuda_context import (
-    PAGE_BYTES,
-    USUAL_GRAPHED_KERNELS,
-    measured_context_bytes,
-    own_context_bytes,
-    predicted_context_bytes,
-    run_context_bytes,
+from memfit.memory.cuda_context import PAGE_BYTES, USUAL_GRAPHED_KERNELS, run_context_bytes
+from memfit.memory.device import (
+    capability,
+    context_bytes,
+    free_and_total_bytes,
+    index_of,
+    usual_context_bytes,
 )
 from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
 
@@ -77,23 +77,22 @@ class CudaReader:
         graphs: bool = False,
     ) -> None:
         """`expected_bytes` is a plan's prediction; without one it follows from what a step does."""
-        self.index = torch.cuda.current_device() if device.index is None else device.index
-        properties = torch.cuda.get_device_properties(self.index)
-        capability = (properties.major, properties.minor)
-        usual = predicted_context_bytes(capability, properties.multi_processor_count)
+        self.index = index_of(device)
+        kind = capability(device)
+        usual = usual_context_bytes(self.index)
         self.context_bytes = expected_bytes or run_context_bytes(
             usual,
-            capability,
+            kind,
             streams=graphs or copies,
             graphed_kernels=USUAL_GRAPHED_KERNELS if graphs else 0,
         )
         # Where the driver does not tell processes apart, a neighbour's memory is in it.
         self._strange_bytes = _STRANGE * usual
         self._measured_bytes = self.context_bytes
-        self._learn(measured_context_bytes(self.index))
+        self._learn(context_bytes(self.index))
         if graphs and self.index in _CAPTURED:
             # What the driver kept of an earlier training's graphs is not used for the next ones.
-            to_come = run_context_bytes(0, capability, {}, graphed_kernels=USUAL_GRAPHED_KERNELS)
+            to_come = run_context_bytes(0, kind, {}, graphed_kernels=USUAL_GRAPHED_KERNELS)
             again_bytes = self._measured_bytes + to_come + PAGE_BYTES
             self.context_bytes = max(self.context_bytes, again_bytes)
         if graphs:
@@ -109,7 +108,7 @@ class CudaReader:
     def measure(self) -> None:
         """Ask the driver now: something that lies in the context was loaded or captured."""
         with contextlib.suppress(OSError):  # a driver that does not answer now
-            self._learn(own_context_bytes(self.index))
+            self._learn(context_bytes(self.index, load=False))
 
     def _measure_again(self) -> None:
         if time.monotonic() < self._due:
@@ -120,8 +119,8 @@ class CudaReader:
 
     def __call__(self) -> MemoryReading:
         self._measure_again()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
         own_bytes = torch.cuda.memory_reserved(self.index) + self._measured_bytes
+        free_bytes, total_bytes = free_and_total_bytes(self.index, own_bytes)
         return MemoryReading(total_bytes, free_bytes, own_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -14,8 +15,11 @@ from typing import Any
 
 from memfit.errors import ConfigError
 from memfit.memory.cuda_context import (
+    LARGE_WORKSPACE_FROM,
     LOADED_LATER_BYTES,
     PAGE_BYTES,
+    SMALL,
+    VARIABLE,
     measured_context_bytes,
     predicted_context_bytes,
 )
@@ -37,6 +41,9 @@ _OTHER_MAKERS = {
 
 _ALIKE = 0.5
 """Names that share less than half of their letters are not suggested."""
+
+ACT_AS = "MEMFIT_ACT_AS"
+"""The environment variable that names the card to act as, see `acted_card`."""
 
 _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
@@ -90,6 +97,8 @@ class DeviceProfile:
     """Speeds as measured; None where only the data sheet speaks."""
     here: bool = False
     """Whether the context is this process' own, with the libraries loaded as they are."""
+    acted: bool = False
+    """Whether another card acts as this one: the speeds of that other say nothing of it."""
 
     @property
     def tf32_flops(self) -> float:
@@ -147,6 +156,8 @@ def this_card(index: int = 0) -> DeviceProfile | None:
 
     if not torch.cuda.is_available():
         return None
+    if (acted := acted_card()) is not None:
+        return acted
     found = torch.cuda.get_device_properties(index)
     context_bytes = measured_context_bytes(index)
     known = match_card(found.name, found.total_memory)
@@ -164,6 +175,31 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         measured=context_bytes is not None,
         here=context_bytes is not None,
     )
+
+
+def acted_card() -> DeviceProfile | None:
+    """The card that this machine's card acts as, for benchmarks and tests; None: itself.
+
+    `MEMFIT_ACT_AS="GTX 1650"` describes this machine's card by that row of the table: the plan is
+    the one for that card, and the run keeps to that card's memory beside its predicted context,
+    with the kernels it has. Its speed, its own context and how its kernels cut their work are not
+    imitated.
+    """
+    name = os.environ.get(ACT_AS, "")
+    return _act_as(name) if name else None
+
+
+@functools.cache
+def _act_as(name: str) -> DeviceProfile:
+    """Switches off what that card lacks, once in a process."""
+    import torch
+
+    card = find_card(name)
+    torch.backends.cuda.enable_flash_sdp(card.has_bf16)  # came with the same capability
+    torch.backends.cuda.enable_cudnn_sdp(card.capability[0] in (9, 10))
+    if card.capability < LARGE_WORKSPACE_FROM:
+        os.environ.setdefault(VARIABLE, SMALL)
+    return dataclasses.replace(card, acted=True, context_bytes=card.context_bytes + PAGE_BYTES)
 
 
 def _profile_like(name: str, capability: tuple[int, int], multiprocessors: int) -> DeviceProfile:

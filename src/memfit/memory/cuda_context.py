@@ -32,7 +32,7 @@ from memfit.units import KIB, MIB
 if TYPE_CHECKING:
     import torch
 
-_LARGE_FROM_MAJOR = 9  # Hopper and Blackwell
+LARGE_WORKSPACE_FROM = (9, 0)  # Hopper and Blackwell
 
 _LARGE_BYTES = 32 * MIB
 
@@ -52,7 +52,7 @@ def handle_workspace_bytes(
     pairs = re.findall(r":(\d+):(\d+)", environment.get(VARIABLE, ""))
     if pairs:
         return sum(int(size) * KIB * int(count) for size, count in pairs)
-    return _LARGE_BYTES if capability[0] >= _LARGE_FROM_MAJOR else _SMALL_BYTES
+    return _LARGE_BYTES if capability >= LARGE_WORKSPACE_FROM else _SMALL_BYTES
 
 
 def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memfit.errors import MemfitError
 from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
-from memfit.memory.cuda_context import measured_context_bytes, workspace_bytes
+from memfit.memory.cuda_context import workspace_bytes
+from memfit.memory.device import capability, context_bytes, index_of, usual_context_bytes
 from memfit.memory.tracing.tracker import Tracker
 from memfit.text import t
 
@@ -197,17 +198,17 @@ class CudaMeter:
             Component.WEIGHTS: _device_bytes(_weights(self._model), self._device),
             Component.GRADIENTS: self._at_peak.gradient_bytes,
             Component.OPTIMIZER: self._at_peak.optimizer_bytes,
-            Component.WORKSPACE: workspace_bytes(torch.cuda.get_device_capability(self._device)),
+            Component.WORKSPACE: workspace_bytes(capability(self._device)),
         }
         rest = allocated_bytes - sum(held.values())
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        context_bytes = measured_context_bytes(index) or 0
-        components = {**held, Component.ACTIVATIONS: rest, Component.CONTEXT: context_bytes}
+        index = index_of(self._device)
+        outside_bytes = context_bytes(index) or usual_context_bytes(index)
+        components = {**held, Component.ACTIVATIONS: rest, Component.CONTEXT: outside_bytes}
         return MemoryPeak(
             components,
             allocated_bytes,
             reserved_bytes,
-            reserved_bytes + context_bytes,
+            reserved_bytes + outside_bytes,
             self._at_peak.module,
         )
 

@@ -83,6 +83,8 @@ def _of_card(index: int) -> DeviceProfile:
     card = this_card(index)
     if card is None:
         raise ConfigError(Message("there is no CUDA device to calibrate"))
+    if card.acted:
+        return card
     key = {"card": card.name, "bytes": card.total_bytes, "cpu": files.processor()}
     return dataclasses.replace(card, reached=_kept(key, lambda: _measure_card(card, index)))
 

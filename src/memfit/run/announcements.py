@@ -153,10 +153,10 @@ def device_name(device: torch.device) -> str:
     """The card's name, or the processor's kind."""
     import platform
 
-    import torch
+    from memfit.memory.device import name_of
 
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return name_of(device)
     return f"{device.type} ({platform.processor() or platform.machine()})"
 
 

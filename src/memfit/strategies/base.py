@@ -21,6 +21,7 @@ import psutil
 
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
+from memfit.memory import device as device_here
 from memfit.memory.tracing.traced_device import triton_expected
 from memfit.strategies.planning import (
     Axis,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from memfit.models.layer_stack import Turns
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
-
-TRITON_FROM = (7, 0)
-"""The oldest cards Triton compiles for."""
 
 
 class Fidelity(IntEnum):
@@ -135,9 +133,7 @@ class Setup:
         """The CUDA card's compute capability."""
         if self.card is not None:
             return self.card.capability
-        import torch
-
-        return torch.cuda.get_device_capability(self.device)
+        return device_here.capability(self.device)
 
     @property
     def lacks_bf16(self) -> str:
@@ -158,18 +154,16 @@ class Setup:
     @property
     def has_triton(self) -> bool:
         """Whether Triton's kernels run there: a card that is not here is in a machine like this."""
-        from memfit.memory.tracing.traced_device import has_triton
-
         if self.card is None:
-            return has_triton()
-        return triton_expected() and self.card.capability >= TRITON_FROM
+            return device_here.has_triton()
+        return triton_expected() and self.card.capability >= device_here.TRITON_FROM
 
     @property
     def lacks_triton(self) -> str:
         """Why Triton's kernels do not run there; empty where they do, or where there is no card."""
         if self.device_type != "cuda" or self.has_triton:
             return ""
-        if self.capability < TRITON_FROM:
+        if self.capability < device_here.TRITON_FROM:
             version = ".".join(map(str, self.capability))
             return Message(
                 "its kernels need Triton, which needs a card of compute capability 7.0 at least; "

@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from memfit.memory.cuda_context import SMALL, VARIABLE, small_workspaces
+from memfit.memory.cuda_context import (
+    LARGE_WORKSPACE_FROM,
+    SMALL,
+    VARIABLE,
+    small_workspaces,
+)
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion, TracePart
 from memfit.text import N_, Message
-
-_LARGE_FROM = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class SmallWorkspace(Strategy):
             return Message("a {device} has no cuBLAS", device=setup.device_type)
         if os.environ.get(VARIABLE, SMALL) != SMALL:
             return Message("you set {variable} yourself", variable=VARIABLE)
-        if setup.capability < _LARGE_FROM:
+        if setup.capability < LARGE_WORKSPACE_FROM:
             return Message("this card's workspace is small already")
         return ""
 

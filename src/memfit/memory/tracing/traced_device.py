@@ -8,8 +8,6 @@ it does nothing.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -96,9 +94,3 @@ def alike(key: Hashable, run: Callable[[], None], times: int) -> None:
 def triton_expected() -> bool:
     """Whether a machine like this one has Triton once it has a GPU: Windows has none by default."""
     return sys.platform == "linux"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton can be imported (Windows has none by default)."""
-    return importlib.util.find_spec("triton") is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memfit.memory.tracing.traced_device import has_triton
+from memfit.memory.device import has_triton
 
 # A finalizer with little bias, found by search: github.com/skeeto/hash-prospector. All below 2^31,
 # so that every language reads them as the same type.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit.memory.device import has_triton
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.counting import count_kernel, count_reached
-from memfit.memory.tracing.traced_device import has_triton
 from memfit.strategies.offload.host_memory import HostMemory
 
 BLOCK = 256

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memfit.memory import device
 from memfit.memory.tracing import traced_device
 
 
@@ -219,12 +220,10 @@ def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
 
 def _has_flash(query: Tensor) -> bool:
     available: bool = torch.backends.cuda.is_flash_attention_available()
-    return available and _capability(query.device.index) >= (8, 0)
+    return available and _capability(query.device) >= (8, 0)
 
 
-@lru_cache
-def _capability(device_index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
+_capability = lru_cache(device.capability)
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
