@@ -97,3 +97,33 @@ def test_the_documents_tables_are_made_of_the_result(
     assert "多标签" in chinese
     assert len(english.splitlines()) == len(chinese.splitlines()) == 2 + len(runs)
     assert "| lost | 0 |" in document.facts_table("en", result)
+
+
+def test_a_card_that_acts_as_another_is_judged_by_what_torch_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import _whole_document as document
+    import whole_runs
+    from _whole_cases import ACTED_CASES
+    from _whole_process import Ended, Progress, Said
+
+    from memfit.memory.cards import find_card
+
+    assert len({find_card(case.card).name for case in ACTED_CASES}) == len(ACTED_CASES) // 2 == 5
+    predicted = {"reserved_bytes": 2_000, "components": {"context": 300}}
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"memory": {"measured": {"reserved_bytes": 1_900}}})
+    )
+    noted = tmp_path / "noted"
+    noted.write_text("100\n1980\n1500\n")  # before two resets of the counters, and at the end
+    progress = Progress(tmp_path / "progress.jsonl")
+    progress.begun = {"memory": {"budget_bytes": 2_500, "predicted": predicted}}
+    ended = Ended(0, 1.0, Said(0.0), progress, None)
+    run = whole_runs.reserved(tmp_path, ended, noted)
+    assert (run["held_bytes"], run["held_over_predicted"]) == (1_980, 0.99)
+    assert (run["budget_bytes"], run["held_over_budget"]) == (2_200, 0.9)
+    row = {**run, "case": {"card": "T4", "model": "bert-base"}, "outcome": "finished"}
+    (line,) = document.acted_table("en", {"acted": [row]}).splitlines()[2:]
+    assert line.startswith("| T4 | BERT-Base |")
+    assert line.endswith("| 0.990 |")
