@@ -107,7 +107,6 @@ def test_a_card_that_acts_as_another_is_judged_by_what_torch_reserved(
     import whole_runs
     from _whole_cases import ACTED_CASES
     from _whole_process import Ended, Progress, Said
-
     from memfit.memory.cards import find_card
 
     assert len({find_card(case.card).name for case in ACTED_CASES}) == len(ACTED_CASES) // 2 == 5
