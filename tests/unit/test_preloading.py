@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from memfit.run import preloading
+from memfit.run.inference import Classifier
 
 
 def test_what_the_first_step_needs_is_there_and_nothing_for_the_end() -> None:
@@ -18,7 +21,7 @@ import gc, sys, threading
 from memfit.run import preloading
 assert "torch" not in sys.modules
 usual = gc.get_threshold()
-preloading.collect_rarely()
+preloading.own_process()
 assert gc.get_threshold()[0] > 10 * usual[0]
 preloading.load_libraries()
 assert gc.get_threshold() == usual
@@ -34,6 +37,29 @@ for name in preloading._LATER:
     assert name in sys.modules, name
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
+
+
+def test_an_answer_waits_neither_for_the_compiler_nor_for_clusters(tiny_model_dir: Path) -> None:
+    """The answer is that of a process that loads everything, and the compiler still loads."""
+    script = f"""
+import sys
+from memfit.run import preloading
+from memfit.run.inference import Classifier
+preloading.own_process()
+classifier = Classifier.load({str(tiny_model_dir)!r}, device="cpu")
+print(repr(classifier.logits(["good film", "bad"]).tolist()))
+loaded = {{"scipy", "triton", "torch.distributed.tensor"}} & set(sys.modules)
+assert not loaded, loaded
+import torch, scipy
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.ones(1)).item() == 2
+assert torch.distributed.is_available() and torch._dynamo.is_compiling() is False
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True
+    )
+    here = Classifier.load(tiny_model_dir, device="cpu").logits(["good film", "bad"])
+    assert ast.literal_eval(run.stdout) == here.tolist()
 
 
 def test_a_library_that_is_not_installed_costs_the_others_nothing(

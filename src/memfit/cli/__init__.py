@@ -34,7 +34,7 @@ from memfit.cli import (
 )
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
-from memfit.run.preloading import collect_rarely
+from memfit.run.preloading import own_process
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -90,7 +90,7 @@ def _root(
 
 def main() -> NoReturn:
     """The entry point."""
-    collect_rarely()
+    own_process()
     console.set_up_streams()
     console.quiet_libraries()
     _leave(run(sys.argv[1:]))

@@ -39,6 +39,7 @@ from memfit.models.loading import (
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers
+from memfit.run.preloading import load_to_answer
 from memfit.run.scoring_rules import kept_scoring, scoring_of_table
 from memfit.text import N_, doing, is_told, t
 
@@ -106,6 +107,7 @@ class Classifier:
         """
         config = ModelConfig(model=os.fspath(path_or_id))
         _check_trained(config)
+        load_to_answer()
         where = _device(device)
         with doing(t("loading the weights …")):
             model = _load_weights(config, dtype).eval()

@@ -11,8 +11,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
+import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 _FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
@@ -24,12 +31,121 @@ _USUAL = gc.get_threshold()
 _RARELY = (100_000, 10, 10)
 
 
-def collect_rarely() -> None:
-    """Has the garbage collector look less often: imports create no garbage, and take a tenth less.
+_COMPILER = "torch._dynamo"
 
-    For a process of memfit's own. A training collects as usual: a cycle may hold the card's memory.
+_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
+
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+
+
+class _Process:
+    own = False
+
+
+_process = _Process()
+
+
+def own_process() -> None:
+    """Says that this process is memfit's alone, and may load libraries as suits memfit best.
+
+    The garbage collector looks less often: imports create no garbage, and take a tenth less. A
+    training collects as usual: a cycle may hold the card's memory.
     """
+    _process.own = True
     gc.set_threshold(*_RARELY)
+
+
+def load_to_answer() -> None:
+    """Loads transformers without the parts that only training, compiling and clusters need.
+
+    Importing `transformers.modeling_utils` also imports torch's compiler, distributed tensors and
+    scipy.optimize (for a loss of object detection): a third of the time until one sentence has its
+    answer. Does nothing unless the process is memfit's own, since others may need them later.
+    """
+    if not _process.own or "transformers" in sys.modules:
+        return
+    import torch
+
+    spec = importlib.util.find_spec(_COMPILER)
+    if _COMPILER not in sys.modules and spec is not None:
+        sys.modules[_COMPILER] = _LazyCompiler(spec)
+        sys.meta_path.insert(0, _CompilerModules())
+    available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False  # transformers asks once and remembers
+    try:
+        with _hidden("scipy"):
+            importlib.import_module("transformers.modeling_utils")
+    finally:
+        torch.distributed.is_available = available
+
+
+class _LazyCompiler(ModuleType):
+    """Stands in for `torch._dynamo` until something is compiled.
+
+    transformers marks functions for the compiler where it defines them, and torch does so when it
+    fills weights. A mark needs no compiler; every other name loads the real package.
+    """
+
+    def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
+        super().__init__(spec.name)
+        self.__spec__ = spec
+        self.__path__ = spec.submodule_search_locations or []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unmarked if name in _MARKS else getattr(_load_compiler(), name)
+
+
+class _CompilerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Has every module of `torch._dynamo` load the real package first, except for masks' module."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None for every name that is not the compiler's."""
+        if fullname.rpartition(".")[0] != _COMPILER or fullname == _MASKS:
+            return None
+        _load_compiler()
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Returns the module that the package has loaded by now."""
+        module = importlib.import_module(spec.name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run already; only its own spec is put back."""
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+
+def _load_compiler() -> ModuleType:
+    if isinstance(sys.modules[_COMPILER], _LazyCompiler):
+        del sys.modules[_COMPILER]
+        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _CompilerModules)]
+    return importlib.import_module(_COMPILER)
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    return (lambda later: later) if function is None else function
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Makes `package` look as if it were not installed."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def load_libraries(*, card: bool = True) -> None:
