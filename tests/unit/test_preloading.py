@@ -27,8 +27,12 @@ preloading.load_libraries()
 assert gc.get_threshold() == usual
 for name in ("torch", "transformers.trainer", "memfit.training.trainer"):
     assert name in sys.modules, name
-for name in preloading._LATER:
+for name in (*preloading._LATER, *preloading._LEFT_OUT):
     assert name not in sys.modules, name
+from transformers.loss import loss_for_object_detection
+found = loss_for_object_detection.linear_sum_assignment([[1.0, 0.0], [0.0, 1.0]])
+assert [list(one) for one in found] == [[0, 1], [1, 0]]
+assert "scipy.optimize" in sys.modules
 preloading.load_later()
 for thread in threading.enumerate():
     if thread.name == "memfit-load-later":

@@ -25,6 +25,8 @@ _FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
 _LATER = ("sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_svg")
 
+_LEFT_OUT = ("scipy.optimize", "scipy.stats", "sklearn.metrics")
+"""transformers imports functions of these for object detection, GLUE and assisted generation."""
 
 _USUAL = gc.get_threshold()
 
@@ -73,7 +75,7 @@ def load_to_answer() -> None:
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False  # transformers asks once and remembers
     try:
-        with _hidden("scipy"):
+        with left_out():
             importlib.import_module("transformers.modeling_utils")
     finally:
         torch.distributed.is_available = available
@@ -135,19 +137,6 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
     return (lambda later: later) if function is None else function
 
 
-@contextlib.contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Makes `package` look as if it were not installed."""
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
-
-
 def load_libraries(*, card: bool = True) -> None:
     """Loads what the first step needs. Without `card` no CUDA context is created."""
     import torch
@@ -157,11 +146,40 @@ def load_libraries(*, card: bool = True) -> None:
     context = threading.Thread(target=_create_context)
     if starts:
         context.start()
-    for name in _FIRST:
-        importlib.import_module(name)
+    with left_out():
+        for name in _FIRST:
+            importlib.import_module(name)
     if starts:
         context.join()
     gc.set_threshold(*_USUAL)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Modules imported inside take functions of large libraries without loading these.
+
+    Whoever calls such a function loads its library then.
+    """
+    put = {name: _Promise(name) for name in _LEFT_OUT if name not in sys.modules}
+    sys.modules.update(put)
+    try:
+        yield
+    finally:
+        for name in put:
+            del sys.modules[name]
+
+
+class _Promise(ModuleType):
+    """Stands in sys.modules for a library that is not loaded yet."""
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        if function.startswith("__"):
+            raise AttributeError(function)
+
+        def call(*args: Any, **named: Any) -> Any:
+            return getattr(importlib.import_module(self.__name__), function)(*args, **named)
+
+        return call
 
 
 def load_later() -> None:
