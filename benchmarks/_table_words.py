@@ -102,6 +102,24 @@ ROUNDING_HEADS: Words = {
     "en": ("points of F1 from fp32 AdamW", "m3e-small, 24 M", "albert-tiny, 12 M", "MiniLM, 23 M"),
     "zh": ("与 fp32 AdamW 相差的 F1 点数", "m3e-small，24 M", "albert-tiny，12 M", "MiniLM，23 M"),
 }
+NO_BF16: Mapping[str, Mapping[str, str]] = {
+    "fp32 AdamW, packed": {
+        "en": "fp32, without padding (`--exact`)",
+        "zh": "fp32，去填充（`--exact`）",
+    },
+    "fp16 autocast, packed": {
+        "en": "fp16 autocast over fp32 weights",
+        "zh": "fp32 权重，fp16 自动混合精度",
+    },
+    "24-bit masters of fp16, clipped, fused": {
+        "en": "24-bit masters of fp16 weights, loss scale",
+        "zh": "fp16 权重的 24 位主权重，损失缩放",
+    },
+    "16-bit stochastic of fp16, 8-bit gradients, clipped, fused, graphs": {
+        "en": "16-bit masters of fp16 weights, 8-bit gradients, CUDA graphs",
+        "zh": "fp16 权重的 16 位主权重，8 位梯度，CUDA graph",
+    },
+}
 ROUNDING_MODELS = ("m3e-small", "albert-tiny", "minilm")
 ROUNDING: Mapping[str, Mapping[str, str]] = {
     "bf16 autocast, packed": {"en": "bf16 autocast", "zh": "bf16 自动混合精度"},

@@ -231,19 +231,31 @@ def quality_table(language: str) -> str:
 
 def rounding_table(language: str) -> str:
     """What strategies of fidelity `rounding` do to F1: the mean, and how far it may be off."""
-    summary = read(accuracy.RESULTS / "quality_h200.json")["summary"]
+    return points_table(language, "quality_h200.json", words.ROUNDING)
+
+
+def no_bf16_table(language: str) -> str:
+    """The same of what cards without bfloat16 do."""
+    return points_table(language, "quality_fp16_h200.json", words.NO_BF16)
+
+
+def points_table(language: str, file: str, variants: Mapping[str, Mapping[str, str]]) -> str:
+    """The difference to fp32 AdamW by variant and model; nothing where it was not measured."""
+    if not (accuracy.RESULTS / file).is_file():
+        return ""
+    summary = read(accuracy.RESULTS / file)["summary"]
     found = {(row["model"], row["variant"]): row["points_from_baseline"] for row in summary}
 
     def told(model: str, variant: str) -> str:
         points = found.get((model, variant))
-        if points is None:
+        if points is None or "high" not in points:
             return ""
         half_width = (points["high"] - points["low"]) / 2
         return f"{points['mean']:+.2f} ± {half_width:.2f}"
 
     rows = [
         (names[language], *(told(model, variant) for model in words.ROUNDING_MODELS))
-        for variant, names in words.ROUNDING.items()
+        for variant, names in variants.items()
     ]
     return table(words.ROUNDING_HEADS[language], rows)
 
@@ -381,6 +393,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "families": family_table,
     "guard": guard_table,
     "ladder": ladder_table,
+    "no-bf16": no_bf16_table,
     "plans": plan_table,
     "quality": quality_table,
     "recipe": recipe_table,

@@ -201,7 +201,8 @@ def test_inputs_whose_shape_changes_are_launched_and_trained_alike(tmp_path):
     assert losses[-1] < 0.3
 
 
-def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize("sink", [(), (GradientRelease("kept8"),), (GradientRelease(),)])
+def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path, sink):
     class Loud(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):  # noqa: ARG002
             trainer.setup.sink.loss_scale.value.fill_(2.0**40)
@@ -209,10 +210,11 @@ def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path):
     args = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=16, max_steps=30, learning_rate=5e-4,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=3,
+        max_grad_norm=0.0 if GradientRelease() in sink else 1.0,
     )  # fmt: skip
     trainer = BudgetTrainer(
         model_of(0.0), args, train_dataset=texts(), data_collator=collate, callbacks=[Loud()],
-        strategies=[Packing(), LowBitAdamW(dtype="float16"), CudaGraphs(64)],
+        strategies=[Packing(), LowBitAdamW(dtype="float16"), *sink, CudaGraphs(64)],
     )  # fmt: skip
     trainer.train()
     assert int(trainer.setup.sink.loss_scale.skipped_steps) >= 1

@@ -21,9 +21,12 @@ from memfit.strategies import (
     Combination,
     Fidelity,
     FusedLayers,
+    HalfPrecision,
+    LowBitAdamW,
     Setup,
     Strategy,
     ordered,
+    registry,
 )
 
 SMALL = bert(4, 64, 500)
@@ -196,3 +199,22 @@ def test_worst_batch_has_the_longest_rows() -> None:
     assert cut.worst_tokens == sum(range(991, 1001))
     assert cut.tokens == pytest.approx(5005, rel=0.2)
     assert batches.usual_most_tokens() <= cut.worst_tokens
+
+
+def test_what_loses_too_much_in_float16_is_left_out_on_cards_without_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload, old = task(SMALL), find_card("T4")
+    assert {"lowbit_adamw"} <= names(every(workload, card=old))
+    monkeypatch.setitem(registry.FLOAT16_POINTS, LowBitAdamW(16, "float16"), -0.4)
+    monkeypatch.setitem(registry.FLOAT16_POINTS, HalfPrecision("float16"), -0.2)
+    used = {strategy for one in every(workload, card=old) for strategy in one.strategies}
+    assert LowBitAdamW(24, "float16") in used
+    assert LowBitAdamW(16, "float16") not in used
+    monkeypatch.setitem(registry.FLOAT16_POINTS, LowBitAdamW(24, "float16"), -0.31)
+    asked = PlanRequest(workload, old, lambda _: "")
+    found = names(list(candidates(asked)))
+    assert "lowbit_adamw" not in found
+    assert "half_precision" in found  # in its place: it loses less
+    assert asked.left_out["lowbit_adamw"] == "in float16 it loses 0.3 points of F1"
+    assert "lowbit_adamw" in names(every(workload))  # bfloat16 is another matter

@@ -32,6 +32,7 @@ from memfit.strategies import (
 )
 from memfit.strategies.base import CANNOT_BE_USED
 from memfit.strategies.planning import Half
+from memfit.strategies.registry import loses_in_float16
 from memfit.text import Message
 
 _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -145,9 +146,10 @@ class PlanRequest:
             return False
         if last.fidelity > Fidelity.ROUNDING and not self.allows(type(last)):
             return False
-        if self._good.issuperset(strategies):
+        reason = loses_in_float16(last)
+        if not reason and self._good.issuperset(strategies):
             return True
-        reason = self.judge(strategies)
+        reason = reason or self.judge(strategies)
         if reason:
             self.left_out.setdefault(last.name, _without_name(last.name, reason))
         else:

@@ -53,6 +53,13 @@ ORDER: tuple[type[Strategy], ...] = (
 )
 """memfit's own strategies."""
 
+MOST_POINTS_LOST = 0.3
+"""The planner leaves out what loses more points of F1 in float16."""
+
+FLOAT16_POINTS: dict[Strategy, float] = {}
+"""Points of F1 from fp32 AdamW, of strategies that lose in float16: the mean of the worst of three
+models (benchmarks/quality.py --variants no-bf16)."""
+
 _OWN = frozenset(ORDER)
 
 BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in ORDER}
@@ -200,6 +207,14 @@ def apply_all(strategies: Sequence[Strategy], setup: Setup) -> None:
 
 
 # ---- what traces use to ask and compare; a strategy that is not named here only takes longer ----
+
+
+def loses_in_float16(strategy: Strategy) -> str:
+    """Why this strategy is not offered on a card without bfloat16; empty where it is."""
+    points = -FLOAT16_POINTS.get(strategy, 0.0)
+    if points <= MOST_POINTS_LOST:
+        return ""
+    return Message("in float16 it loses {points} points of F1", points=f"{points:.1f}")
 
 
 def asked_together(half: Half, *, cuda: bool, exact: bool) -> list[tuple[Option, Option]]:

@@ -92,7 +92,7 @@ class LowBitAdamW(Strategy):
         half = asked.half
         if asked.card is None or asked.refuses_half or not asked.works(cls(dtype=half)):
             return so_far
-        return [(cls(24, half),), (cls(16, half),)]
+        return asked.usable([(cls(24, half),), (cls(16, half),)])
 
     @property
     def is_rare(self) -> bool:
