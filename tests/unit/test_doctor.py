@@ -22,16 +22,25 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, TrainingArgu
 from memfit.cli import run
 from memfit.cli.doctor import _trains
 from memfit.doctor import environment
-from memfit.doctor.diagnosis import Diagnosis, Finding, findings, lacks_kernels, torch_command
+from memfit.doctor.diagnosis import (
+    Diagnosis,
+    Finding,
+    about_card,
+    findings,
+    lacks_kernels,
+    torch_command,
+)
 from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
 from memfit.doctor.reach import Readiness, model_config, reaches, readiness, well_known
 from memfit.errors import ConfigError, TraceError
-from memfit.memory.cards import find_card
+from memfit.memory.cards import Place, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.candidates import Workload
+from memfit.planner.this_machine import budget_bytes
 from memfit.strategies import ORDER, Packing, Setup
 from memfit.strategies.packing.packed_model import REFUSED
 from memfit.text import Message, shown, speaking, t
+from memfit.units import Budget
 
 GIB = 2**30
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -384,10 +393,38 @@ def test_json_has_every_part_and_nothing_else_on_stdout(
     assert found["works"] is True
     assert found["torch"]["version"] == torch.__version__
     assert found["card"]["name"] == "GeForce RTX 3060 12GB"
-    assert found["budget_bytes"] == found["card"]["total_bytes"] - 256 * 2**20
+    assert found["card"]["unknown_bytes"] == round(0.02 * found["card"]["total_bytes"])
+    usable = found["card"]["total_bytes"] - found["card"]["unknown_bytes"]
+    assert found["budget_bytes"] == usable - 256 * 2**20
     assert found["strategies"]["fused_layers"]["ready"] is True
     assert found["packages"]["peft"]["wanted"] == ">=0.21"
     assert found["trains"] == []
+
+
+@pytest.mark.parametrize(
+    ("card", "said", "command"),
+    [
+        (find_card("GTX 1080 Ti"), "only builds of torch for CUDA 12.6", "/cu126"),
+        (find_card("V100 16GB"), "torch 2.14 is the last", "/cu126"),
+        (find_card("GTX 1650"), "has no tensor cores", ""),
+        (find_card("T4", Place(windows=True)), "Windows has no Triton", "triton-windows"),
+        (find_card("T4", Place(windows=True)), "Sysmem Fallback Policy", ""),
+    ],
+)
+def test_what_is_special_about_a_card_is_said(card: Any, said: str, command: str) -> None:
+    (found,) = (one for one in about_card(card) if said in one.text)
+    assert found.command.endswith(command)
+
+
+def test_there_is_nothing_to_say_of_a_usual_card() -> None:
+    assert not list(about_card(find_card("RTX 3060")))
+
+
+def test_a_display_takes_its_part_instead_of_the_usual_headroom() -> None:
+    there = find_card("RTX 3060", Place(windows=False, display=True))
+    assert budget_bytes(there, Budget()) == there.usable_bytes
+    little = dataclasses.replace(there, reserved_bytes=100 * 2**20)
+    assert budget_bytes(little, Budget()) == little.usable_bytes - 156 * 2**20
 
 
 def test_the_text_fits_eighty_columns_and_names_commands(

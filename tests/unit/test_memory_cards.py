@@ -12,13 +12,15 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.memory import nvml
-from memfit.memory.cards import find_card, known_cards, match_card, this_card
+from memfit.memory.cards import Place, facts, find_card, known_cards, match_card, this_card
 from memfit.memory.cuda_context import (
+    context_range,
     handle_workspace_bytes,
     lt_workspace_bytes,
     measured_context_bytes,
     predicted_context_bytes,
     run_context_bytes,
+    threads_per_multiprocessor,
     workspace_bytes,
 )
 from memfit.units import GIB, KIB, MIB
@@ -131,8 +133,9 @@ def test_every_card_is_sane() -> None:
         box_gib = int(name.rsplit(" ", 1)[1].removesuffix("GB"))
         # A box counts in GiB, save the largest cards, which count in GB.
         assert 0.9 * box_gib < card.total_bytes / GIB < box_gib
-        assert 80 * MIB < card.context_bytes < 1 * GIB
-        assert card.context_bytes < card.total_bytes / 8
+        assert 380 * MIB < card.context_bytes < 1.1 * GIB
+        assert card.context_low_bytes <= card.context_bytes < card.total_bytes / 5
+        assert card.usable_bytes > 0.97 * card.total_bytes  # a display would be said
         assert card.half_flops >= card.fp32_flops
         assert card.has_bf16 == (card.capability[0] >= 8)
 
@@ -203,6 +206,61 @@ def test_the_contexts_measured_in_every_run_are_within_three_percent_of_the_tabl
     assert len(contexts) >= 70
     for context_bytes in contexts:
         assert context_bytes == pytest.approx(find_card("H200").context_bytes, rel=0.03)
+
+
+def test_empty_contexts_that_people_reported_follow_the_rule() -> None:
+    """An H200 grows from 527 MiB, empty, to 765; other cards by threads, and a smaller cuBLAS."""
+    rows = facts()["cards"]
+    told = {name: row["context_mib"] for name, row in rows.items() if "context_mib" in row}
+    assert len(told) == 3
+    for name, empty_mib in told.items():
+        capability = tuple(rows[name]["capability"])
+        ruled, most = context_range(capability, rows[name]["sm"])
+        cublas = 4 * handle_workspace_bytes(capability, {})
+        threads = rows[name]["sm"] * threads_per_multiprocessor(capability)
+        first_kernel = 92 * MIB * threads / (132 * 2048)
+        assert empty_mib * MIB + first_kernel + cublas == pytest.approx(ruled, rel=0.06), name
+        assert most >= 1.2 * ruled
+
+
+def test_an_unmeasured_context_is_planned_for_at_its_upper_end() -> None:
+    small, large = find_card("GTX 1650"), find_card("RTX 4090")
+    assert small.context_low_bytes == predicted_context_bytes((7, 5), 14) < 100 * MIB
+    assert small.context_bytes == 400_000_000  # what people report of small cards
+    assert large.context_bytes == round(1.25 * large.context_low_bytes) > 600 * MIB
+    assert small.margin_bytes == small.context_bytes - small.context_low_bytes + round(
+        0.02 * small.total_bytes
+    )
+    assert find_card("H200").margin_bytes == 0
+
+
+def test_every_figure_names_a_source_that_is_listed() -> None:
+    known = facts()
+    general = (*known["general"].values(), *known["generations"].values())
+    used = {key for one in general for key in one["from"]}
+    for row in known["cards"].values():
+        used |= {row[name] for name in ("gib_from", "context_from") if name in row}
+    assert set(known["sources"]) == used
+
+
+def test_a_card_elsewhere_leaves_its_system_and_its_display_their_part() -> None:
+    plain = find_card("RTX 3060 12GB", Place(windows=False))
+    windows = find_card("RTX 3060 12GB", Place(windows=True))
+    display = find_card("RTX 3060 12GB", Place(windows=False, display=True))
+    said = find_card("RTX 3060 12GB", Place(windows=True, reserved_bytes=700 * 10**6))
+    assert plain.reserved_bytes == 0
+    assert windows.reserved_bytes == round(0.19 * windows.total_bytes)
+    assert display.reserved_bytes == 600 * 10**6
+    assert said.reserved_bytes == 700 * 10**6
+    assert (plain.has_triton, windows.has_triton, said.has_triton) == (True, False, False)
+    assert said.usable_bytes == said.total_bytes - said.reserved_bytes - said.unknown_bytes
+
+
+def test_cards_without_tensor_cores_are_known() -> None:
+    without = {name for name in known_cards() if not find_card(name).matrix_units}
+    assert {"GeForce GTX 1650 4GB", "GeForce GTX 1660 Ti 6GB", "GeForce MX450 2GB"} < without
+    assert {"Tesla P100 16GB", "GeForce GTX 1080 Ti 11GB"} < without
+    assert not {"T4 16GB", "GeForce RTX 2060 6GB", "Tesla V100 16GB"} & without
 
 
 def test_a_context_grows_with_the_threads_a_card_runs_at_once() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pynvml
 import pytest
+import torch
 
 from memfit.memory import nvml
 
@@ -69,7 +71,10 @@ class Pynvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle: nvml.DriverCard, version: int | None = None) -> Any:
         kept_bytes = 0 if version == self.nvmlMemory_v2 else KEPT_BY_DRIVER
-        return SimpleNamespace(total=handle.total_bytes, used=handle.used_bytes + kept_bytes)
+        free_bytes = handle.total_bytes - handle.used_bytes - KEPT_BY_DRIVER
+        return SimpleNamespace(
+            total=handle.total_bytes, used=handle.used_bytes + kept_bytes, free=free_bytes
+        )
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: nvml.DriverCard) -> list[Any]:
         del handle
@@ -139,14 +144,26 @@ def test_a_name_that_is_not_text_hides_no_card(
 
 def test_own_memory_is_that_of_this_process(driver: Pynvml) -> None:
     driver.processes = [process(1, 5_000), process(os.getpid(), 7_000)]
-    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, 7_000)
+    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, 11_700_000_000, 7_000)
     driver.processes = [process(1, 5_000)]
-    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, None)
+    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, 11_700_000_000, None)
+
+
+@pytest.mark.parametrize(
+    ("windows", "free_bytes"), [(True, 7_700_000_000), (False, 15_000_000_000)]
+)
+def test_under_windows_the_least_of_both_books_is_free(
+    driver: Pynvml, monkeypatch: pytest.MonkeyPatch, windows: bool, free_bytes: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (15_000_000_000, 16_000_000_000))
+    monkeypatch.setattr(platform, "release", lambda: "6.6-microsoft-WSL2" if windows else "6.6")
+    assert nvml.free_and_total_bytes(1) == (free_bytes, 16_000_000_000)
+    assert driver.running == 0
 
 
 def test_windows_books_no_memory_to_processes(driver: Pynvml) -> None:
     driver.processes = [process(os.getpid(), None)]
-    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, None)
+    assert use_of() == nvml.DeviceUse(12_000_000_000, 0, 11_700_000_000, None)
 
 
 def test_a_driver_without_a_table_of_processes_still_tells_the_rest(
@@ -154,7 +171,7 @@ def test_a_driver_without_a_table_of_processes_still_tells_the_rest(
 ) -> None:
     refuse = failing(pynvml.NVML_ERROR_NOT_SUPPORTED)
     monkeypatch.setattr(driver, "nvmlDeviceGetComputeRunningProcesses", refuse)
-    assert use_of(1) == nvml.DeviceUse(16_000_000_000, 8_000_000_000, None)
+    assert use_of(1) == nvml.DeviceUse(16_000_000_000, 8_000_000_000, 7_700_000_000, None)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +236,8 @@ int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
     *major = 7; *minor = 5; return device != &card; }
 int nvmlDeviceGetMemoryInfo_v2(void *device, memory_t *memory) {
     if (memory->version != (sizeof(memory_t) | (2 << 24))) return 25;
-    memory->total = 16000000000ULL; memory->used = 8000000000ULL; return device != &card; }
+    memory->total = 16000000000ULL; memory->used = 8000000000ULL;
+    memory->free = 7700000000ULL; return device != &card; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *table) {
     if (*count < 2) { *count = 2; return 7; }
     *count = 2; table[0].pid = 1; table[0].used = 5000;
@@ -244,5 +262,5 @@ def test_pynvml_reads_the_tables_of_a_driver(tmp_path: Path) -> None:
     asked = subprocess.run(command, env=here, capture_output=True, text=True, check=True)
     assert asked.stdout.splitlines() == [
         str(nvml.Driver("580.65.06", (13, 2), (TESLA,))),
-        str(nvml.DeviceUse(16_000_000_000, 8_000_000_000, 7_000)),
+        str(nvml.DeviceUse(16_000_000_000, 8_000_000_000, 7_700_000_000, 7_000)),
     ]

@@ -19,7 +19,7 @@ from transformers import (
 
 from memfit.engine.micro_batches import MicroBatching, largest_batch
 from memfit.errors import ConfigError
-from memfit.memory.cards import find_card
+from memfit.memory.cards import Place, find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
 from memfit.memory.tracing import traced_device
@@ -307,17 +307,17 @@ def test_strategies_are_judged_for_a_card_that_is_not_here(
     assert reason in found if reason else found == ""
 
 
-def test_without_triton_low_bit_updates_take_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def priced() -> int:
+def test_windows_has_no_triton_so_low_bit_updates_take_temporaries() -> None:
+    def priced(card: Any) -> int:
         chosen = candidate(LOW, GradientRelease("kept8"))
-        trace = trace_step(workload.__wrapped__(), chosen, H200)
+        trace = trace_step(workload.__wrapped__(), chosen, card)
         return trace.segments.born_bytes("update_first", Component.OPTIMIZER)
 
-    with_triton = priced()
-    monkeypatch.setattr("memfit.planner.pricing.traced_setup.triton_expected", lambda: False)
-    assert priced() > with_triton + 2**20
-    monkeypatch.setattr("memfit.strategies.base.triton_expected", lambda: False)
-    assert "Triton" in unavailable_reason(FusedLayers(), workload(), H200)
+    there = find_card("H200", Place(windows=True))
+    assert priced(there) > priced(H200) + 2**20
+    assert "Windows does not have" in unavailable_reason(FusedLayers(), workload(), there)
+    installed = replace(there, triton=True)
+    assert unavailable_reason(FusedLayers(), workload(), installed) == ""
 
 
 def test_a_step_that_would_lose_its_sum_is_refused() -> None:

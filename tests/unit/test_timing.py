@@ -78,7 +78,9 @@ def test_an_older_card_is_slower() -> None:
 
 def test_half_precision_pays_only_where_there_are_matrix_units() -> None:
     assert step_seconds(STEP, T4) < 0.4 * step_seconds(FULL, T4)
-    assert step_seconds(STEP, GTX) == pytest.approx(step_seconds(FULL, GTX))
+    # Capability 7.5 alone says nothing: a GTX 1660 has none, whatever its data sheet promises.
+    for card in (GTX, find_card("GTX 1660 6GB"), find_card("MX450")):
+        assert 1 < step_seconds(STEP, card) / step_seconds(FULL, card) < 1.2
 
 
 def test_tf32_pays_from_ampere_on() -> None:

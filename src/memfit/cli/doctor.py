@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import Json, PlainCommand, check_card
+from memfit.cli.options import Display, Json, PlainCommand, Reserved, Windows, check_card
 from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
 
@@ -32,15 +32,18 @@ def doctor(
         str | None,
         typer.Option(help="Judge for a card by name ('RTX 3060', T4) instead of this machine's."),
     ] = None,
+    windows: Windows = None,
+    display: Display = False,
+    reserved: Reserved = None,
     table: Annotated[bool, typer.Option(help="Whether to price the well-known models.")] = True,
     as_json: Json = False,
 ) -> None:
     """Versions, the GPU, what is missing for which strategy, and what the card can train."""
-    check_card(gpu)
+    place = check_card(gpu, windows, display, reserved)
     with console.working():
         from memfit.doctor.diagnosis import diagnose
 
-        found = diagnose(gpu, table=table)
+        found = diagnose(gpu, place, table=table)
     if as_json:
         console.show_json(found.as_json())
     else:

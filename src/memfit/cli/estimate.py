@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import FlagCommand, Json, check_card, config_options
+from memfit.cli.options import (
+    Display,
+    FlagCommand,
+    Json,
+    Reserved,
+    Windows,
+    check_card,
+    config_options,
+)
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, OutputError
 from memfit.text import N_, t
@@ -49,6 +57,9 @@ def estimate(
     gpu: Annotated[
         str | None, typer.Option(help="A card by name ('RTX 3060', T4) or cpu; yours if not given.")
     ] = None,
+    windows: Windows = None,
+    display: Display = False,
+    reserved: Reserved = None,
     timeline: Annotated[
         str | None, typer.Option(help="Draw memory over the step as an HTML page here.")
     ] = None,
@@ -58,13 +69,13 @@ def estimate(
     del ctx
     if "model" not in options:
         raise ConfigError(t("no model given; name one with --model"))
-    check_card(gpu)
+    place = check_card(gpu, windows, display, reserved)
     target = _check_target(timeline) if timeline is not None else None
     with console.working():
         from memfit import api
         from memfit.run import stock_flags
 
-        device = stock_flags.device_for(gpu)
+        device = stock_flags.device_for(gpu, place)
         found = api.estimate(
             **{**options, "batch_size": options.pop("per_device_train_batch_size", batch_size)},
             max_length=max_length, padding=padding, num_labels=num_labels, task=task,
@@ -156,8 +167,16 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
         if not device.measured:
             console.show(
                 t(
-                    "context about {size} MiB, by rule, not measured",
-                    size=round(device.context_bytes / MIB),
+                    "context {low} to {high} MiB, not measured: the most is counted",
+                    low=round(device.context_low_bytes / MIB),
+                    high=round(device.context_bytes / MIB),
+                )
+            )
+        if kept := device.total_bytes - device.usable_bytes:
+            console.show(
+                t(
+                    "{kept} of the card are left to its system and to what is not known",
+                    kept=format_both(kept),
                 )
             )
     out = terminal.console()

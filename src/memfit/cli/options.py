@@ -19,7 +19,7 @@ import shutil
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -36,6 +36,10 @@ from memfit.config.training_fields import (
 from memfit.errors import ConfigError, nearest
 from memfit.run.signals import INTERRUPTED, handled, stop_at_once
 from memfit.text import N_, Language, cells, checked, language, t, template_of, wrap
+from memfit.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.memory.cards import Place
 
 _WIDEST = 80
 
@@ -391,12 +395,46 @@ NoCache = Annotated[
 ]
 
 
-def check_card(gpu: str | None) -> None:
-    """Refuses a card that is not known before seconds are spent on imports."""
-    from memfit.memory.cards import find_card
+Windows = Annotated[
+    bool | None,
+    typer.Option(
+        help="Whether Windows drives the card of --gpu; as here if not said.", show_default=False
+    ),
+]
 
-    if gpu is not None and gpu.strip().lower() != "cpu":
+Display = Annotated[
+    bool, typer.Option("--display", help="The card of --gpu shows a desktop as well.")
+]
+
+Reserved = Annotated[
+    str | None, typer.Option(help="What others hold of the card of --gpu, such as 600MB.")
+]
+
+
+def check_card(
+    gpu: str | None,
+    windows: bool | None = None,
+    display: bool = False,
+    reserved: str | None = None,
+) -> Place | None:
+    """Refuses a card that is not known before seconds are spent on imports.
+
+    Returns the machine it is in, where anything was said of it.
+    """
+    from memfit.memory.cards import Place, find_card
+
+    place = Place(windows, display, None if reserved is None else parse_bytes(reserved))
+    elsewhere = gpu is not None and gpu.strip().lower() != "cpu"
+    if not elsewhere and place != Place():
+        raise ConfigError(
+            t(
+                "--windows, --display and --reserved describe the machine of a card that is not "
+                "here; name the card with --gpu (of this machine's card all is measured)"
+            )
+        )
+    if gpu is not None and elsewhere:
         find_card(gpu)
+    return None if place == Place() else place
 
 
 def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]:

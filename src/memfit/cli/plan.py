@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import FlagCommand, Json, NoCache, check_card, config_options
+from memfit.cli.options import (
+    Display,
+    FlagCommand,
+    Json,
+    NoCache,
+    Reserved,
+    Windows,
+    check_card,
+    config_options,
+)
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError, OutputError
@@ -17,6 +26,7 @@ from memfit.text import doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
+    from memfit.memory.cards import Place
     from memfit.planner.advice import NothingFitsError
     from memfit.run.prepare import Prepared
 
@@ -42,6 +52,9 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="A card by name ('RTX 3050 4GB', T4) or cpu; yours if none.")
     ] = None,
+    windows: Windows = None,
+    display: Display = False,
+    reserved: Reserved = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Write the plan here, as TOML.")
     ] = None,
@@ -56,21 +69,22 @@ def plan(
 ) -> None:
     """Plan a training inside a budget: each decision and its reason, memory and time."""
     del ctx
-    check_card(gpu)
+    place = check_card(gpu, windows, display, reserved)
     target = _check_target(output) if output is not None else None
     if data is not None:
         options = {**options, "path": data}
     with files.cache_unused(no_cache):
         if check is not None:
-            _check(check, config, gpu, options, as_json)
+            _check(check, config, gpu, place, options, as_json)
         else:
-            _plan(target, config, gpu, options, as_json)
+            _plan(target, config, gpu, place, options, as_json)
 
 
 def _plan(
     target: Path | None,
     config: str | None,
     gpu: str | None,
+    place: Place | None,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -81,7 +95,7 @@ def _plan(
         from memfit.report import plan_terminal, terminal
         from memfit.run import prepare
 
-        prepared = prepare.prepare_to_plan(run, gpu)
+        prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
             try:
                 made = prepared.plan()
@@ -122,16 +136,21 @@ def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) ->
 
 
 def _check(
-    path: str, config: str | None, gpu: str | None, options: dict[str, Any], as_json: bool
+    path: str,
+    config: str | None,
+    gpu: str | None,
+    place: Place | None,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     with console.working():
         from memfit.planner import plans
         from memfit.run import prepare
 
         plan = plans.Plan.read(Path(path))
-        stored, card = prepare.stored_options(plan.run)
+        stored, card, there = prepare.stored_options(plan.run)
         run = RunConfig.build(config, **{**stored, **options})
-        prepared = prepare.prepare_to_plan(run, gpu or card)
+        prepared = prepare.prepare_to_plan(run, gpu or card, place if gpu else there)
         with doing(t("planning …")):
             checked = plans.check(plan, prepared.task)
     if as_json:

@@ -13,7 +13,7 @@ from memfit.text import N_, t
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import DeviceProfile
+    from memfit.memory.cards import DeviceProfile, Place
 
 _INDEX = "https://download.pytorch.org/whl"
 
@@ -196,15 +196,23 @@ def _windows(found: Environment) -> Iterator[Finding]:
         return
     triton = found.package("triton")
     if triton.lacking:
-        yield Finding(
-            "note",
-            t(
-                "Windows has no Triton by default: fused_layers is not available and "
-                "lowbit_adamw runs in plain torch, slower"
-            ),
-            triton.command,
-        )
-    yield Finding(
+        yield _without_triton(triton.command)
+    yield _paging()
+
+
+def _without_triton(command: str) -> Finding:
+    return Finding(
+        "note",
+        t(
+            "Windows has no Triton by default: fused_layers is not available and "
+            "lowbit_adamw runs in plain torch, slower"
+        ),
+        command,
+    )
+
+
+def _paging() -> Finding:
+    return Finding(
         "note",
         t(
             "on Windows the driver may move what does not fit into the computer's own memory, "
@@ -212,6 +220,43 @@ def _windows(found: Environment) -> Iterator[Finding]:
             "CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
         ),
     )
+
+
+def about_card(card: DeviceProfile) -> Iterator[Finding]:
+    """What to know of a card, wherever it is."""
+    yield from _wheel(card.name, card.capability)
+    if card.capability >= _FIRST_OF_CUDA_13 and not card.matrix_units:
+        yield Finding(
+            "note",
+            t(
+                "the {card} has no tensor cores, whatever its compute capability says: half "
+                "precision saves memory, not time, and some people see NaN in fp16 (--no-fp16 "
+                "trains without)",
+                card=card.name,
+            ),
+        )
+    if card.windows and not card.has_triton:
+        yield _without_triton("pip install triton-windows")
+    if card.windows:
+        yield _paging()
+
+
+def _wheel(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
+    """Which build of torch has kernels for an old card."""
+    from memfit.memory.cards import generation
+
+    called, known = generation(capability)
+    if "wheel" not in known:
+        return
+    text = t(
+        "only builds of torch for CUDA {cuda} have kernels for the {card} ({generation}); torch "
+        "{last} is the last with such a build",
+        cuda=f"{known['wheel'][2:4]}.{known['wheel'][4:]}",
+        card=name,
+        generation=called,
+        last=known["last_torch"],
+    )
+    yield Finding("note", text, f"pip install torch --index-url {_INDEX}/{known['wheel']}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,14 +305,18 @@ class Diagnosis:
         }
 
 
-def diagnose(gpu: str | None = None, *, table: bool = True) -> Diagnosis:
+def diagnose(
+    gpu: str | None = None, place: Place | None = None, *, table: bool = True
+) -> Diagnosis:
     """Look around; with `gpu`, judge strategies and models for a card that need not be here."""
     found = look_around()
     notes = tuple(findings(found))
     if any(one.fatal for one in notes):
         return Diagnosis(environment=found, findings=notes)
-    named = _named(gpu)
+    named = _named(gpu, place)
     card, budget_bytes = _card(found, named)
+    if card is not None:
+        notes = (*notes, *about_card(card))
     trains: tuple[Reach, ...] = ()
     if card is not None and table:
         trains = tuple(reaches(card, budget_bytes))
@@ -281,10 +330,10 @@ def diagnose(gpu: str | None = None, *, table: bool = True) -> Diagnosis:
     )
 
 
-def _named(gpu: str | None) -> DeviceProfile | None:
+def _named(gpu: str | None, place: Place | None) -> DeviceProfile | None:
     from memfit.memory.cards import find_card
 
-    return None if gpu is None else find_card(gpu)
+    return None if gpu is None else find_card(gpu, place)
 
 
 def _card(found: Environment, named: DeviceProfile | None) -> tuple[DeviceProfile | None, int]:
@@ -292,8 +341,9 @@ def _card(found: Environment, named: DeviceProfile | None) -> tuple[DeviceProfil
     from memfit.memory.cards import this_card
 
     if named is not None:
-        total = named.total_bytes
-        return named, Budget().resolve(total_bytes=total, free_bytes=total)
+        from memfit.planner.this_machine import budget_bytes
+
+        return named, budget_bytes(named, Budget())
     card = this_card() if found.torch.sees_gpu else None
     if card is None:
         return None, 0

@@ -185,7 +185,7 @@ def _cards(build: TorchBuild, driver: nvml.Driver | None) -> tuple[Card, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        free_bytes, total_bytes = nvml.free_and_total_bytes(index)
         found.append(Card(about.name, (about.major, about.minor), total_bytes, free_bytes))
     return tuple(found)
 

@@ -73,7 +73,7 @@ def _judged(kind: type[Strategy], found: Environment, card: DeviceProfile | None
 
 def _is_too_old(setup: Setup) -> bool:
     """Whether it is the card that keeps Triton's kernels away, so that nothing can be installed."""
-    from memfit.memory.device import TRITON_FROM
+    from memfit.memory.cards import TRITON_FROM
 
     return setup.device_type == "cuda" and setup.capability < TRITON_FROM
 

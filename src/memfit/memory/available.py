@@ -16,6 +16,7 @@ from memfit.memory.device import (
     context_bytes,
     free_and_total_bytes,
     index_of,
+    most_context_bytes,
     usual_context_bytes,
 )
 from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
@@ -87,7 +88,7 @@ class CudaReader:
             graphed_kernels=USUAL_GRAPHED_KERNELS if graphs else 0,
         )
         # Where the driver does not tell processes apart, a neighbour's memory is in it.
-        self._strange_bytes = _STRANGE * usual
+        self._strange_bytes = _STRANGE * most_context_bytes(self.index)
         self._measured_bytes = self.context_bytes
         self._learn(context_bytes(self.index))
         if graphs and self.index in _CAPTURED:

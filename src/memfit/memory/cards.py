@@ -1,13 +1,19 @@
-"""The cards memfit knows without seeing them, found by the name people use."""
+"""The cards memfit knows without seeing them, found by the name people use.
+
+What is known, from where and how surely stands in cards.toml. What `memfit doctor --measure` found
+out on this machine (`measured_cards.py`) replaces those figures.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from importlib import resources
@@ -20,9 +26,10 @@ from memfit.memory.cuda_context import (
     PAGE_BYTES,
     SMALL,
     VARIABLE,
+    context_range,
     measured_context_bytes,
-    predicted_context_bytes,
 )
+from memfit.memory.measured_cards import kept_rows
 from memfit.text import t
 from memfit.units import GIB, MIB
 
@@ -51,6 +58,13 @@ _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 _LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 
 _LANES = 16
+
+_MATRIX_UNITS_FROM = (7, 0)
+
+TRITON_FROM = (7, 0)
+"""The first capability Triton compiles for."""
+
+_MB = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +98,8 @@ class DeviceProfile:
     total_bytes: int
     """What a process finds on the card."""
     context_bytes: int
-    """The CUDA context of a process that trains: kernels and libraries loaded."""
+    """The CUDA context of a process that trains: kernels and libraries loaded. Of one nobody has
+    measured, the most it may take."""
     multiprocessors: int
     memory_bytes_per_second: float
     fp32_flops: float
@@ -99,6 +114,38 @@ class DeviceProfile:
     """Whether the context is this process' own, with the libraries loaded as they are."""
     acted: bool = False
     """Whether another card acts as this one: the speeds of that other say nothing of it."""
+    context_low_bytes: int = 0
+    """The least the context may take, where nobody has measured it."""
+    matrix_units: bool = True
+    """Whether it has tensor cores: a GTX 16xx has capability 7.5, and none."""
+    windows: bool = False
+    """Whether Windows drives it; only of a card that is not here."""
+    reserved_bytes: int = 0
+    """What the system and the display hold of it; only of a card that is not here."""
+    unknown_bytes: int = 0
+    """Kept free because drivers report different totals; only of a card that is not here."""
+    triton: bool | None = None
+    """Whether Triton is installed there; None where nobody has looked."""
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton's kernels run there: Windows has no Triton by default."""
+        if self.capability < TRITON_FROM:
+            return False
+        if self.triton is not None:
+            return self.triton
+        return importlib.util.find_spec("triton") is not None if self.here else not self.windows
+
+    @property
+    def usable_bytes(self) -> int:
+        """What one process can reach of it."""
+        return max(self.total_bytes - self.reserved_bytes - self.unknown_bytes, 0)
+
+    @property
+    def margin_bytes(self) -> int:
+        """What a plan keeps for what is not known of the card."""
+        low = self.context_low_bytes or self.context_bytes
+        return self.context_bytes - low + self.unknown_bytes
 
     @property
     def tf32_flops(self) -> float:
@@ -111,13 +158,68 @@ class DeviceProfile:
         return self.capability >= (8, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The machine of a card that is not here, as far as somebody said; like this one otherwise."""
+
+    windows: bool | None = None
+    display: bool = False
+    reserved_bytes: int | None = None
+    """What others hold of the card, where that is known."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Place:
+        """From a plan's file, which somebody may have edited."""
+        windows, reserved = values.get("windows"), values.get("reserved_bytes")
+        return cls(
+            windows if isinstance(windows, bool) else None,
+            values.get("display") is True,
+            reserved if isinstance(reserved, int) else None,
+        )
+
+    def apply(self, card: DeviceProfile) -> DeviceProfile:
+        """The card in that machine: what is left of its memory, and of its kernels."""
+        windows = sys.platform == "win32" if self.windows is None else self.windows
+        general = facts()["general"]
+        held = self.reserved_bytes
+        if held is None and windows:  # its desktop is in it
+            held = round(general["windows_share"]["high"] * card.total_bytes)
+        elif held is None:
+            held = general["display_mb"]["high"] * _MB if self.display else 0
+        unknown = 0 if card.measured else general["unknown_share"]["high"]
+        return dataclasses.replace(
+            card,
+            windows=windows,
+            reserved_bytes=min(held, card.total_bytes),
+            unknown_bytes=round(unknown * card.total_bytes),
+        )
+
+
 def known_cards() -> tuple[str, ...]:
     """Every card's name, oldest first."""
     return tuple(_table())
 
 
-def find_card(name: str) -> DeviceProfile:
-    """The card meant by a loose name: 'RTX 3050 4GB', 't4', 'NVIDIA A100-SXM4-80GB'."""
+def facts() -> dict[str, Any]:
+    """cards.toml: `general`, `generations`, `sources` and `cards`, each figure with its source."""
+    return _read()
+
+
+def generation(capability: tuple[int, int]) -> tuple[str, Mapping[str, Any]]:
+    """The name of a card's generation, and what is known of it."""
+    found = [
+        (name, row)
+        for name, row in facts()["generations"].items()
+        if tuple(row["first"]) <= capability
+    ]
+    return found[-1] if found else next(iter(facts()["generations"].items()))
+
+
+def find_card(name: str, place: Place | None = None) -> DeviceProfile:
+    """The card meant by a loose name: 'RTX 3050 4GB', 't4', 'NVIDIA A100-SXM4-80GB'.
+
+    It is in a machine like this one, or in the one that `place` describes.
+    """
     wanted = _words(name)
     named = {card: _words(card) for card in _table()}
     # PCIe tells two H100s apart; of other cards there is one row for both kinds.
@@ -132,7 +234,10 @@ def find_card(name: str) -> DeviceProfile:
         raise ConfigError(
             t("{name} may be {cards}; write which one", name=repr(name), cards=_either(closest))
         )
-    return _profile(closest[0])
+    found = _profile(closest[0])
+    if place is None and "usable_gib" in _table()[closest[0]]:  # measured on this machine
+        return found
+    return (place or Place()).apply(found)
 
 
 def match_card(name: str, total_bytes: int) -> DeviceProfile | None:
@@ -174,6 +279,10 @@ def this_card(index: int = 0) -> DeviceProfile | None:
         context_bytes=context_bytes or known.context_bytes,
         measured=context_bytes is not None,
         here=context_bytes is not None,
+        context_low_bytes=0,
+        windows=False,
+        reserved_bytes=0,
+        triton=None,
     )
 
 
@@ -214,12 +323,14 @@ def _profile_like(name: str, capability: tuple[int, int], multiprocessors: int) 
         ),
     )
     base, scale = _profile(like), multiprocessors / rows[like]["sm"]
+    low, high = context_range(capability, multiprocessors)
     return dataclasses.replace(
         base,
         name=name,
         capability=capability,
         multiprocessors=multiprocessors,
-        context_bytes=predicted_context_bytes(capability, multiprocessors),
+        context_bytes=high,
+        context_low_bytes=low,
         memory_bytes_per_second=base.memory_bytes_per_second * scale,
         fp32_flops=base.fp32_flops * scale,
         half_flops=base.half_flops * scale,
@@ -232,14 +343,15 @@ def _profile(card: str) -> DeviceProfile:
     row = _table()[card]
     capability = (row["capability"][0], row["capability"][1])
     loaded_mib = row.get("loaded_mib")
-    context_bytes = (
-        predicted_context_bytes(capability, row["sm"]) if loaded_mib is None else loaded_mib * MIB
-    )
+    low, high = context_range(capability, row["sm"])
+    if loaded_mib is not None:
+        low = high = round(loaded_mib * MIB)
+    usable_gib = row.get("usable_gib", row["gib"])
     return DeviceProfile(
         name=card,
         capability=capability,
         total_bytes=round(row["gib"] * GIB),
-        context_bytes=context_bytes,
+        context_bytes=high,
         multiprocessors=row["sm"],
         memory_bytes_per_second=row["gb_s"] * 1e9,
         fp32_flops=row["fp32"] * 1e12,
@@ -247,6 +359,11 @@ def _profile(card: str) -> DeviceProfile:
         measured=loaded_mib is not None,
         bus_bytes_per_second=_bus(capability, row.get("pcie")),
         reached=Speeds(**row["reached"]) if "reached" in row else None,
+        context_low_bytes=low,
+        matrix_units=row.get("matrix_units", capability >= _MATRIX_UNITS_FROM),
+        windows=row.get("system") == "Windows",
+        reserved_bytes=round((row["gib"] - usable_gib) * GIB),
+        triton=row.get("triton"),
     )
 
 
@@ -257,9 +374,16 @@ def _bus(capability: tuple[int, int], pcie: list[int] | None) -> float:
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, Any]:
     text = resources.files("memfit.memory").joinpath("cards.toml").read_text(encoding="utf-8")
-    cards: dict[str, dict[str, Any]] = tomllib.loads(text)["cards"]
+    return tomllib.loads(text)
+
+
+def _table() -> dict[str, dict[str, Any]]:
+    """The file's rows, with what was measured on this machine in the place of its figures."""
+    cards: dict[str, dict[str, Any]] = dict(_read()["cards"])
+    for name, row in kept_rows().items():
+        cards[name] = {**cards.get(name, {}), **row}
     return cards
 
 

@@ -9,8 +9,10 @@ import functools
 import importlib.util
 from typing import TYPE_CHECKING
 
-from memfit.memory.cards import acted_card
+from memfit.memory import nvml
+from memfit.memory.cards import TRITON_FROM, acted_card
 from memfit.memory.cuda_context import (
+    context_range,
     measured_context_bytes,
     own_context_bytes,
     predicted_context_bytes,
@@ -18,9 +20,6 @@ from memfit.memory.cuda_context import (
 
 if TYPE_CHECKING:
     import torch
-
-TRITON_FROM = (7, 0)
-"""The oldest cards Triton compiles for."""
 
 
 def index_of(device: torch.device) -> int:
@@ -66,6 +65,16 @@ def usual_context_bytes(index: int) -> int:
     return predicted_context_bytes((found.major, found.minor), found.multi_processor_count)
 
 
+def most_context_bytes(index: int) -> int:
+    """The most that the context of a training process may take on a CUDA device."""
+    import torch
+
+    if (acted := acted_card()) is not None:
+        return acted.context_bytes
+    found = torch.cuda.get_device_properties(index)
+    return context_range((found.major, found.minor), found.multi_processor_count)[1]
+
+
 def context_bytes(index: int, *, load: bool = True) -> int | None:
     """The context of this process on a CUDA device; None where it cannot be measured.
 
@@ -79,9 +88,6 @@ def context_bytes(index: int, *, load: bool = True) -> int | None:
 
 def free_and_total_bytes(index: int, own_bytes: int) -> tuple[int, int]:
     """What is free of a CUDA device and what it has, where this process holds `own_bytes`."""
-    import torch
-
     if (acted := acted_card()) is not None:
-        return max(acted.total_bytes - own_bytes, 0), acted.total_bytes
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    return free_bytes, total_bytes
+        return max(acted.usable_bytes - own_bytes, 0), acted.total_bytes
+    return nvml.free_and_total_bytes(index)

@@ -8,6 +8,8 @@ imported when the first question is asked.
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ class DeviceUse:
 
     total_bytes: int
     used_bytes: int
+    free_bytes: int
     own_bytes: int | None
     """What the driver books to this process; None where it cannot tell (containers, Windows)."""
 
@@ -88,7 +91,7 @@ class Nvml:
             memory = self._memory()
         except self._pynvml.NVMLError as error:
             raise OSError(f"NVML: {error}") from error
-        return DeviceUse(memory.total, memory.used, self._own_bytes())
+        return DeviceUse(memory.total, memory.used, memory.free, self._own_bytes())
 
     def _memory(self) -> Any:
         query = self._pynvml.nvmlDeviceGetMemoryInfo
@@ -107,6 +110,27 @@ class Nvml:
             if process.pid == os.getpid() and process.usedGpuMemory is not None:
                 return int(process.usedGpuMemory)
         return None
+
+
+def free_and_total_bytes(index: int = 0) -> tuple[int, int]:
+    """What is free of a card, and what it has.
+
+    Under Windows CUDA leaves out what other processes hold, so that NVML counts where it says
+    less. Past that the driver would page to host memory, without an error.
+    """
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    if has_windows_driver():
+        with open_device(index) as device, suppress(OSError):
+            if device is not None:
+                free_bytes = min(free_bytes, device.use().free_bytes)
+    return free_bytes, total_bytes
+
+
+def has_windows_driver() -> bool:
+    """Whether Windows drives the cards: there, and inside WSL."""
+    return sys.platform == "win32" or "microsoft" in platform.release().lower()
 
 
 @contextmanager

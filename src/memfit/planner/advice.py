@@ -25,6 +25,7 @@ from memfit.text import N_, Language, Message, speaking, t
 from memfit.units import gb, step_time
 
 if TYPE_CHECKING:
+    from memfit.memory.cards import DeviceProfile
     from memfit.planner.search import Planning
 
 HOST_RESERVE_BYTES = 10**9
@@ -101,6 +102,33 @@ def guess_note(operators: Sequence[str]) -> list[Decision]:
             ),
         )
     ]
+
+
+def margin_note(card: DeviceProfile | None) -> list[Decision]:
+    """What is kept of a card that is not here, for what is not known of it and for its system."""
+    if card is None or card.here:
+        return []
+    notes = []
+    if card.margin_bytes:
+        said = Message(
+            "the {card} is not here: {margin} are kept for what is not known of it (a context of "
+            "{low} to {high}, totals that differ by driver); memfit doctor --measure there finds "
+            "out",
+            card=card.name,
+            margin=gb(card.margin_bytes),
+            low=gb(card.context_low_bytes),
+            high=gb(card.context_bytes),
+        )
+        notes.append(Decision("note.margin", said))
+    if card.reserved_bytes:
+        kind = N_("{held} of the card are left to others, such as a display")
+        if card.windows:
+            kind = N_(
+                "{held} of the card are left to Windows and its desktop; past the rest its driver "
+                "pages to host memory, slowly and without an error"
+            )
+        notes.append(Decision("note.system", Message(kind, held=gb(card.reserved_bytes))))
+    return notes
 
 
 def kept_checkpoints(workload: Workload) -> int:

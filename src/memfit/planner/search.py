@@ -19,7 +19,14 @@ import psutil
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
-from memfit.planner.advice import disk_note, does_not_fit, fits_host, guess_note, host_note
+from memfit.planner.advice import (
+    disk_note,
+    does_not_fit,
+    fits_host,
+    guess_note,
+    host_note,
+    margin_note,
+)
 from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
@@ -112,6 +119,7 @@ def make_plan(
         *host_note(passed_over, found, host_free),
         *disk_note(workload, found, disk_bytes_free),
         *guess_note(getattr(pricer, "guessed", ())),
+        *margin_note(card),
     ]
     return Planning(
         chosen=plan_of(found, explain(found, asked, pricer, budget_bytes)),

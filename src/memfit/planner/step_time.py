@@ -300,6 +300,10 @@ HALF_SHARE, TF32_SHARE, FP32_SHARE = 0.60, 0.49, 0.67
 
 COPY_SHARE, BUS_SHARE = 0.88, 0.88
 
+WITHOUT_UNITS_SHARE = 0.9
+"""Products in half precision against fp32's where there are no matrix units (Pascal, GTX 16xx):
+they are summed in fp32, and people report them as slower. They save memory, not time."""
+
 PRODUCT_FACTOR = 1.1
 """A step's products against calibration's rate, in bf16 and in fp32 alike; packed batches, whose
 products have odd sizes, reach a tenth less in fp32."""
@@ -357,11 +361,10 @@ def speeds_of(card: DeviceProfile | None) -> Speeds:
         card = calibrate("cpu")
     if card.reached is not None:
         return card.reached
-    # Before 7.0 there are no matrix units, and products in half precision are summed in fp32.
-    has_units = card.capability >= (7, 0)
     fp32 = card.fp32_flops * FP32_SHARE
+    half = card.half_flops * HALF_SHARE if card.matrix_units else fp32 * WITHOUT_UNITS_SHARE
     return Speeds(
-        half_flops=card.half_flops * HALF_SHARE if has_units else fp32,
+        half_flops=half,
         tf32_flops=card.tf32_flops * TF32_SHARE if card.has_bf16 else fp32,
         fp32_flops=fp32,
         memory_bytes_per_second=card.memory_bytes_per_second * COPY_SHARE,

@@ -68,16 +68,25 @@ def task_for(
         workload=workload,
         card=where if isinstance(where, DeviceProfile) else card_here(where),
         budget=budget,
-        budget_bytes=memory_of(where).limit_bytes(budget),
+        budget_bytes=budget_bytes(where, budget),
         exact=exact,
         allow=allow,
     )
 
 
+def budget_bytes(where: torch.device | DeviceProfile, budget: Budget) -> int:
+    """The budget in bytes; `auto` leaves room for a display, unless it was taken off already."""
+    reading = memory_of(where)
+    limit_bytes = reading.limit_bytes(budget)
+    if isinstance(where, DeviceProfile) and budget == Budget():
+        limit_bytes += min(where.reserved_bytes, reading.free_bytes - limit_bytes)
+    return limit_bytes
+
+
 def memory_of(where: torch.device | DeviceProfile) -> MemoryReading:
-    """What there is now, and what this process holds; a card that is not here is empty."""
+    """What there is now, and what this process holds; a card elsewhere holds what was said."""
     if isinstance(where, DeviceProfile):
-        return MemoryReading(where.total_bytes, where.total_bytes, 0)
+        return MemoryReading(where.total_bytes, where.usable_bytes, 0)
     return CudaReader(where)() if where.type == "cuda" else CpuReader(lambda: 0)()
 
 

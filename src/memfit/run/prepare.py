@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
-    from memfit.memory.cards import DeviceProfile
+    from memfit.memory.cards import DeviceProfile, Place
     from memfit.planner.advice import Alternatives, NothingFitsError
     from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
     from memfit.planner.plans import Checked, Plan
@@ -125,6 +125,8 @@ class Prepared:
     """What a row of each class counts in the loss, by label id; None where all count alike."""
     gpu: str | None = None
     """A card by name, or cpu; None is what this machine trains on."""
+    place: Place | None = None
+    """The machine that card is in; like this one if None."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -155,7 +157,7 @@ class Prepared:
         return task_for(
             self.workload,
             parse_budget(self.config.budget),
-            _named_card(self.gpu) or self.arguments.device,
+            _named_card(self.gpu, self.place) or self.arguments.device,
             exact=self.config.exact,
             allow=self.config.allowed,
         )
@@ -169,8 +171,13 @@ class Prepared:
 
     def signed(self, plan: Plan) -> Plan:
         """With the run it is for, so that its file alone can be checked."""
-        tables = self.config.to_tables()
-        return replace(plan, run=tables if self.gpu is None else {**tables, "gpu": self.gpu})
+        tables = dict(self.config.to_tables())
+        if self.gpu is not None:
+            tables["gpu"] = self.gpu
+        if self.place is not None:
+            given = asdict(self.place).items()
+            tables["place"] = {key: value for key, value in given if value is not None}
+        return replace(plan, run=tables)
 
 
 def prepare(
@@ -179,6 +186,7 @@ def prepare(
     text: TextData | None = None,
     *,
     gpu: str | None = None,
+    place: Place | None = None,
     has_weights: bool = True,
 ) -> Prepared:
     """Reads and tokenizes the table; of the model only its settings are read.
@@ -213,6 +221,7 @@ def prepare(
         scoring=scoring,
         class_weights=class_weights,
         gpu=gpu,
+        place=place,
     )
 
 
@@ -235,7 +244,9 @@ def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> Tra
     return arguments
 
 
-def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
+def prepare_to_plan(
+    config: RunConfig, gpu: str | None = None, place: Place | None = None
+) -> Prepared:
     """Prepares a run that is only planned: a config.json and a tokenizer are enough of a model."""
     from memfit.models.loading import check_positions
     from memfit.planner.pricing.traced_setup import build_model, full_config
@@ -244,7 +255,7 @@ def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
     check_training(config.training)
     _named_card(gpu)  # a name that no card has is refused before the table is read
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare(config, Path(folder), gpu=gpu, has_weights=False)
+        prepared = prepare(config, Path(folder), gpu=gpu, place=place, has_weights=False)
     with doing(t("planning …")):
         whole = replace(prepared.workload, lora=None, freeze=None)
         model = build_model(whole, full_config(whole))
@@ -252,7 +263,7 @@ def prepare_to_plan(config: RunConfig, gpu: str | None = None) -> Prepared:
     return prepared
 
 
-def _named_card(gpu: str | None) -> DeviceProfile | torch.device | None:
+def _named_card(gpu: str | None, place: Place | None = None) -> DeviceProfile | torch.device | None:
     """The card of that name, or this machine's CPU; None where none is named."""
     if gpu is None:
         return None
@@ -262,19 +273,22 @@ def _named_card(gpu: str | None) -> DeviceProfile | torch.device | None:
         return torch.device("cpu")
     from memfit.memory.cards import find_card
 
-    return find_card(gpu)
+    return find_card(gpu, place)
 
 
-def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The run a plan's file is for, as options, and the card it was made for."""
+def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, Place | None]:
+    """The run a plan's file is for, as options, the card it was made for, and where that is."""
+    from memfit.memory.cards import Place
+
     options: dict[str, Any] = {}
     for key, value in run.items():
         if key in ("data", "model", "training") and isinstance(value, Mapping):
             options |= value
-        elif key not in ("gpu", "output_dir", "plan"):
+        elif key not in ("gpu", "place", "output_dir", "plan"):
             options[key] = value
-    gpu = run.get("gpu")
-    return options, None if gpu is None else str(gpu)
+    gpu, place = run.get("gpu"), run.get("place")
+    there = Place.read(place) if isinstance(place, Mapping) else None
+    return options, None if gpu is None else str(gpu), there
 
 
 def run_seconds(workload: Workload, price: Price) -> RunSeconds:

@@ -14,7 +14,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import DeviceProfile
+    from memfit.memory.cards import DeviceProfile, Place
     from memfit.memory.stock_estimate import MemoryEstimate
     from memfit.memory.stock_step import StepSpec
 
@@ -139,12 +139,12 @@ def _check_length(spec: StepSpec, name: str) -> None:
         )
 
 
-def device_for(gpu: str | DeviceProfile | None) -> DeviceProfile | None:
+def device_for(gpu: str | DeviceProfile | None, place: Place | None = None) -> DeviceProfile | None:
     """The card named, this machine's card, or the one assumed; `cpu` is no card."""
     from memfit.memory.cards import find_card, this_card
 
     if isinstance(gpu, str):
-        return None if gpu.strip().lower() == "cpu" else find_card(gpu)
+        return None if gpu.strip().lower() == "cpu" else find_card(gpu, place)
     if gpu is not None:
         return gpu
     return this_card() or find_card(DEFAULT_GPU)
@@ -225,6 +225,7 @@ def as_json(
         else {
             "name": device.name,
             "total_bytes": device.total_bytes,
+            "usable_bytes": device.usable_bytes,
             "context_measured": device.measured,
         },
         "fits": None if device is None else fits(estimate, device),
@@ -235,14 +236,14 @@ def as_json(
 
 def fits(estimate: MemoryEstimate, device: DeviceProfile) -> bool:
     """Whether every phase stays within the card."""
-    return _highest_bytes(estimate) <= device.total_bytes
+    return _highest_bytes(estimate) <= device.usable_bytes
 
 
 def verdict(estimate: MemoryEstimate, device: DeviceProfile) -> Verdict:
     """`fits`, `over`, or `barely` where the prediction's own error decides."""
     if not fits(estimate, device):
         return "over"
-    barely = _highest_bytes(estimate) > (1 - BARELY) * device.total_bytes
+    barely = _highest_bytes(estimate) > (1 - BARELY) * device.usable_bytes
     return "barely" if barely else "fits"
 
 

@@ -22,7 +22,7 @@ import psutil
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.memory import device as device_here
-from memfit.memory.tracing.traced_device import triton_expected
+from memfit.memory.cards import TRITON_FROM
 from memfit.strategies.planning import (
     Axis,
     Combination,
@@ -153,23 +153,23 @@ class Setup:
 
     @property
     def has_triton(self) -> bool:
-        """Whether Triton's kernels run there: a card that is not here is in a machine like this."""
-        if self.card is None:
-            return device_here.has_triton()
-        return triton_expected() and self.card.capability >= device_here.TRITON_FROM
+        """Whether Triton's kernels run there."""
+        return device_here.has_triton() if self.card is None else self.card.has_triton
 
     @property
     def lacks_triton(self) -> str:
         """Why Triton's kernels do not run there; empty where they do, or where there is no card."""
         if self.device_type != "cuda" or self.has_triton:
             return ""
-        if self.capability < device_here.TRITON_FROM:
+        if self.capability < TRITON_FROM:
             version = ".".join(map(str, self.capability))
             return Message(
                 "its kernels need Triton, which needs a card of compute capability 7.0 at least; "
                 "this one has {version}",
                 version=version,
             )
+        if self.card is not None and self.card.windows:
+            return Message("its kernels need Triton, which Windows does not have by default")
         return Message("its kernels need Triton, which is not installed")
 
     def restore(self) -> None:

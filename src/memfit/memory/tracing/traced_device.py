@@ -8,7 +8,6 @@ it does nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -89,8 +88,3 @@ def alike(key: Hashable, run: Callable[[], None], times: int) -> None:
     """`run` so many times: all of the same key are alike, so a trace need not run them all."""
     if _active is not None:
         _active.alike(key, run, times)
-
-
-def triton_expected() -> bool:
-    """Whether a machine like this one has Triton once it has a GPU: Windows has none by default."""
-    return sys.platform == "linux"

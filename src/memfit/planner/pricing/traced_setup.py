@@ -19,7 +19,7 @@ from memfit.engine.micro_batches import MicroBatching, group_rows
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_step import OPTIMIZERS, StepSpec
 from memfit.memory.tracing.meta_models import adapted, build_on_meta, model_config
-from memfit.memory.tracing.traced_device import TracedDevice, triton_expected
+from memfit.memory.tracing.traced_device import TracedDevice
 from memfit.planner.candidates import Candidate, Workload
 from memfit.strategies import Setup, Strategy, ordered
 
@@ -225,7 +225,7 @@ def device_to_trace(card: DeviceProfile | None) -> TracedDevice:
     """What the code under trace may ask."""
     if card is None:
         return TracedDevice(cuda=False)
-    return TracedDevice(cuda=True, capability=card.capability, triton=triton_expected())
+    return TracedDevice(cuda=True, capability=card.capability, triton=card.has_triton)
 
 
 def spec_of(workload: Workload) -> StepSpec:
