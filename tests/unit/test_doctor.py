@@ -33,7 +33,7 @@ from memfit.doctor.diagnosis import (
 from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
 from memfit.doctor.reach import Readiness, model_config, reaches, readiness, well_known
 from memfit.errors import ConfigError, TraceError
-from memfit.memory.cards import Place, find_card
+from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.candidates import Workload
 from memfit.planner.this_machine import budget_bytes
@@ -407,8 +407,8 @@ def test_json_has_every_part_and_nothing_else_on_stdout(
         (find_card("GTX 1080 Ti"), "only builds of torch for CUDA 12.6", "/cu126"),
         (find_card("V100 16GB"), "torch 2.14 is the last", "/cu126"),
         (find_card("GTX 1650"), "has no tensor cores", ""),
-        (find_card("T4", Place(windows=True)), "Windows has no Triton", "triton-windows"),
-        (find_card("T4", Place(windows=True)), "Sysmem Fallback Policy", ""),
+        (find_card("T4", CardPlace(windows=True)), "Windows has no Triton", "triton-windows"),
+        (find_card("T4", CardPlace(windows=True)), "Sysmem Fallback Policy", ""),
     ],
 )
 def test_what_is_special_about_a_card_is_said(card: Any, said: str, command: str) -> None:
@@ -421,7 +421,7 @@ def test_there_is_nothing_to_say_of_a_usual_card() -> None:
 
 
 def test_a_display_takes_its_part_instead_of_the_usual_headroom() -> None:
-    there = find_card("RTX 3060", Place(windows=False, display=True))
+    there = find_card("RTX 3060", CardPlace(windows=False, display=True))
     assert budget_bytes(there, Budget()) == there.usable_bytes
     little = dataclasses.replace(there, reserved_bytes=100 * 2**20)
     assert budget_bytes(little, Budget()) == little.usable_bytes - 156 * 2**20

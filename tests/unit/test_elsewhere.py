@@ -6,12 +6,12 @@ import pytest
 
 from memfit.cli.options import check_card
 from memfit.errors import BudgetError, ConfigError
-from memfit.memory.cards import Place, find_card
+from memfit.memory.cards import CardPlace, find_card
 from memfit.planner.advice import margin_note
 from memfit.run.prepare import stored_options
 from memfit.text import speaking
 
-LINUX, WINDOWS = Place(windows=False), Place(windows=True)
+LINUX, WINDOWS = CardPlace(windows=False), CardPlace(windows=True)
 
 
 def test_the_margin_for_what_is_not_known_is_said_with_its_size() -> None:
@@ -27,7 +27,7 @@ def test_the_margin_for_what_is_not_known_is_said_with_its_size() -> None:
 def test_what_windows_or_a_display_holds_is_said() -> None:
     _, windows = margin_note(find_card("GTX 1650", WINDOWS))
     assert "0.78 GB of the card are left to Windows and its desktop" in windows.sentence()
-    _, display = margin_note(find_card("GTX 1650", Place(windows=False, display=True)))
+    _, display = margin_note(find_card("GTX 1650", CardPlace(windows=False, display=True)))
     assert "0.60 GB of the card are left to others" in display.sentence()
 
 
@@ -37,7 +37,7 @@ def test_of_a_measured_card_nothing_is_kept() -> None:
 
 
 def test_the_machine_of_a_card_is_told_on_the_command_line() -> None:
-    assert check_card("T4", True, False, "600MB") == Place(True, False, 600 * 10**6)
+    assert check_card("T4", True, False, "600MB") == CardPlace(True, False, 600 * 10**6)
     assert check_card("T4") is None
 
 
@@ -54,6 +54,6 @@ def test_a_size_that_is_none_is_refused() -> None:
 
 def test_a_plans_file_knows_the_machine_it_was_made_for() -> None:
     run = {"gpu": "T4", "place": {"windows": True, "display": False, "reserved_bytes": 7}}
-    assert stored_options(run) == ({}, "T4", Place(True, False, 7))
-    assert stored_options({"gpu": "T4", "place": {"windows": "no"}})[2] == Place()
+    assert stored_options(run) == ({}, "T4", CardPlace(True, False, 7))
+    assert stored_options({"gpu": "T4", "place": {"windows": "no"}})[2] == CardPlace()
     assert stored_options({})[1:] == (None, None)

@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.memory import nvml
-from memfit.memory.cards import Place, facts, find_card, known_cards, match_card, this_card
+from memfit.memory.cards import CardPlace, facts, find_card, known_cards, match_card, this_card
 from memfit.memory.cuda_context import (
     context_range,
     handle_workspace_bytes,
@@ -244,10 +244,10 @@ def test_every_figure_names_a_source_that_is_listed() -> None:
 
 
 def test_a_card_elsewhere_leaves_its_system_and_its_display_their_part() -> None:
-    plain = find_card("RTX 3060 12GB", Place(windows=False))
-    windows = find_card("RTX 3060 12GB", Place(windows=True))
-    display = find_card("RTX 3060 12GB", Place(windows=False, display=True))
-    said = find_card("RTX 3060 12GB", Place(windows=True, reserved_bytes=700 * 10**6))
+    plain = find_card("RTX 3060 12GB", CardPlace(windows=False))
+    windows = find_card("RTX 3060 12GB", CardPlace(windows=True))
+    display = find_card("RTX 3060 12GB", CardPlace(windows=False, display=True))
+    said = find_card("RTX 3060 12GB", CardPlace(windows=True, reserved_bytes=700 * 10**6))
     assert plain.reserved_bytes == 0
     assert windows.reserved_bytes == round(0.19 * windows.total_bytes)
     assert display.reserved_bytes == 600 * 10**6

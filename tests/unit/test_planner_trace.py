@@ -19,7 +19,7 @@ from transformers import (
 
 from memfit.engine.micro_batches import MicroBatching, largest_batch
 from memfit.errors import ConfigError
-from memfit.memory.cards import Place, find_card
+from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
 from memfit.memory.tracing import traced_device
@@ -313,7 +313,7 @@ def test_windows_has_no_triton_so_low_bit_updates_take_temporaries() -> None:
         trace = trace_step(workload.__wrapped__(), chosen, card)
         return trace.segments.born_bytes("update_first", Component.OPTIMIZER)
 
-    there = find_card("H200", Place(windows=True))
+    there = find_card("H200", CardPlace(windows=True))
     assert priced(there) > priced(H200) + 2**20
     assert "Windows does not have" in unavailable_reason(FusedLayers(), workload(), there)
     installed = replace(there, triton=True)

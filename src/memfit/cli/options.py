@@ -39,7 +39,7 @@ from memfit.text import N_, Language, cells, checked, language, t, template_of, 
 from memfit.units import parse_bytes
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import Place
+    from memfit.memory.cards import CardPlace
 
 _WIDEST = 80
 
@@ -416,16 +416,16 @@ def check_card(
     windows: bool | None = None,
     display: bool = False,
     reserved: str | None = None,
-) -> Place | None:
+) -> CardPlace | None:
     """Refuses a card that is not known before seconds are spent on imports.
 
     Returns the machine it is in, where anything was said of it.
     """
-    from memfit.memory.cards import Place, find_card
+    from memfit.memory.cards import CardPlace, find_card
 
-    place = Place(windows, display, None if reserved is None else parse_bytes(reserved))
+    place = CardPlace(windows, display, None if reserved is None else parse_bytes(reserved))
     elsewhere = gpu is not None and gpu.strip().lower() != "cpu"
-    if not elsewhere and place != Place():
+    if not elsewhere and place != CardPlace():
         raise ConfigError(
             t(
                 "--windows, --display and --reserved describe the machine of a card that is not "
@@ -434,7 +434,7 @@ def check_card(
         )
     if gpu is not None and elsewhere:
         find_card(gpu)
-    return None if place == Place() else place
+    return None if place == CardPlace() else place
 
 
 def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]:

@@ -26,7 +26,7 @@ from memfit.text import doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import Place
+    from memfit.memory.cards import CardPlace
     from memfit.planner.advice import NothingFitsError
     from memfit.run.prepare import Prepared
 
@@ -84,7 +84,7 @@ def _plan(
     target: Path | None,
     config: str | None,
     gpu: str | None,
-    place: Place | None,
+    place: CardPlace | None,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -139,7 +139,7 @@ def _check(
     path: str,
     config: str | None,
     gpu: str | None,
-    place: Place | None,
+    place: CardPlace | None,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:

@@ -13,7 +13,7 @@ from memfit.text import N_, t
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import DeviceProfile, Place
+    from memfit.memory.cards import CardPlace, DeviceProfile
 
 _INDEX = "https://download.pytorch.org/whl"
 
@@ -306,7 +306,7 @@ class Diagnosis:
 
 
 def diagnose(
-    gpu: str | None = None, place: Place | None = None, *, table: bool = True
+    gpu: str | None = None, place: CardPlace | None = None, *, table: bool = True
 ) -> Diagnosis:
     """Look around; with `gpu`, judge strategies and models for a card that need not be here."""
     found = look_around()
@@ -330,7 +330,7 @@ def diagnose(
     )
 
 
-def _named(gpu: str | None, place: Place | None) -> DeviceProfile | None:
+def _named(gpu: str | None, place: CardPlace | None) -> DeviceProfile | None:
     from memfit.memory.cards import find_card
 
     return None if gpu is None else find_card(gpu, place)

@@ -159,7 +159,7 @@ class DeviceProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CardPlace:
     """The machine of a card that is not here, as far as somebody said; like this one otherwise."""
 
     windows: bool | None = None
@@ -168,7 +168,7 @@ class Place:
     """What others hold of the card, where that is known."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Place:
+    def read(cls, values: Mapping[str, Any]) -> CardPlace:
         """From a plan's file, which somebody may have edited."""
         windows, reserved = values.get("windows"), values.get("reserved_bytes")
         return cls(
@@ -215,7 +215,7 @@ def generation(capability: tuple[int, int]) -> tuple[str, Mapping[str, Any]]:
     return found[-1] if found else next(iter(facts()["generations"].items()))
 
 
-def find_card(name: str, place: Place | None = None) -> DeviceProfile:
+def find_card(name: str, place: CardPlace | None = None) -> DeviceProfile:
     """The card meant by a loose name: 'RTX 3050 4GB', 't4', 'NVIDIA A100-SXM4-80GB'.
 
     It is in a machine like this one, or in the one that `place` describes.
@@ -237,7 +237,7 @@ def find_card(name: str, place: Place | None = None) -> DeviceProfile:
     found = _profile(closest[0])
     if place is None and "usable_gib" in _table()[closest[0]]:  # measured on this machine
         return found
-    return (place or Place()).apply(found)
+    return (place or CardPlace()).apply(found)
 
 
 def match_card(name: str, total_bytes: int) -> DeviceProfile | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
-    from memfit.memory.cards import DeviceProfile, Place
+    from memfit.memory.cards import CardPlace, DeviceProfile
     from memfit.planner.advice import Alternatives, NothingFitsError
     from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
     from memfit.planner.plans import Checked, Plan
@@ -125,7 +125,7 @@ class Prepared:
     """What a row of each class counts in the loss, by label id; None where all count alike."""
     gpu: str | None = None
     """A card by name, or cpu; None is what this machine trains on."""
-    place: Place | None = None
+    place: CardPlace | None = None
     """The machine that card is in; like this one if None."""
 
     @cached_property
@@ -186,7 +186,7 @@ def prepare(
     text: TextData | None = None,
     *,
     gpu: str | None = None,
-    place: Place | None = None,
+    place: CardPlace | None = None,
     has_weights: bool = True,
 ) -> Prepared:
     """Reads and tokenizes the table; of the model only its settings are read.
@@ -245,7 +245,7 @@ def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> Tra
 
 
 def prepare_to_plan(
-    config: RunConfig, gpu: str | None = None, place: Place | None = None
+    config: RunConfig, gpu: str | None = None, place: CardPlace | None = None
 ) -> Prepared:
     """Prepares a run that is only planned: a config.json and a tokenizer are enough of a model."""
     from memfit.models.loading import check_positions
@@ -263,7 +263,9 @@ def prepare_to_plan(
     return prepared
 
 
-def _named_card(gpu: str | None, place: Place | None = None) -> DeviceProfile | torch.device | None:
+def _named_card(
+    gpu: str | None, place: CardPlace | None = None
+) -> DeviceProfile | torch.device | None:
     """The card of that name, or this machine's CPU; None where none is named."""
     if gpu is None:
         return None
@@ -276,9 +278,9 @@ def _named_card(gpu: str | None, place: Place | None = None) -> DeviceProfile | 
     return find_card(gpu, place)
 
 
-def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, Place | None]:
+def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, CardPlace | None]:
     """The run a plan's file is for, as options, the card it was made for, and where that is."""
-    from memfit.memory.cards import Place
+    from memfit.memory.cards import CardPlace
 
     options: dict[str, Any] = {}
     for key, value in run.items():
@@ -287,7 +289,7 @@ def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, 
         elif key not in ("gpu", "place", "output_dir", "plan"):
             options[key] = value
     gpu, place = run.get("gpu"), run.get("place")
-    there = Place.read(place) if isinstance(place, Mapping) else None
+    there = CardPlace.read(place) if isinstance(place, Mapping) else None
     return options, None if gpu is None else str(gpu), there
 
 

@@ -14,7 +14,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import DeviceProfile, Place
+    from memfit.memory.cards import CardPlace, DeviceProfile
     from memfit.memory.stock_estimate import MemoryEstimate
     from memfit.memory.stock_step import StepSpec
 
@@ -139,7 +139,9 @@ def _check_length(spec: StepSpec, name: str) -> None:
         )
 
 
-def device_for(gpu: str | DeviceProfile | None, place: Place | None = None) -> DeviceProfile | None:
+def device_for(
+    gpu: str | DeviceProfile | None, place: CardPlace | None = None
+) -> DeviceProfile | None:
     """The card named, this machine's card, or the one assumed; `cpu` is no card."""
     from memfit.memory.cards import find_card, this_card
 
