@@ -245,7 +245,7 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     noted = folder.with_name(folder.name + ".reserved")
     noted.unlink(missing_ok=True)
     more = acting(bench, case, noted) if case.card else None
-    processes = [bench.memfit(words, folder, more, kill_at=case.kill_at)]
+    processes = [bench.memfit(words, folder, more=more, kill_at=case.kill_at)]
     if processes[0].killed_at is not None:
         again = ["train", "--resume", "--output-dir", str(folder)]
         processes.append(bench.memfit(again, folder))

@@ -200,8 +200,8 @@ def _load_later() -> None:
 
 
 def _create_context() -> None:
-    from memfit.memory.cuda_context import measured_context_bytes
+    from memfit.memory.device import context_bytes
 
     with contextlib.suppress(Exception):  # whoever uses the card next meets the same error
         # Asking torch for the current device would create the context before it is measured.
-        measured_context_bytes(0)
+        context_bytes(0)
