@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 
+from memfit.config import files
 from memfit.doctor.diagnosis import diagnose, findings
 from memfit.doctor.environment import look_around
+from memfit.doctor.measure import measure
 from memfit.doctor.reach import readiness
 from memfit.memory import nvml
+from memfit.memory.cards import find_card
 from memfit.training.progress import MemoryLogging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -55,3 +61,24 @@ def test_what_is_logged_is_what_the_allocator_reserved() -> None:
     MemoryLogging().on_log(TrainingArguments("unused", report_to="none"), logs=logs)
     assert held.nbytes / 2**30 <= logs["memory_gib"] <= logs["memory_peak_gib"]
     assert logs["memory_gib"] == pytest.approx(torch.cuda.memory_reserved() / 2**30, abs=1e-3)
+
+
+def test_this_card_is_measured_whole_and_kept_for_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    found = measure()
+    assert found.failed.keys() <= {"flash", "bf16", "triton"}
+    total = torch.cuda.get_device_properties(0).total_memory
+    usable = found.found["usable"]
+    assert usable["reached_bytes"] > 0.8 * usable["free_bytes"]
+    assert torch.cuda.memory_reserved() < 2**30  # all of it was given back
+    assert 0 < found.found["context"]["empty_bytes"] <= found.found["context"]["loaded_bytes"]
+    row = tomllib.loads("[cards]\n" + found.pasted())["cards"][found.card]
+    assert row["gib"] == pytest.approx(total / 2**30, rel=0.001)
+    used = files._used.set(True)  # tests take nothing from the cache
+    card = find_card(found.card)
+    files._used.reset(used)
+    assert card.measured
+    assert card.reached is not None
+    assert card.reached.half_flops == pytest.approx(row["reached"]["half_flops"])

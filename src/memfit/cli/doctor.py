@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memfit.cli import console
 from memfit.cli.options import Display, Json, PlainCommand, Reserved, Windows, check_card
+from memfit.errors import ConfigError
 from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
 
@@ -36,10 +38,20 @@ def doctor(
     display: Display = False,
     reserved: Reserved = None,
     table: Annotated[bool, typer.Option(help="Whether to price the well-known models.")] = True,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure this machine's card, or CPU, in about a minute, and keep it for plans.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Versions, the GPU, what is missing for which strategy, and what the card can train."""
     place = check_card(gpu, windows, display, reserved)
+    if measure:
+        _measure(gpu, as_json)
+        return
     with console.working():
         from memfit.doctor.diagnosis import diagnose
 
@@ -50,6 +62,72 @@ def doctor(
         _show(found)
     if not found.works:
         raise typer.Exit(1)
+
+
+def _measure(gpu: str | None, as_json: bool) -> None:
+    if gpu is not None:
+        raise ConfigError(t("--measure is for the card of this machine; leave --gpu out"))
+    with console.working():
+        from memfit.doctor.measure import WHAT, measure
+
+        made = measure()
+    if as_json:
+        console.show_json({**asdict(made), "pasted": made.pasted()})
+        return
+    console.show(made.device)
+    for name, found in made.found.items():
+        console.show(f"  {_measured(name, found)}")
+    for name, reason in made.failed.items():
+        console.show("  " + t("{what}: no ({reason})", what=t(WHAT[name]), reason=reason))
+    if made.device == "CPU":
+        console.show("\n" + t("There is no GPU here: the CPU was measured."))
+    if not made.row:
+        return
+    console.show("\n" + t("Kept for plans on this machine and for plan --gpu."))
+    console.show(t("To help others, paste this into an issue of memfit:") + "\n")
+    console.show(made.pasted())
+
+
+_SENTENCES = {
+    "context": N_("{empty_bytes} empty, {loaded_bytes} with the libraries of a training"),
+    "usable": N_(
+        "{reached_bytes} of the {free_bytes} called free could be filled, {refused_bytes} were "
+        "refused; the card has {total_bytes}"
+    ),
+    "process": N_("{resident_bytes} before any model, {free_bytes} of {total_bytes} free"),
+    "heap": N_(
+        "of {asked_bytes} in small blocks {kept_in_gaps_bytes} stay when every second is freed, "
+        "{kept_after_trim_bytes} after a trim"
+    ),
+    "cpu": N_(
+        "{fp32_flops} in fp32, {half_flops} in half precision, memory {memory_bytes_per_second}, "
+        "{launch_seconds} an operator"
+    ),
+}
+
+
+def _measured(name: str, found: Any) -> str:
+    """One line of what was measured."""
+    from memfit.doctor.measure import WHAT
+
+    if isinstance(found, dict):
+        text = t(_SENTENCES[name], **{key: _amount(key, one) for key, one in found.items()})
+    else:
+        text = t("yes") if found is True else _amount(name, found)
+    return t("{what}: {found}", what=t(WHAT[name]), found=text)
+
+
+def _amount(name: str, value: float) -> str:
+    """A number in the unit that its name ends in."""
+    if name.endswith("_bytes"):
+        return format_bytes(round(value))
+    if name.endswith("_flops"):
+        return f"{value / 1e12:.3g} TFLOP/s"
+    if name.endswith("_bytes_per_second") or name == "bus_back":
+        return f"{value / 1e9:.3g} GB/s"
+    if name.endswith("_seconds"):
+        return f"{value * 1e6:.3g} µs"
+    return f"{value:.3g}"
 
 
 _FINDINGS = {

@@ -213,12 +213,20 @@ def run_context_bytes(
     `environment` may make cuBLAS's workspaces small, in a process that has not made them yet;
     `streams` are those of copies and graphs, `graphed_kernels` the kernels of all graphs together.
     """
-    large = handle_workspace_bytes(capability, environment={})
-    small = handle_workspace_bytes(capability, environment)
-    if small < large:
-        context_bytes -= _HANDLES * (_OUTSIDE * large - small)
+    context_bytes -= _saved_by_small_handles(capability, environment)
     graphs_bytes = round(graphed_kernels * _GRAPH_BYTES_PER_KERNEL)
     return context_bytes + (_STREAMS_BYTES if streams else 0) + graphs_bytes
+
+
+def with_large_handles(context_bytes: int, capability: tuple[int, int]) -> int:
+    """The usual context, from one measured with small handles, as `load_libraries` makes them."""
+    return context_bytes + _saved_by_small_handles(capability, {VARIABLE: SMALL})
+
+
+def _saved_by_small_handles(capability: tuple[int, int], environment: Mapping[str, str]) -> int:
+    large = handle_workspace_bytes(capability, environment={})
+    small = handle_workspace_bytes(capability, environment)
+    return _HANDLES * (_OUTSIDE * large - small) if small < large else 0
 
 
 def own_context_bytes(index: int = 0) -> int | None:

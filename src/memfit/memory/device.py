@@ -10,13 +10,15 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from memfit.memory import nvml
-from memfit.memory.cards import TRITON_FROM, acted_card
+from memfit.memory.cards import TRITON_FROM, acted_card, match_card
 from memfit.memory.cuda_context import (
     context_range,
     measured_context_bytes,
     own_context_bytes,
     predicted_context_bytes,
 )
+from memfit.memory.measured_cards import kept_rows
+from memfit.units import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -90,4 +92,17 @@ def free_and_total_bytes(index: int, own_bytes: int) -> tuple[int, int]:
     """What is free of a CUDA device and what it has, where this process holds `own_bytes`."""
     if (acted := acted_card()) is not None:
         return max(acted.usable_bytes - own_bytes, 0), acted.total_bytes
-    return nvml.free_and_total_bytes(index)
+    free_bytes, total_bytes = nvml.free_and_total_bytes(index)
+    return max(free_bytes - _refused_bytes(index), 0), total_bytes
+
+
+@functools.cache
+def _refused_bytes(index: int) -> int:
+    """What the driver calls free and does not give, if `memfit doctor --measure` found that out."""
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    known = match_card(found.name, found.total_memory)
+    row = kept_rows().get("" if known is None else known.name, {})
+    refused_mib = row.get("refused_mib", 0)
+    return round(refused_mib * MIB) if isinstance(refused_mib, (int, float)) else 0

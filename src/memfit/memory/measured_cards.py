@@ -6,6 +6,7 @@ torch: of several the newest counts.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,10 @@ from memfit.config import files
 
 _NUMBERS = ("gib", "sm", "gb_s", "fp32", "half")
 """What a row must have."""
+
+_REACHED = {
+    "half_flops", "tf32_flops", "fp32_flops", "memory_bytes_per_second", "bus_bytes_per_second",
+}  # fmt: skip
 
 
 def kept_rows() -> dict[str, dict[str, Any]]:
@@ -42,6 +47,15 @@ def _age(path: Any) -> float:
 
 
 def _is_whole(row: dict[str, Any]) -> bool:
-    numbers = all(isinstance(row.get(name), (int, float)) for name in _NUMBERS)
-    capability = row.get("capability")
-    return numbers and isinstance(capability, list) and len(capability) == 2
+    """Whether a card can be described by it: somebody may have edited the file."""
+    capability, reached = row.get("capability"), row.get("reached", {})
+    if not (isinstance(capability, list) and isinstance(reached, dict)):
+        return False
+    optional = [row.get(name, 1) for name in ("usable_gib", "loaded_mib")]
+    numbers = [*capability, *reached.values(), *(row.get(name) for name in _NUMBERS), *optional]
+    known = not reached or set(reached) == _REACHED
+    return len(capability) == 2 and known and all(map(_is_positive, numbers))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf

@@ -85,8 +85,12 @@ def _of_card(index: int) -> DeviceProfile:
         raise ConfigError(Message("there is no CUDA device to calibrate"))
     if card.acted:
         return card
-    key = {"card": card.name, "bytes": card.total_bytes, "cpu": files.processor()}
-    return dataclasses.replace(card, reached=_kept(key, lambda: _measure_card(card, index)))
+    speeds = _kept(_key(card), lambda: _measure_card(card, index))
+    return dataclasses.replace(card, reached=speeds)
+
+
+def _key(card: DeviceProfile) -> dict[str, Any]:
+    return {"card": card.name, "bytes": card.total_bytes, "cpu": files.processor()}
 
 
 def _kept(key: dict[str, Any], measure: Callable[[], Speeds]) -> Speeds:
@@ -94,37 +98,63 @@ def _kept(key: dict[str, Any], measure: Callable[[], Speeds]) -> Speeds:
 
     They are the machine's and torch's: an update of memfit keeps them.
     """
-    below = {"python": platform.python_version(), "torch": torch.__version__}
-    name = f"speeds-{files.cache_digest({**key, **below, 'version': _VERSION})}.json"
-    values = files.remembered(name) if files.cache_is_used() else None
+    values = files.remembered(_file(key)) if files.cache_is_used() else None
     with suppress(TypeError, ValueError, AttributeError):
         found = {one: float(value) for one, value in (values or {}).items()}
         if all(math.isfinite(value) and value > 0 for value in found.values()):
             return Speeds(**found)
     speeds = measure()
-    files.remember(name, dataclasses.asdict(speeds))
-    files.tidy_cache("speeds-*.json")
+    _keep(key, speeds)
     return speeds
+
+
+def keep_speeds(card: DeviceProfile, speeds: Speeds) -> None:
+    """Plans for this machine's card are made with these speeds from now on."""
+    _keep(_key(card), speeds)
+
+
+def _keep(key: dict[str, Any], speeds: Speeds) -> None:
+    files.remember(_file(key), dataclasses.asdict(speeds))
+    files.tidy_cache("speeds-*.json")
+
+
+def _file(key: dict[str, Any]) -> str:
+    below = {"python": platform.python_version(), "torch": torch.__version__}
+    return f"speeds-{files.cache_digest({**key, **below, 'version': _VERSION})}.json"
 
 
 def _measure_card(card: DeviceProfile, index: int) -> Speeds:
-    timer = _CudaTimer(torch.device("cuda", index))
-    half = torch.bfloat16 if card.has_bf16 else torch.float16
-    with _products("ieee"):
-        fp32 = timer.rate(*_product(timer.device, torch.float32, _TOKENS, _WIDTH))
-    with _products("tf32"):
-        tf32 = timer.rate(*_product(timer.device, torch.float32, _TOKENS, _WIDTH))
-    speeds = Speeds(
-        half_flops=timer.rate(*_product(timer.device, half, _TOKENS, _WIDTH)),
-        tf32_flops=tf32,
-        fp32_flops=fp32,
-        memory_bytes_per_second=timer.rate(*_copy(timer.device, _COPY_BYTES)),
-        bus_bytes_per_second=timer.rate(*_bus(timer.device)),
-        launch_seconds=_launch_seconds(timer.device, timer.wait),
-        host_parameters_per_second=_updated_a_second(),
-    )
+    device = torch.device("cuda", index)
+    half = product_rate(device, torch.bfloat16 if card.has_bf16 else torch.float16)
+    speeds = Speeds(half_flops=half, **{name: run() for name, run in card_rates(device).items()})
     torch.cuda.empty_cache()
     return speeds
+
+
+def product_rate(
+    device: torch.device, dtype: torch.dtype, precision: Literal["ieee", "tf32"] = "ieee"
+) -> float:
+    """Products a second on a card, at a classifier's sizes."""
+    with _products(precision):
+        return _CudaTimer(device).rate(*_product(device, dtype, _TOKENS, _WIDTH))
+
+
+def card_rates(device: torch.device) -> dict[str, Callable[[], float]]:
+    """What measures each of a card's `Speeds` but half precision; each may fail by itself."""
+    timer = _CudaTimer(device)
+    return {
+        "tf32_flops": lambda: product_rate(device, torch.float32, "tf32"),
+        "fp32_flops": lambda: product_rate(device, torch.float32),
+        "memory_bytes_per_second": lambda: timer.rate(*_copy(device, _COPY_BYTES)),
+        "bus_bytes_per_second": lambda: timer.rate(*_bus(device)),
+        "launch_seconds": lambda: _launch_seconds(device, timer.wait),
+        "host_parameters_per_second": _updated_a_second,
+    }
+
+
+def bus_back_rate(device: torch.device) -> float:
+    """Bytes a second from a card to pinned host memory."""
+    return _CudaTimer(device).rate(*_bus(device, back=True))
 
 
 def _measure_cpu(*, in_half: bool) -> Speeds:
@@ -234,10 +264,11 @@ def _copy(device: torch.device, nbytes: int) -> tuple[float, Work]:
     return 2.0 * nbytes, lambda: target.copy_(source)
 
 
-def _bus(device: torch.device) -> tuple[float, Work]:
+def _bus(device: torch.device, *, back: bool = False) -> tuple[float, Work]:
     host = torch.zeros(_BUS_BYTES // 4, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    return 1.0 * _BUS_BYTES, lambda: there.copy_(host, non_blocking=True)
+    there = torch.zeros_like(host, device=device)
+    to, source = (host, there) if back else (there, host)
+    return 1.0 * _BUS_BYTES, lambda: to.copy_(source, non_blocking=True)
 
 
 def _launch_seconds(device: torch.device, wait: Callable[[], None]) -> float:
