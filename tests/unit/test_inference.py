@@ -152,6 +152,37 @@ def test_evaluate_scores_the_answers(classifier: Classifier) -> None:
     assert classifier.evaluate(TEXTS, 1 - said).metrics["accuracy"] == 0.0
 
 
+def test_evaluate_takes_labels_by_name(classifier: Classifier) -> None:
+    said = [answer.label for answer in classifier.predict(TEXTS)]
+    assert classifier.evaluate(TEXTS, said).metrics["accuracy"] == 1.0
+    other = dict(zip(classifier.labels.names, reversed(classifier.labels.names), strict=True))
+    swapped = [other[name] for name in said]
+    assert classifier.evaluate(TEXTS, np.array(swapped)).metrics["accuracy"] == 0.0
+
+
+def test_evaluate_takes_lists_of_names_for_several_labels(variant: Any) -> None:
+    several = Classifier.load(variant(problem_type="multi_label_classification"), device="cpu")
+    both = several.labels.names
+    for given in ([[both[1]], list(both), [], [both[0]], []], [[] for _ in TEXTS]):
+        ids = [[float(name in names) for name in both] for names in given]
+        assert several.evaluate(TEXTS, given).metrics == several.evaluate(TEXTS, ids).metrics
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["正評", "正平"], "正平"),
+        (["正評", None], "text 2 has no label"),
+        (["正評"], "2 texts and 1 labels"),
+    ],
+)
+def test_labels_the_model_lacks_or_too_few_are_an_error(
+    classifier: Classifier, labels: list[Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        classifier.evaluate(TEXTS[:2], labels)
+
+
 def test_half_precision_weights_run_in_full_on_a_cpu_unless_asked(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -261,6 +261,21 @@ def coding_for(
     return coding
 
 
+def ids_of(labels: Iterable[Any], space: LabelSpace) -> list[Encoded]:
+    """The model's ids of labels given by name, one or a list of them for each text."""
+    where, scan, written = t("the labels given"), LabelScan(), []
+    for number, label in enumerate(labels, 1):
+        is_list = isinstance(label, list | tuple)
+        items = label_items(label)
+        if items is None:
+            raise DataError(t("text {number} has no label; give one for each", number=number))
+        scan.add(items, is_list=is_list)
+        written.append(items)
+    coding = coding_for(space, scan, {}, where)
+    coding.check(scan, where, of=t("the model"))
+    return [coding.encode(items) for items in written]
+
+
 def label_named(
     written: str, space: LabelSpace, label_names: Mapping[str, str], option: str
 ) -> str:

@@ -21,6 +21,7 @@ from memfit.data import LabelSpace, read_labelled
 from memfit.data.columns import choose_texts
 from memfit.data.in_memory import source_of as data_source
 from memfit.data.in_memory import texts_of
+from memfit.data.labels import ids_of
 from memfit.data.reading import as_text
 from memfit.data.table_files import open_source
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Row, Table
@@ -51,7 +52,11 @@ Text = str | tuple[str, str]
 """One text, or a pair of them."""
 
 BATCH_TOKENS = 8192
-"""Tokens on the device at once, padding included: 64 texts of 128."""
+"""Tokens on a card at once, padding included: 64 texts of 128."""
+
+CPU_BATCH_TOKENS = 2048
+"""The same on a CPU: what a layer makes of 8192 no longer fits its cache, and takes a third longer.
+"""
 
 CHUNK_TEXTS = 8192
 """Texts that are tokenized and sorted together; more would hold all their tokens in memory."""
@@ -135,13 +140,14 @@ class Classifier:
         *,
         text_column: str | None = None,
         text_pair_column: str | None = None,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Prediction]:
         """Answers in the order of the texts; one text, or one pair as a tuple, may come alone.
 
         Of a DataFrame, a Dataset or a dict of columns the columns named are taken, or found.
-        `progress` shows a bar on a terminal for anything over two seconds.
+        `progress` shows a bar on a terminal for anything over two seconds. `batch_tokens` go
+        through the model at once; without it as many as suit the device.
         """
         texts = texts_of(texts, text_column, text_pair_column)
         single = isinstance(texts, str) or (
@@ -160,10 +166,12 @@ class Classifier:
         texts: Sequence[Text] | Any,
         labels: Any = None,
         *,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         **options: Any,
     ) -> Evaluation:
-        """How good the answers are on texts with known label ids, or on a labelled table.
+        """How good the answers are on texts with known labels, or on a labelled table.
+
+        Labels are names as strings, or the model's ids as numbers, one for each text.
 
         A table is all that `memfit.evaluate` takes, with the same `options`.
         """
@@ -174,13 +182,18 @@ class Classifier:
             raise ConfigError(
                 t("{option} is for a table; leave it out beside labels", option=next(iter(options)))
             )
+        # A dataset column gives its values much faster at once than one by one.
+        known = labels[:]
+        if len(known) != len(texts):
+            said = {"texts": f"{len(texts):,}", "labels": f"{len(known):,}"}
+            raise DataError(t("{texts} texts and {labels} labels; give one label a text", **said))
+        ids = np.asarray(ids_of(known, self.labels) if _are_names(known) else known)
         with doing(t("evaluating …")):
             logits = self.logits(texts, batch_tokens=batch_tokens)
-        # A dataset column gives its values much faster at once than one by one.
-        return evaluate_predictions(logits, np.asarray(labels[:]), self.labels, self.scoring)
+        return evaluate_predictions(logits, ids, self.labels, self.scoring)
 
     def logits(
-        self, texts: Sequence[Text], *, batch_tokens: int = BATCH_TOKENS, progress: bool = True
+        self, texts: Sequence[Text], *, batch_tokens: int | None = None, progress: bool = True
     ) -> Array:
         """Raw outputs, a row a text; each batch leaves the device before the next begins."""
         if not progress:
@@ -189,8 +202,10 @@ class Classifier:
             return self._logits(texts, batch_tokens, update)
 
     def _logits(
-        self, texts: Sequence[Text], batch_tokens: int, update: Callable[[int], object]
+        self, texts: Sequence[Text], batch_tokens: int | None, update: Callable[[int], object]
     ) -> Array:
+        on_cpu = self.model.device.type == "cpu"
+        batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
         out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
         for start in range(0, len(texts), CHUNK_TEXTS):
             chunk = list(texts[start : start + CHUNK_TEXTS])
@@ -211,7 +226,7 @@ class Classifier:
         text_pair_column: str | None = None,
         encoding: str | None = None,
         header: bool | None = None,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
     ) -> FilePredictions:
         """The rows of a table with label and score beside them, in a new file."""
         _check_target(Path(target), Path(source))
@@ -282,7 +297,7 @@ class Classifier:
 
 
 def evaluate_table(
-    classifier: Classifier, config: DataConfig, *, batch_tokens: int = BATCH_TOKENS
+    classifier: Classifier, config: DataConfig, *, batch_tokens: int | None = None
 ) -> Evaluation:
     """How good the answers are on all rows of a labelled table."""
     with doing(t("reading the table …")):
@@ -309,6 +324,12 @@ def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
         count = max(batch_tokens // max(lengths[rows[start]], 1), 1)
         yield rows[start : start + count]
         start += count
+
+
+def _are_names(labels: Any) -> bool:
+    """Whether labels given in Python are names, or lists of names, and not numbers."""
+    parts = [part for one in labels for part in (one if isinstance(one, list | tuple) else (one,))]
+    return not parts or any(isinstance(part, str) for part in parts)
 
 
 def label_space(config: Any) -> LabelSpace:
@@ -470,7 +491,7 @@ def predict_file(
     path: Path,
     text_columns: tuple[str | None, str | None] = (None, None),
     *,
-    batch_tokens: int,
+    batch_tokens: int | None = None,
 ) -> FilePredictions:
     """Writes every row of the source with its label and score to a CSV, TSV or JSONL file.
 
@@ -581,7 +602,7 @@ def _answers(
     chunk: list[Row],
     where: list[int],
     name: str,
-    batch_tokens: int,
+    batch_tokens: int | None,
     update: Callable[[int], object],
 ) -> Iterator[tuple[Row, Prediction | None]]:
     """Each row with its answer; None for a row whose text, or one of its pair, is empty."""
