@@ -176,6 +176,26 @@ def test_texts_with_commas_are_one_a_line_and_the_message_names_no_header(tmp_pa
     assert open_file(path, None, header=False, only_texts=True).columns == ("1", "2")
 
 
+def test_texts_with_commas_are_not_cut_into_labels_for_a_training(tmp_path: Path) -> None:
+    path = tmp_path / "sentences.txt"
+    texts = ["1,很好,下次再来", "1,一般", "0,位置好,早餐好,价格也好"]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    for header in (None, False):
+        with pytest.raises(DataError, match="one column and no label; write a label, a tab"):
+            read_table(config(path, header=header))
+
+
+def test_a_text_file_of_labels_and_texts_is_cut_at_tabs_though_a_line_lacks_one(
+    tmp_path: Path,
+) -> None:
+    lines = [f"{label}\t{text}, 真的, 不错" for label, text in reviews()]
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join([*lines[:20], "一行没有标签,也没有制表符", *lines[20:]]), "utf-8")
+    found = read_table(config(path))
+    assert (found.counts.rows_read, found.counts.dropped_no_text) == (41, 1)
+    assert found.labels.names == ("0", "1")
+
+
 def test_a_format_that_names_its_columns_refuses_no_header(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1, "text": "a"}])
     with pytest.raises(DataError, match="names its columns itself"):

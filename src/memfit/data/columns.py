@@ -55,19 +55,24 @@ def begins_with_a_row(first_line: Sequence[str], below: Iterable[Sequence[str]])
 
     Files such as THUCNews (label, tab, text) begin so: their first label is that of many rows.
     """
-    usual = {
-        *_TEXT_NAMES.split(),
-        *_LABEL_NAMES.split(),
-        *(name for pair in _PAIRS for name in pair),
-    }
-    cells = [cell.strip() for cell in first_line]
-    if any(_plain(cell) in usual for cell in cells):
+    if has_usual_name(first_line):
         return False
+    cells = [cell.strip() for cell in first_line]
     return any(
         cell and cell == other.strip()
         for row in below
         for cell, other in zip(cells, row, strict=False)
     )
+
+
+def has_usual_name(cells: Sequence[str]) -> bool:
+    """Whether one of the cells is what people call a column of texts or labels."""
+    usual = {
+        *_TEXT_NAMES.split(),
+        *_LABEL_NAMES.split(),
+        *(name for pair in _PAIRS for name in pair),
+    }
+    return any(_plain(cell.strip()) in usual for cell in cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,14 @@ def require_columns(table: Table, columns: Columns, of: str) -> None:
 def _labels(
     table: Table, named: str | None, texts: tuple[str | None, str | None]
 ) -> tuple[str, ...]:
+    if named is None and len(table.columns) == 1 and table.where.lower().endswith(".txt"):
+        raise DataError(
+            t(
+                "{where}: there is one column and no label; write a label, a tab and a text in "
+                "each line",
+                where=table.where,
+            )
+        )
     if named is None and table.numbered:
         return (_fewest(table, [column for column in table.columns if column not in texts]),)
     if named is None:

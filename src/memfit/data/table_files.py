@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.data.class_folders import open_class_folders
-from memfit.data.columns import begins_with_a_row, named_columns, numbered_columns
+from memfit.data.columns import begins_with_a_row, has_usual_name, named_columns, numbered_columns
 from memfit.data.encodings import find_encoding, opened
 from memfit.data.spreadsheets import SPREADSHEETS, open_spreadsheet
 from memfit.data.tables import Row, Table
@@ -89,9 +89,10 @@ def _sniff(path: Path, encoding: str, one_column: bool) -> _Dialect:
     hint = _SEP_LINE.fullmatch(lines[0]) if lines else None
     if hint:
         return _Dialect(path, encoding, hint[1], 1, plain=False)
-    if one_column and not any("\t" in line for line in lines):
+    is_text = path.suffix.lower() == ".txt"
+    if (one_column and not any("\t" in line for line in lines)) or (is_text and _is_list(lines)):
         return _Dialect(path, encoding, "\n", 0, plain=True)
-    tabs_only = path.suffix.lower() in (".tsv", ".tab")
+    tabs_only = path.suffix.lower() in (".tsv", ".tab") or (is_text and _most_have_tabs(lines))
     delimiter = "\t" if tabs_only else _delimiter(lines)
     plain = delimiter == "\t" and _quotes_are_text(path, encoding)
     return _Dialect(path, encoding, delimiter, 0, plain)
@@ -110,6 +111,21 @@ def _delimiter(lines: list[str]) -> str:
     _allow_long_fields()
     tabs = {line.count("\t") for line in lines if line.strip()}
     return "\t" if len(tabs) == 1 and tabs != {0} else max(_DELIMITERS, key=score)
+
+
+def _most_have_tabs(lines: list[str]) -> bool:
+    """Whether a .txt file is a label, a tab and a text a line, though a few lines are not."""
+    filled = [line for line in lines if line.strip()]
+    return 10 * sum("\t" in line for line in filled) >= 9 * max(len(filled), 1)
+
+
+def _is_list(lines: list[str]) -> bool:
+    """Whether a .txt file is a text a line: no tabs, no header, and commas here and there."""
+    if any("\t" in line for line in lines):
+        return False
+    _allow_long_fields()
+    rows = [row for row in csv.reader(lines, delimiter=_delimiter(lines)) if row]
+    return len({len(row) for row in rows}) > 1 and not has_usual_name(rows[0])
 
 
 def _quotes_are_text(path: Path, encoding: str) -> bool:
