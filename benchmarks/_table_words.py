@@ -37,6 +37,21 @@ LADDER_HEADS: Words = {
     "en": ("", "shrinks", "predicted MiB", "measured MiB", "epoch, × baseline", "fidelity"),
     "zh": ("", "针对", "预测 MiB", "实测 MiB", "一轮，是基线的几倍", "保真度"),
 }
+INFERENCE_HEADS: Words = {
+    "en": ("", "rows a second", "time, × `predict --file`"),
+    "zh": ("", "每秒行数", "用时，是 `predict --file` 的几倍"),
+}
+INFERENCE_ROWS: dict[str, dict[str, str]] = {
+    "predict --file": {"en": "`memfit predict --file`", "zh": "`memfit predict --file`"},
+    "evaluate": {"en": "`memfit evaluate`", "zh": "`memfit evaluate`"},
+    **{
+        f"pipeline, {size}": {
+            "en": f'`pipeline("text-classification", batch_size={size})`',
+            "zh": f'`pipeline("text-classification", batch_size={size})`',
+        }
+        for size in (1, 8, 32, 64)
+    },
+}
 PLAN_HEADS: Words = {
     "en": (
         "budget", "the plan chosen", "predicted GB", "measured GB", "off", "step ms", "best other",

@@ -34,8 +34,8 @@ PAGES = (
     "README.md", "README.zh.md",
     *(
         f"docs/{folder}{name}.md"
-        for name in ("installing", "estimating", "planning", "memory", "from-the-tutorials",
-                     "ladder", "surviving", "whole-runs")
+        for name in ("installing", "quickstart", "estimating", "planning", "memory",
+                     "from-the-tutorials", "ladder", "surviving", "whole-runs")
         for folder in ("", "zh/")
     ),
 )  # fmt: skip
@@ -337,6 +337,19 @@ def ladder_table(language: str) -> str:
     return table(heads, rows)
 
 
+def inference_table(language: str) -> str:
+    """Rows a second of answers on a CPU, by processor time: other programs do not change it."""
+    found = read(accuracy.RESULTS / "inference_speed.json")
+    rows = []
+    for name, called in words.INFERENCE_ROWS.items():
+        seconds = [one[name]["cpu"] for one in found["rounds"]]
+        ours = [one["predict --file"]["cpu"] for one in found["rounds"]]
+        ratio = statistics.median(a / b for a, b in zip(seconds, ours, strict=True))
+        rate = 2 * found["rows"] / statistics.median(seconds)
+        rows.append((called[language], f"{rate:.0f}", f"{ratio:.2f}"))
+    return table(words.INFERENCE_HEADS[language], rows)
+
+
 def recipe_table(language: str) -> str:
     """What each rung of the recipe holds and takes, and what was predicted of it."""
     pictures = {"en": chart.ENGLISH, "zh": chart.CHINESE}
@@ -392,6 +405,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "components": component_table,
     "families": family_table,
     "guard": guard_table,
+    "inference": inference_table,
     "ladder": ladder_table,
     "no-bf16": no_bf16_table,
     "plans": plan_table,

@@ -486,7 +486,7 @@ class Checkpoints:
                 what = t(
                     "out of memory beside step {step}, after memory was given back and the "
                     "call repeated: {failed}; give it a larger --budget, or close what "
-                    "else uses the card",
+                    "else uses the memory",
                     step=step + 1,
                     failed=let_go(error),
                 )
