@@ -140,7 +140,7 @@ def test_the_command_starts_and_knows_its_version(installed: Path) -> None:
     for command in ("train", "estimate", "predict", "evaluate", "report", "doctor"):
         assert f" {command} " in help_text
     chinese = call(installed / "memfit", "--help", "--lang", "zh", PYTHONIOENCODING="utf-8")
-    assert "在你现有的内存（显存）里微调 transformer 文本分类模型。" in chinese
+    assert "在你现有的设备内存里微调 transformer 文本分类模型。" in chinese
     assert call(installed / "memfit", "--version").strip() == f"memfit {__version__}"
 
 
