@@ -2,8 +2,8 @@
 
 What the first step needs is loaded in one thread, one library after the other: threads that import
 at the same time take the interpreter from each other and are slower together than one alone. Only
-the driver works beside it, which creates the card's context without the interpreter. What is needed
-after the last step is loaded while the card computes.
+the driver works beside it, which creates the card's context without the interpreter. What only the
+report needs is loaded while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 _FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
 
-_LATER = ("sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_svg")
+_LATER = ("matplotlib.figure", "matplotlib.backends.backend_svg")
 
 _LEFT_OUT = ("scipy.optimize", "scipy.stats", "sklearn.metrics")
 """transformers imports functions of these for object detection, GLUE and assisted generation."""
@@ -183,7 +183,7 @@ class _Promise(ModuleType):
 
 
 def load_later() -> None:
-    """Loads what evaluates and draws, in a thread. What fails there fails again where it is used.
+    """Loads what draws, in a thread. What fails there fails again where it is used.
 
     The thread is no daemon: an interpreter that ends while a library is being loaded may crash.
     """
