@@ -38,17 +38,18 @@ def asked(budget: Budget | None = None, now_bytes: int = BUDGET, **changes: Any)
     return PlanTask(budget=budget or Budget(bytes=BUDGET), budget_bytes=now_bytes, **given)
 
 
-def made(of: PlanTask) -> Plan:
-    pricer = FormulaPricer(of.workload, of.card)
-    return make_plan(of, pricer=pricer, host_bytes_free=10**12).chosen
-
-
-def test_a_kept_plan_is_the_plan_that_was_made() -> None:
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """The plan of `asked()`."""
     one = asked()
-    plan = made(one)
+    pricer = FormulaPricer(one.workload, one.card)
+    return make_plan(one, pricer=pricer, host_bytes_free=10**12).chosen
+
+
+def test_a_kept_plan_is_the_plan_that_was_made(plan: Plan) -> None:
     assert plan.price is not None
     assert plan.decisions
-    keep_plan(one, plan)
+    keep_plan(asked(), plan)
     kept = kept_plan(asked())
     assert kept is not None
     assert kept.candidate == plan.candidate
@@ -73,26 +74,22 @@ def test_a_kept_plan_is_the_plan_that_was_made() -> None:
         {"now_bytes": BUDGET - 1},
     ],
 )
-def test_another_task_has_another_plan(changes: dict[str, Any]) -> None:
-    one = asked()
-    keep_plan(one, made(one))
+def test_another_task_has_another_plan(changes: dict[str, Any], plan: Plan) -> None:
+    keep_plan(asked(), plan)
     assert kept_plan(asked()) is not None
     assert kept_plan(asked(**changes)) is None
 
 
-def test_the_name_of_the_output_folder_makes_no_difference() -> None:
-    one = asked()
-    keep_plan(one, made(one))
+def test_the_name_of_the_output_folder_makes_no_difference(plan: Plan) -> None:
+    keep_plan(asked(), plan)
     other = task()
     other.args.output_dir = "elsewhere"
     assert kept_plan(asked(workload=other)) is not None
 
 
-def test_what_is_free_may_be_a_little_more_or_less_as_long_as_the_plan_fits() -> None:
-    one = asked(Budget())
-    plan = made(one)
+def test_what_is_free_may_be_a_little_more_or_less_as_long_as_the_plan_fits(plan: Plan) -> None:
     assert plan.price is not None
-    keep_plan(one, plan)
+    keep_plan(asked(Budget()), plan)
     needs = plan.price.device_bytes
     assert kept_plan(asked(Budget(), now_bytes=needs)) is not None
     assert kept_plan(asked(Budget(), now_bytes=needs - 1)) is None
@@ -112,9 +109,10 @@ def test_what_is_free_may_be_a_little_more_or_less_as_long_as_the_plan_fits() ->
         lambda values: values["plan"].update(micro_batching=[]),
     ],
 )
-def test_a_damaged_file_is_as_good_as_none(damage: Any, folder: Path) -> None:
+def test_a_damaged_file_is_as_good_as_none(damage: Any, folder: Path, plan: Plan) -> None:
     one = asked()
-    keep_plan(one, made(one))
+    keep_plan(one, plan)
+    assert kept_plan(one) is not None
     file = folder / cache_file(one)
     values = json.loads(file.read_text(encoding="utf-8"))
     damage(values)
@@ -123,27 +121,28 @@ def test_a_damaged_file_is_as_good_as_none(damage: Any, folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
     one = asked()
-    keep_plan(one, made(one))
+    keep_plan(one, plan)
     assert kept_plan(one) is None
 
 
-def test_nothing_is_taken_where_that_was_asked_for() -> None:
+def test_nothing_is_taken_where_that_was_asked_for(plan: Plan) -> None:
     one = asked()
-    keep_plan(one, made(one))
+    keep_plan(one, plan)
     with files.cache_unused():
         assert kept_plan(one) is None
     with files.cache_unused(False):
         assert kept_plan(one) is not None
 
 
-def test_the_oldest_of_too_many_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_of_too_many_are_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
     monkeypatch.setattr(files, "_MOST_FILES", 2)
-    plan = made(asked())
     for epochs in range(1, 5):
         keep_plan(asked(workload=task(num_train_epochs=epochs)), plan)
     assert len(list(folder.glob("plan-*.json"))) == 2
