@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import RunStoppedError
-from memfit.memory import available
+from memfit.memory import available, out_of_memory
 from memfit.memory.available import MemoryReading, Watch
 from memfit.memory.out_of_memory import end_of_training, free_memory
 from memfit.strategies import Packing
@@ -106,9 +106,10 @@ def test_the_same_split_has_the_same_dropout_bit_for_bit(tmp_path):
 
 
 @pytest.fixture
-def nothing_left_out() -> Iterator[None]:
+def nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No object is left out of collections before a test, and as many as here after it."""
     end_of_training()
+    monkeypatch.setattr(out_of_memory, "_program_froze", False)  # what was left out is the suite's
     gc.unfreeze()
     yield
     end_of_training()

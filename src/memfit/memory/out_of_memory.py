@@ -34,6 +34,7 @@ _SIGNS = (
 )
 
 _frozen = False  # whether `free_memory` has left objects out of the collections
+_program_froze = False  # whether the program itself has
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
@@ -76,9 +77,12 @@ def free_memory(device: torch.device) -> None:
     survived one are left out of the next, until `end_of_training`; but where the program has left
     out some itself, no more are: Python can only take all of them back.
     """
-    global _frozen
+    global _frozen, _program_froze
     gc.collect()
-    if _frozen or gc.get_freeze_count() == 0:
+    if not _frozen and not _program_froze:
+        # Counting walks through all of them, so that it is done until there are some.
+        _program_froze = gc.get_freeze_count() > 0
+    if not _program_froze:
         gc.freeze()
         _frozen = True
     if device.type == "cuda":
