@@ -18,14 +18,15 @@ from memfit.cli import run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ladder.md"
 WORDS = ("親切", "不親切")
-BUDGET_BYTES = 4_000_000
+BUDGET_BYTES = 2_400_000
 
 
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "reviews.csv"
     rows = [
-        f"{n % 2},服務人員{WORDS[n % 2]}{'早餐好吃' * (n % 9)}{chr(0x4E00 + n)}" for n in range(90)
+        f"{n % 2},服務人員{WORDS[n % 2]}{'早餐好吃' * (4 + n % 5)}{chr(0x4E00 + n)}"
+        for n in range(90)
     ]
     path.write_text("\n".join(["label,review", *rows]) + "\n", encoding="utf-8")
     return path
@@ -33,7 +34,10 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def command(reviews: Path, tiny_model_dir: Path) -> list[str]:
-    """The page's own, with a model and a table of here; `shorter` has all rungs before it."""
+    """The page's own, with a model and a table of here; `shorter` has all rungs before it.
+
+    Exact, so that the plan does not depend on how fast this CPU computes in half precision.
+    """
     (line,) = re.findall(r"^memfit (ladder .*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     here = {"reviews.csv": str(reviews), "google-bert/bert-base-chinese": str(tiny_model_dir)}
     words = line.split()
@@ -41,7 +45,7 @@ def command(reviews: Path, tiny_model_dir: Path) -> list[str]:
     return [
         *(here.get(word, word) for word in words), "--max-length", "40",
         "--batch-size", "32", "--epochs", "1", "--steps", "2", "--budget", str(BUDGET_BYTES),
-        "--rungs", "shorter,plan",
+        "--rungs", "shorter,plan", "--exact",
     ]  # fmt: skip
 
 
@@ -65,7 +69,7 @@ def test_every_rung_really_ran_and_needed_what_was_predicted(climbed: Path) -> N
     for name, one in found.items():
         predicted, measured = (one[key]["device_bytes"] for key in ("predicted", "measured"))
         if name.startswith("plan"):  # for the worst cut into micro-batches, not met in two steps
-            assert 0.6 * predicted < measured <= predicted
+            assert 0.75 * predicted < measured <= predicted
         else:
             assert predicted == pytest.approx(measured, rel=0.005)
         assert len(one["step_seconds"]) == 2
