@@ -149,8 +149,8 @@ SMALL = ("--batch-size", "16", "--learning-rate", "1e-3")
 CPU_CASES: tuple[Case, ...] = (
     Case(name="BERT killed", model="bert-base", budget="60MB", epochs=4, kill_at=0.5, length=32,
          flags=(*SMALL, "--exact")),
-    Case(name="Qwen3 multi-label", model="qwen3-0.6b", budget="30MB", length=32, task="multi",
-         flags=(*SMALL, "--exact"), predict=True),
+    Case(name="Qwen3 multi-label killed", model="qwen3-0.6b", budget="30MB", epochs=4, kill_at=0.5,
+         length=32, task="multi", flags=(*SMALL, "--exact"), predict=True),
     Case(name="RoBERTa regression", model="roberta-base", budget="20MB", length=64,
          task="regression", flags=SMALL),
     Case(name="XLM-R pairs", model="xlmr-base", budget="60MB", length=64, task="pairs",
