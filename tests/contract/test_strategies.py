@@ -97,11 +97,17 @@ def texts(rows: int = 96) -> list[dict[str, Any]]:
 
 
 def train(
-    folder: Path, strategies: list[Strategy], clip: float, model: Bert | None = None, **more: Any
+    folder: Path,
+    strategies: list[Strategy],
+    clip: float,
+    model: Bert | None = None,
+    *,
+    steps: int = STEPS,
+    **more: Any,
 ) -> tuple[BudgetTrainer, list[float]]:
-    """Twelve steps of 16 rows; the trainer and its losses."""
+    """Steps of 16 rows; the trainer and its losses."""
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=16, max_steps=STEPS, learning_rate=1e-3,
+        str(folder), per_device_train_batch_size=16, max_steps=steps, learning_rate=1e-3,
         lr_scheduler_type="constant", max_grad_norm=clip, optim="adamw_torch", use_cpu=True,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=3,
     )  # fmt: skip
@@ -198,7 +204,9 @@ def test_the_trained_model_saves_and_loads(trained, tmp_path, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_of_a_training_stays_when_nobody_holds_it(tmp_path, name):
     strategies, clip = RUNS[name]
-    trainer, _ = train(tmp_path, strategies, clip, budget="4GB", micro_batching=MicroBatching())
+    trainer, _ = train(
+        tmp_path, strategies, clip, steps=2, budget="4GB", micro_batching=MicroBatching()
+    )
     parts = [weakref.ref(one) for one in (trainer, trainer.model, trainer.optimizer)]
     del trainer
     gc.collect()

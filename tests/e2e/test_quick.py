@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -21,6 +23,7 @@ from test_train_command import write_reviews
 from transformers import TrainerCallback
 
 import memfit
+from memfit.cli import run
 from memfit.training import checkpoints
 
 SILENT_SECONDS = 2.0
@@ -92,6 +95,11 @@ def listen(command: list[str], env: dict[str, str], *, terminal: bool) -> Told:
     return told
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> None:
+    """Instead of the shared one: what a run keeps for the next is looked at here."""
+
+
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reviews(tmp_path_factory.mktemp("data") / "reviews.csv", rows=120)
@@ -101,17 +109,23 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(
     reviews: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Told, Path]]:
-    """The same task three times: through a pipe, at a terminal, and with nothing kept."""
+    """The same task three times: through a pipe, at a terminal, and here, with nothing kept."""
     folder = tmp_path_factory.mktemp("quick")
-    env = {**os.environ, "MEMFIT_CACHE": str(folder / "cache"), "TERM": "xterm", "COLUMNS": "80"}
+    cache = str(folder / "cache")
+    env = {**os.environ, "MEMFIT_CACHE": cache, "TERM": "xterm", "COLUMNS": "80"}
     made = {}
-    for name, more in (("pipe", []), ("terminal", []), ("fresh", ["--no-cache"])):
-        command = [
-            sys.executable, "-m", "memfit", "train", str(reviews), "--model", str(tiny_model_dir),
-            "--output-dir", str(folder / name), "--budget", "1GB", "--max-length", "64",
-            "--batch-size", "8", "--epochs", "2", *more,
-        ]  # fmt: skip
+    words = [
+        "train", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB",
+        "--max-length", "64", "--batch-size", "8", "--epochs", "2", "--output-dir",
+    ]  # fmt: skip
+    for name in ("pipe", "terminal"):
+        command = [sys.executable, "-m", "memfit", *words, str(folder / name)]
         made[name] = listen(command, env, terminal=name == "terminal"), folder / name
+    fresh, said = folder / "fresh", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setenv("MEMFIT_CACHE", cache)
+        code = run([*words, str(fresh), "--no-cache"])
+    made["fresh"] = Told(code, said.getvalue()), fresh
     return made
 
 
@@ -148,6 +162,7 @@ def test_how_long_it_takes_is_said_once(runs: dict[str, tuple[Told, Path]], name
 def test_a_second_run_of_the_same_task_is_not_planned_again(
     runs: dict[str, tuple[Told, Path]],
 ) -> None:
+    assert runs["fresh"][0].code == 0, runs["fresh"][0].text
     kept = "kept from an earlier run"
     assert kept not in runs["pipe"][0].text
     assert kept in runs["terminal"][0].text

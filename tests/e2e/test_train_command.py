@@ -323,8 +323,10 @@ def test_resuming_with_another_configuration_is_refused_with_what_differs(traine
 
 
 def test_a_small_budget_is_kept_with_smaller_micro_batches(
-    reviews: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    trained: Path, reviews: Path, tiny_model_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    capsys.readouterr()
     words = ["train", str(reviews), "--model", str(tiny_model_dir), "--max-length", "64",
              "--batch-size", "32", "--max-steps", "4", "--output-dir"]  # fmt: skip
     assert run([*words, str(tmp_path / "small"), "--budget", "1MB", "--exact"]) == 0
@@ -337,8 +339,8 @@ def test_a_small_budget_is_kept_with_smaller_micro_batches(
     assert memory["measured"]["device_bytes"] <= memory["predicted"]["device_bytes"]
     for part in ("weights", "gradients", "optimizer"):
         assert memory["measured"]["components"][part] == memory["predicted"]["components"][part]
-    assert run([*words, str(tmp_path / "large"), "--budget", "1GB", *SOON]) == 0
-    assert summary_of(tmp_path / "large")["memory"]["predicted"]["device_bytes"] > 10**6
+    # With 4 GB a quarter of the rows is more than that.
+    assert summary_of(trained)["memory"]["predicted"]["device_bytes"] > 10**6
 
 
 def test_a_budget_nothing_fits_is_exit_code_3_and_leaves_nothing(

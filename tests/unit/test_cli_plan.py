@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, planned, task
+from planner_fixtures import FormulaPricer, bert, h200, planned, task
 from rich.console import Console
 
 from memfit.cli import run
-from memfit.planner.advice import NothingFitsError, alternatives
+from memfit.planner.advice import Alternatives, NothingFitsError, alternatives
 from memfit.planner.pricing import pricer as compose
 from memfit.planner.search import Planning
 from memfit.records import results
@@ -44,17 +44,23 @@ def made() -> Planning:
     return planned(workload, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
 
 
+@pytest.fixture(scope="module")
+def others(made: Planning) -> Alternatives:
+    """What more permission, a longer text or a smaller model would mean."""
+    return alternatives(made)
+
+
 def shown(view: Any, **console: Any) -> str:
     file = io.StringIO()
     Console(file=file, width=80, highlight=False, markup=False, **console).print(view)
     return file.getvalue()
 
 
-def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Planning) -> None:
+def test_the_view_has_every_part_in_eighty_columns_without_colours(
+    made: Planning, others: Alternatives
+) -> None:
     seconds = results.RunSeconds(training=60.0, evaluation=5.0, evaluations=3)
-    text = shown(
-        plan_terminal.plan_view(made, alternatives(made), seconds, "large", planned_seconds=9.0)
-    )
+    text = shown(plan_terminal.plan_view(made, others, seconds, "large", planned_seconds=9.0))
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
     for part in ("large on", "4.00 GB (3.73 GiB)", "1 min 05 s in all", "weights", "Decisions",
@@ -67,12 +73,10 @@ def test_the_view_has_every_part_in_eighty_columns_without_colours(made: Plannin
         assert " ".join(sentence.split()) in words.replace("- ", "- ")
 
 
-def test_the_view_speaks_chinese(made: Planning) -> None:
+def test_the_view_speaks_chinese(made: Planning, others: Alternatives) -> None:
     seconds = results.RunSeconds(training=60.0, evaluation=0.0, evaluations=0)
     with speaking("zh"):
-        text = shown(
-            plan_terminal.plan_view(made, alternatives(made), seconds, "large", planned_seconds=9.0)
-        )
+        text = shown(plan_terminal.plan_view(made, others, seconds, "large", planned_seconds=9.0))
     for part in ("预算", "各项决定", "其他放得下的方案", "更多许可能达到什么", "同系列的更小模型"):
         assert part in text
     assert "显存" in text
@@ -144,7 +148,7 @@ def test_a_run_takes_its_steps_and_its_evaluations(made: Planning) -> None:
 
 
 def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
-    workload = task()
+    workload = task(bert(layers=2))
     pricer = FormulaPricer(workload, h200())
     with pytest.raises(NothingFitsError) as caught:
         planned(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)

@@ -40,6 +40,12 @@ def task() -> Workload:
     return Workload(config=config, lengths=tuple(range(8, 40)) * 2, args=args)
 
 
+@pytest.fixture(scope="module")
+def pricer(task: Workload) -> TracedPricer:
+    """One for all tests: what it has traced once it knows."""
+    return TracedPricer(task, H200)
+
+
 def large_parameters(task: Workload) -> int:
     model = transformers.BertForSequenceClassification(task.config)
     return sum(p.numel() for p in model.parameters() if p.numel() > 16384)
@@ -133,8 +139,7 @@ def test_what_leaves_the_card_is_a_byte_a_number(task, bits, gradients, bytes_ea
 
 @pytest.mark.parametrize("tokens", [None, 96])
 @pytest.mark.parametrize("away", [StateOffload(), StateOffload(gradients=True)])
-def test_composed_prices_are_those_of_the_whole_trace(task, away, tokens):
-    pricer = TracedPricer(task, H200)
+def test_composed_prices_are_those_of_the_whole_trace(task, pricer, away, tokens):
     one = candidate(LowBit(16), KEPT, away, CudaGraphs(64), tokens=tokens)
     quick, full = pricer.quick(one), pricer.full(one)
     assert quick.device_bytes == pytest.approx(full.device_bytes, rel=0.03)
@@ -148,16 +153,14 @@ def test_composed_prices_are_those_of_the_whole_trace(task, away, tokens):
         assert trace.counts.reached_bytes == pytest.approx(quick.counts.reached_bytes, rel=0.02)
 
 
-def test_its_step_is_longer_by_what_crosses_the_bus(task):
-    pricer = TracedPricer(task, H200)
+def test_its_step_is_longer_by_what_crosses_the_bus(pricer):
     ways = (LowBit(), KEPT, CudaGraphs(64))
     here, there = (pricer.quick(candidate(*ways, *more)) for more in ((), (StateOffload(),)))
     assert there.device_bytes < here.device_bytes
     assert there.step_seconds > here.step_seconds
 
 
-def test_no_plan_with_it_is_faster_than_its_bound_says(task):
-    pricer = TracedPricer(task, H200)
+def test_no_plan_with_it_is_faster_than_its_bound_says(task, pricer):
     asked = PlanRequest(task, H200, pricer.problem)
     prices = [pricer.quick(one) for one in itertools.islice(candidates(asked), 0, None, 7)]
     away = [one for one in prices if one.candidate.get("state_offload")]
