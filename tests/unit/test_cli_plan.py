@@ -257,7 +257,7 @@ def test_nothing_fits_is_exit_code_3_with_what_is_missing(
         (["--allow", "lorra"], "Did you mean 'lora'?"),
         (["--exact", "--allow", "lora"], "exclude each other"),
         (["--gpu", "RTX 9999"], "no card 'RTX 9999' is known"),
-        (["--gpu", "RX 7900"], "AMD, Apple, Intel and Ascend are not supported yet"),
+        (["--gpu", "RX 7900"], "memfit plans for NVIDIA cards and CPUs"),
         (["--budget", "4"], "did you mean 4GB?"),
         (["--output", "nowhere/plan.toml"], "cannot write the plan"),
         (["--check", "nowhere.toml"], "cannot read"),

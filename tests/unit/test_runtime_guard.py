@@ -26,7 +26,7 @@ from memfit.strategies import Packing
 from memfit.training.checkpoints import damage
 from memfit.training.guard.adjusting import Adjustment
 from memfit.training.guard.step_guard import Guard
-from memfit.training.limits import CpuCap
+from memfit.training.limits import CountingCap
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, Budget
 
 ROWS = rows_of(24)
@@ -314,7 +314,7 @@ class SharedMemory:
 
     def __init__(self, trainer: Any, free_bytes: int) -> None:
         self.free_bytes = free_bytes
-        self._cap = trainer.guard.budget_cap = CpuCap(trainer.guard.standing_tensors)
+        self._cap = trainer.guard.budget_cap = CountingCap(trainer.guard.standing_tensors)
         self._cap.read = self.read
 
     def read(self) -> MemoryReading:

@@ -16,6 +16,7 @@ from memfit.config.training_arguments import TrainingArguments as OurTrainingArg
 from memfit.config.training_arguments import smaller_is_better
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError, ConflictError
+from memfit.memory.device import kind_of
 from memfit.text import t
 
 # These step inside backward: a second micro-batch would meet weights that have already moved.
@@ -129,9 +130,10 @@ def _replace_what_stands_in_the_way(ours: TrainingArguments) -> None:
             )
         )
         ours._n_gpu = 1  # what the Trainer itself does to keep nn.DataParallel away
-    if ours.device.type == "cpu":
+    kind = kind_of(ours.device)
+    if kind in ("cpu", "mps"):
         ours.dataloader_pin_memory = False  # there is nothing to pin for, and torch warns
-    if ours.fp16 and ours.device.type == "cpu":
+    if ours.fp16 and kind == "cpu":
         _warn(t("fp16 has no effect on a CPU: training runs in the weights' own precision"))
     # It reads every step's loss and so makes a GPU wait; training/health.py looks at them instead.
     ours.logging_nan_inf_filter = False

@@ -31,6 +31,7 @@ from memfit.engine.packed_batch import (
 )
 from memfit.engine.step_state import Buffers, preserved_rng
 from memfit.errors import DataError, MemfitError
+from memfit.memory.device import is_cuda
 from memfit.memory.out_of_memory import retrying
 from memfit.text import t
 
@@ -326,7 +327,7 @@ class GraphedExecutor(SinkExecutor):
             max_seqlen=-(-longest // 64) * 64,
         )
         packed = replace(packed, row_weight=packed.row_weight / share.total)
-        return packed.pin_memory() if self.device.type == "cuda" else packed
+        return packed.pin_memory() if is_cuda(self.device) else packed
 
     def _whole_step(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
         """Forward, backward, norm, clipping and update, captured together.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from memfit.memory.device import best_device, random_state, set_random_state
 from memfit.memory.tracing import traced_device
 
 _Place = tuple[nn.Module, str]
@@ -111,17 +112,16 @@ class RandomState:
     python: Any
     numpy: Any
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    accelerator: torch.Tensor | None
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """As they stand; costs some microseconds and no wait for the device."""
-        on_cuda = device.type == "cuda"
         return cls(
             random.getstate(),
             np.random.get_state(),
             torch.random.get_rng_state(),
-            torch.cuda.get_rng_state(device) if on_cuda else None,
+            random_state(device),
         )
 
     def restore(self, device: torch.device) -> None:
@@ -129,8 +129,7 @@ class RandomState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.random.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, device)
+        set_random_state(device, self.accelerator)
 
 
 def on_gradient(p: Tensor, method: Callable[[Tensor], None]) -> RemovableHandle:
@@ -152,11 +151,9 @@ def preserved_rng() -> Iterator[None]:
     (Every data loader draws a seed. A checkpoint taken before an evaluation would otherwise
     resume with other dropout than the run that evaluated.)
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    device = best_device()
+    before = RandomState.now(device)
+    try:
+        yield
+    finally:
+        before.restore(device)

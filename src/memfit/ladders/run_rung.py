@@ -28,6 +28,7 @@ from memfit.ladders.rungs import DOES_NOT_FIT, FAILED, OK, PLAN, Rung
 from memfit.memory.available import CudaReader
 from memfit.memory.cards import this_card
 from memfit.memory.components import MemoryPeak
+from memfit.memory.device import is_cuda
 from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.memory.phases import TRAINING
 from memfit.memory.stock_estimate import estimate_memory
@@ -60,7 +61,7 @@ def price_of_stock(prepared: Prepared) -> MemoryPeak | None:
     }
     try:
         spec = stock_flags.step_spec(run.model, options)
-        card = this_card() if args.device.type == "cuda" else None
+        card = this_card() if is_cuda(args.device) else None
         return estimate_memory(spec, card).peak
     except MemfitError:
         return None
@@ -197,7 +198,7 @@ def measure(job: Job, steps: int, plan_file: Path) -> dict[str, Any]:
 def _verdict(job: Job, measured: Any) -> dict[str, Any]:
     """On a CPU nothing stops a stock run at the budget: what it held says whether it fits."""
     limit = _limit_bytes(job)
-    if job.device.type == "cuda" or limit is None or measured is None:
+    if is_cuda(job.device) or limit is None or measured is None:
         return {"status": OK}
     return {"status": OK if measured.device_bytes <= limit else DOES_NOT_FIT}
 
@@ -212,7 +213,7 @@ def _limit_bytes(job: Job) -> int | None:
 def _capped(job: Job) -> Iterator[None]:
     """A card as large as the budget; memfit's own Trainer sees to that itself."""
     limit = _limit_bytes(job)
-    if job.device.type != "cuda" or limit is None or job.rung.kind == PLAN:
+    if not is_cuda(job.device) or limit is None or job.rung.kind == PLAN:
         yield
         return
     cap = CudaCap(CudaReader(job.device))

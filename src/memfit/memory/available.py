@@ -15,9 +15,13 @@ from memfit.memory.device import (
     capability,
     context_bytes,
     free_and_total_bytes,
+    held_bytes,
     index_of,
+    is_cuda,
+    kind_of,
     most_context_bytes,
     usual_context_bytes,
+    working_set_bytes,
 )
 from memfit.units import DISPLAY_HEADROOM_BYTES, MIB, Budget
 
@@ -134,6 +138,24 @@ class CpuReader:
     def __call__(self) -> MemoryReading:
         memory = psutil.virtual_memory()
         return MemoryReading(int(memory.total), int(memory.available), self._held_bytes())
+
+
+class AcceleratorReader:
+    """The memory of an accelerator that is not NVIDIA's, by torch's own counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self) -> MemoryReading:
+        free_bytes, total_bytes = working_set_bytes(self._device)
+        return MemoryReading(total_bytes, free_bytes, held_bytes(self._device))
+
+
+def reader_of(device: torch.device, tensor_bytes: Callable[[], int]) -> Read:
+    """How memory is read on a device; on a CPU `tensor_bytes` says what this process' own is."""
+    if is_cuda(device):
+        return CudaReader(device)
+    return CpuReader(tensor_bytes) if kind_of(device) == "cpu" else AcceleratorReader(device)
 
 
 class Watch:

@@ -259,7 +259,7 @@ def this_card(index: int = 0) -> DeviceProfile | None:
     """
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     if (acted := acted_card()) is not None:
         return acted
@@ -402,8 +402,8 @@ def _unknown(name: str) -> str:
     for maker, marks in _OTHER_MAKERS.items():
         if any(marks.fullmatch(word) for word in words):
             return t(
-                "{name} is a device of {maker}; AMD, Apple, Intel and Ascend are not supported "
-                "yet, only NVIDIA cards and CPUs (--gpu cpu)",
+                "{name} is a device of {maker}; for a machine that is not here, memfit plans for "
+                "NVIDIA cards and CPUs (--gpu cpu) only",
                 name=repr(name),
                 maker=maker,
             )

@@ -1,13 +1,25 @@
 """What the device at hand is and has: the rest of memfit asks here, not torch.
 
-A card that acts as another (`cards.acted_card`) is described as that one.
+cuda    NVIDIA's cards: everything. One that acts as another (`cards.acted_card`) is described so.
+rocm    AMD's cards, which torch calls `cuda` as well
+mps     Apple's, which share the computer's memory
+xpu     Intel's
+cpu
+
+The three in the middle train with what torch does alike on every device: sdpa, autocast, micro-
+batches, recomputing. Their memory is read by torch's own counters, and tensors are counted as on a
+CPU. Nothing of it was run on the real thing.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from memfit.memory import nvml
 from memfit.memory.cards import TRITON_FROM, acted_card, match_card
@@ -24,6 +36,125 @@ if TYPE_CHECKING:
     import torch
 
 
+_HIGH, _LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+
+
+def kind_of(device: torch.device) -> str:
+    """What memfit calls this kind of device."""
+    import torch
+
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether this is one of NVIDIA's cards."""
+    return kind_of(device) == "cuda"
+
+
+def has_cuda() -> bool:
+    """Whether this machine has a card of NVIDIA's; creates no context."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
+def best_device() -> torch.device:
+    """The device that this machine computes on: its accelerator, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else found
+
+
+def lower_watermarks(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has Apple's allocator keep to the recommended working set; what the user set stays.
+
+    By default it takes 1.7 times as much, and the system swaps. Torch reads both when it first
+    allocates.
+    """
+    if _HIGH not in environment and _LOW not in environment:
+        environment[_HIGH], environment[_LOW] = "1.0", "0.9"
+
+
+def torch_module(device: torch.device) -> Any:
+    """torch.cuda, torch.mps, torch.xpu or torch.cpu: streams, counters and random numbers."""
+    import torch
+
+    kind = kind_of(device)
+    if kind == "mps":
+        lower_watermarks()
+    return torch.cuda if kind == "rocm" else getattr(torch, kind)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was asked for."""
+    if kind_of(device) != "cpu":
+        torch_module(device).synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives the system back what the device's allocator holds and nobody uses."""
+    if kind_of(device) != "cpu":
+        torch_module(device).empty_cache()
+
+
+def random_state(device: torch.device) -> torch.Tensor | None:
+    """Where the device's generator stands; None of a CPU, whose generator is torch's own."""
+    module, kind = torch_module(device), kind_of(device)
+    if kind == "cpu":
+        return None
+    state: torch.Tensor = module.get_rng_state() if kind == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Puts the device's generator there."""
+    if state is None:
+        return
+    module = torch_module(device)
+    if kind_of(device) == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds by the allocator of an accelerator; of a CPU, all it holds."""
+    kind = kind_of(device)
+    if kind == "cpu":
+        return int(psutil.Process().memory_info().rss)
+    module = torch_module(device)
+    return int(
+        module.driver_allocated_memory() if kind == "mps" else module.memory_reserved(device)
+    )
+
+
+def working_set_bytes(device: torch.device) -> tuple[int, int]:
+    """What is free and what there is, of an accelerator that is not NVIDIA's.
+
+    Apple's devices have the computer's memory: what is recommended of it is all there is.
+    """
+    module = torch_module(device)
+    if kind_of(device) == "mps":
+        total_bytes = int(module.recommended_max_memory())
+        free_bytes = min(total_bytes - held_bytes(device), psutil.virtual_memory().available)
+        return max(int(free_bytes), 0), total_bytes
+    free_bytes, total_bytes = module.mem_get_info(device)
+    return int(free_bytes), int(total_bytes)
+
+
+def limit_allocator(device: torch.device, limit_bytes: int | None) -> None:
+    """Has the allocator of an accelerator hold no more, where torch can; None: all there is."""
+    module, kind = torch_module(device), kind_of(device)
+    if kind == "cpu" or not hasattr(module, "set_per_process_memory_fraction"):
+        return
+    total_bytes = working_set_bytes(device)[1]
+    share = 1.0 if limit_bytes is None else min(limit_bytes / total_bytes, 1.0)
+    module.set_per_process_memory_fraction(share, *(() if kind == "mps" else (device,)))
+
+
 def index_of(device: torch.device) -> int:
     """The number of a CUDA device."""
     import torch
@@ -32,10 +163,13 @@ def index_of(device: torch.device) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """The name of a CUDA device; of one that acts as another, both."""
-    import torch
+    """The name of a card, of one that acts as another both; else the kind and the processor."""
+    import platform
 
-    name, acted = torch.cuda.get_device_name(device), acted_card()
+    module, acted = torch_module(device), acted_card()
+    if not hasattr(module, "get_device_name"):
+        return f"{device.type} ({platform.processor() or platform.machine()})"
+    name = str(module.get_device_name(device))
     return name if acted is None else f"{acted.name} ({name})"
 
 

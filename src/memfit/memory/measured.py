@@ -24,7 +24,7 @@ from memfit.errors import MemfitError
 from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.cuda_context import workspace_bytes
-from memfit.memory.device import capability, context_bytes, index_of, usual_context_bytes
+from memfit.memory.device import capability, context_bytes, index_of, is_cuda, usual_context_bytes
 from memfit.memory.tracing.tracker import Tracker
 from memfit.text import t
 
@@ -55,7 +55,7 @@ def measure(model: torch.nn.Module, optimizer: Any = None) -> Iterator[Measureme
     found = Measurement()
     get: Optimizers = optimizer if callable(optimizer) else lambda: optimizer
     device = next(model.parameters()).device
-    meter = CudaMeter(model, get, device) if device.type == "cuda" else CpuMeter(model, get)
+    meter = CudaMeter(model, get, device) if is_cuda(device) else CpuMeter(model, get)
     with meter.reading():
         yield found
     found._peak = meter.peak()

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.memory.device import empty_cache, is_cuda
+
 OPERATOR_TRIES = 3
 """How often an operator is run before its step is given up."""
 
@@ -85,8 +87,7 @@ def free_memory(device: torch.device) -> None:
     if not _program_froze:
         gc.freeze()
         _frozen = True
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
 
 
 def end_of_training() -> None:
@@ -133,7 +134,7 @@ def retrying(
 
     `last_resort` gives back what is only held to be faster, before the last try.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_cuda(device) and torch.cuda.is_current_stream_capturing():
         yield  # nothing is executed, and so nothing half done
         return
 

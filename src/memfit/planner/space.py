@@ -17,6 +17,7 @@ from memfit.config.schema import ALLOWABLE
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
+from memfit.memory.device import kind_of
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.workload import batches_of
 from memfit.strategies import (
@@ -123,6 +124,11 @@ class PlanRequest:
         """Layers a text passes."""
         config: Any = self.workload.config.get_text_config()
         return int(config.num_hidden_layers) * int(getattr(config, "inner_group_num", 1))
+
+    @cached_property
+    def kind(self) -> str:
+        """The kind of the device, see memory/device.py."""
+        return "cuda" if self.card is not None else kind_of(self.workload.args.device)
 
     @cached_property
     def half(self) -> Half:

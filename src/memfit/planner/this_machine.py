@@ -26,9 +26,10 @@ from memfit.config.plugins import plugin_versions
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import MemfitError
-from memfit.memory.available import CpuReader, CudaReader, MemoryReading
+from memfit.memory.available import MemoryReading, reader_of
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import MemoryPeak
+from memfit.memory.device import is_cuda
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.advice import disk_note, fits_host
 from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
@@ -87,12 +88,12 @@ def memory_of(where: torch.device | DeviceProfile) -> MemoryReading:
     """What there is now, and what this process holds; a card elsewhere holds what was said."""
     if isinstance(where, DeviceProfile):
         return MemoryReading(where.total_bytes, where.usable_bytes, 0)
-    return CudaReader(where)() if where.type == "cuda" else CpuReader(lambda: 0)()
+    return reader_of(where, lambda: 0)()
 
 
 def card_here(device: torch.device) -> DeviceProfile | None:
-    """The card with its speeds as measured; None is the CPU."""
-    if device.type != "cuda":
+    """The card with its speeds as measured; None is the CPU, and devices planned for like one."""
+    if not is_cuda(device):
         half_on_cpu()  # before anything is computed
         return None
     from memfit.planner.step_time import calibrate

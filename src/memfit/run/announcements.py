@@ -151,13 +151,9 @@ def plan_sentence(plan: Plan) -> str:
 
 def device_name(device: torch.device) -> str:
     """The card's name, or the processor's kind."""
-    import platform
-
     from memfit.memory.device import name_of
 
-    if device.type == "cuda":
-        return name_of(device)
-    return f"{device.type} ({platform.processor() or platform.machine()})"
+    return name_of(device)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from memfit.config.files import read_json
 from memfit.errors import OutputError
 from memfit.memory.components import Component, MemoryPeak
+from memfit.memory.device import is_cuda
 from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
@@ -249,7 +250,7 @@ class MeasureOneStep(TrainerCallback):
         if self._measurement is None:
             return None
         peak = self._measurement.peak
-        if device.type != "cuda":
+        if not is_cuda(device):
             return peak
         allocated_bytes = max(torch.cuda.max_memory_allocated(device), peak.allocated_bytes)
         reserved_bytes = max(torch.cuda.max_memory_reserved(device), peak.reserved_bytes)

@@ -417,8 +417,10 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
 def _device(name: str | None) -> torch.device:
     import torch
 
+    from memfit.memory.device import best_device
+
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        return best_device()
     try:
         torch.empty(0, device=name)
         return torch.device(name)

@@ -139,10 +139,10 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
 
 def load_libraries(*, card: bool = True) -> None:
     """Loads what the first step needs. Without `card` no CUDA context is created."""
-    import torch
+    from memfit.memory.device import has_cuda
 
     # Of several cards, the Trainer decides which is this process's.
-    starts = card and "LOCAL_RANK" not in os.environ and torch.cuda.is_available()
+    starts = card and "LOCAL_RANK" not in os.environ and has_cuda()
     context = threading.Thread(target=_create_context)
     if starts:
         context.start()

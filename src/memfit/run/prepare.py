@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config import RunConfig
 from memfit.config.training_fields import check_training, training_arguments
 from memfit.errors import ConfigError, DoesNotFitError, OutputError, TraceError
+from memfit.memory.device import kind_of
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring
@@ -203,7 +204,7 @@ def prepare(
     arguments = arguments_of(config, text.labels, output_dir)
     scoring = scoring_of_run(config, text, arguments)
     class_weights = class_weights_of_run(config, text)
-    if arguments.device.type == "cpu":
+    if kind_of(arguments.device) == "cpu":
         with doing(t("trying half precision on this CPU, which is done once …")):
             half_on_cpu()
     model = config.model if has_weights else replace(config.model, from_scratch=True)

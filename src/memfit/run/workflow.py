@@ -27,6 +27,7 @@ from memfit.errors import (
     SaveError,
     forget,
 )
+from memfit.memory.device import is_cuda, kind_of
 from memfit.models.loading import check_model_folder, start_reading_weights
 from memfit.records.evaluation import (
     Evaluation,
@@ -269,7 +270,7 @@ class _Run:
     def predicted(self) -> MemoryPeak | None:
         """The highest moment of the run, as planned: what the process will hold then."""
         price = self.plan.price if self.plan is not None else None
-        if price is None or self.arguments.device.type != "cuda":
+        if price is None or not is_cuda(self.arguments.device):
             return None if price is None else price.peak
         return dataclasses.replace(price.peak, device_bytes=price.peak.held_bytes)
 
@@ -331,7 +332,7 @@ class _Run:
         write_summary(self.claim.path, summary)
         del trainer
         with doing(t("writing the report …")):
-            if self.arguments.device.type == "cuda":
+            if is_cuda(self.arguments.device):
                 _give_back_pinned_memory()
             _write_report(self.claim.path)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
@@ -467,7 +468,7 @@ class _Run:
                 compute_metrics=compute_metrics_for(
                     labels.task, labels.names, self.prepared.scoring
                 ),
-                callbacks=self._callbacks(arguments.device.type),
+                callbacks=self._callbacks(kind_of(arguments.device)),
             )
         if self.plan is not None and self.choosing.is_free:
             trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
@@ -487,7 +488,7 @@ class _Run:
             trainer.remove_callback(stock_bar)
         return trainer
 
-    def _callbacks(self, device_type: str) -> list[Any]:
+    def _callbacks(self, kind: str) -> list[Any]:
         from memfit.run.callbacks import (
             KeepElapsed,
             LoadMeanwhile,
@@ -503,7 +504,7 @@ class _Run:
         self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
         self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
-        shown_bytes = self.prepared.task.budget_bytes if device_type == "cuda" else None
+        shown_bytes = self.prepared.task.budget_bytes if kind != "cpu" else None
         bar = MemfitProgress(budget_bytes=shown_bytes, console=announcements.plain_console())
         # The time is kept before a stop ends the run.
         if self.config.early_stopping is not None:
@@ -542,7 +543,7 @@ class _Run:
             share = terminal.percent(needs_bytes / max(budget_bytes, 1))
             self.say(
                 line(
-                    "memory" if trainer.args.device.type == "cpu" else "gpu_memory",
+                    "memory" if kind_of(trainer.args.device) == "cpu" else "gpu_memory",
                     t(
                         "{needs} at the peak by prediction, {share} of the budget",
                         needs=format_both(needs_bytes),
@@ -656,7 +657,7 @@ class _Run:
                 budget_bytes=self.prepared.task.budget_bytes,
                 predicted=self.predicted,
                 measured=self.probe.peak(trainer.args.device),
-                measured_step=None if trainer.args.device.type == "cuda" else self.probe.step,
+                measured_step=None if is_cuda(trainer.args.device) else self.probe.step,
             ),
             plan=self.plan.as_json() if self.plan is not None else {},
             device=announcements.device_name(trainer.args.device),

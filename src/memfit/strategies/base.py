@@ -125,8 +125,8 @@ class Setup:
 
     @property
     def device_type(self) -> str:
-        """`cuda` or `cpu`, of the device that is trained on."""
-        return "cuda" if self.card is not None else self.device.type
+        """The kind of the device that is trained on, see memory/device.py."""
+        return "cuda" if self.card is not None else device_here.kind_of(self.device)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -22,7 +22,8 @@ from memfit.text import N_, Message, t
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
-_TRIED_DEVICES = ("cuda", "cpu")
+_DEVICES = ("cuda", "rocm", "mps", "xpu", "cpu")
+"""Where torch and the Trainer have autocast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ class HalfPrecision(Strategy):
     def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
         if () not in so_far:  # weights are stored in half precision
             return so_far
+        if asked.kind not in ("cuda", "cpu"):
+            asked.left_out[cls.name] = Message(
+                "it was not measured on {kind} devices; --bf16 or --fp16 asks for it",
+                kind=asked.kind,
+            )
+            return so_far
         if asked.card is None and not has_fast_bf16():
             asked.left_out[cls.name] = Message("this CPU has no bfloat16 instructions")
             return so_far
@@ -97,7 +104,7 @@ class HalfPrecision(Strategy):
 
     def _missing_on(self, setup: Setup) -> str:
         kind = setup.device_type
-        if kind not in _TRIED_DEVICES:
+        if kind not in _DEVICES:
             return Message("autocast has not been tried on {kind} devices", kind=kind)
         if self.dtype == "float16" and kind == "cpu":
             return Message(

@@ -207,7 +207,11 @@ class PlanQuestion(Protocol):
 
     @property
     def card(self) -> DeviceProfile | None:
-        """The card; None is the CPU."""
+        """The card; None is the CPU, and every device that is planned for like one."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device, see memory/device.py."""
 
     @property
     def exact(self) -> bool:

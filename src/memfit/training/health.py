@@ -40,6 +40,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfit.errors import ConfigError, LossError
+from memfit.memory.device import is_cuda
 from memfit.text import N_, t
 from memfit.training.parts import TrainerParts, unwrapped
 
@@ -229,7 +230,7 @@ class LossWatch:
     def _send(self, step: int, numbers: Tensor) -> None:
         host = numbers.to("cpu", non_blocking=True)  # pinned: the copy waits for nothing
         arrived = None
-        if numbers.device.type == "cuda":
+        if is_cuda(numbers.device):
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(torch.cuda.current_stream(numbers.device))
         self._pending.append(_Watched(step, host, arrived))

@@ -13,7 +13,8 @@ Usage" (what Task Manager shows). It is read through pdh.dll.
 Written against the documentation and not yet run on Windows.
 
 CUDA   torch's allocator refuses, as it would on a card of that size; the context counts
-CPU    the live tensors are counted, and one too many is refused (limits.py)
+else   the live tensors are counted, and one too many is refused; the allocator of an accelerator
+       refuses more as well, where torch can tell it
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.memory.available import CpuReader, CudaReader, Read
+from memfit.memory.available import CudaReader, Read, reader_of
+from memfit.memory.device import limit_allocator
 from memfit.memory.out_of_memory import BudgetExceeded
 from memfit.memory.tracing.tracker import tensors_in
 from memfit.units import MIB, format_both
@@ -253,12 +255,20 @@ class CudaCap:
         torch.cuda.set_per_process_memory_fraction(self._before, self._index)
 
 
-class CpuCap:
-    """Counts the steps that may need more than any counted before."""
+class CountingCap:
+    """Counts the steps that may need more than any counted before.
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    For every device but NVIDIA's; the allocator of an accelerator refuses more as well, if it can.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self._tensors = tensors
-        self.read: CpuReader = CpuReader(self.held_bytes)
+        self._device = device
+        self.read: Read = reader_of(device, self.held_bytes)
         self._limit_bytes: int | None = None
         self._proven: dict[object, int] = {}
         self._steps = 0
@@ -277,6 +287,7 @@ class CpuCap:
         if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
             self._proven.clear()
         self._limit_bytes = limit_bytes
+        limit_allocator(self._device, limit_bytes)
         return False
 
     def keep(self) -> bool:
@@ -310,3 +321,4 @@ class CpuCap:
     def release(self) -> None:
         """Nothing is counted any more."""
         self._limit_bytes = None
+        limit_allocator(self._device, None)

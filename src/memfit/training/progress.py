@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -18,6 +17,7 @@ from rich.text import Text
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfit import text
+from memfit.memory.device import held_bytes, is_cuda, kind_of
 from memfit.text import N_, encodable, pt, t
 from memfit.units import GIB, Budget, format_bytes, format_seconds
 
@@ -48,14 +48,9 @@ class MemoryMeter:
 
     def read(self) -> MemoryUse:
         """Ask now. Costs no synchronisation."""
-        if self.device.type == "cuda":
-            return MemoryUse(
-                torch.cuda.memory_reserved(self.device), torch.cuda.max_memory_reserved(self.device)
-            )
-        if self.device.type == "mps":
-            now = torch.mps.driver_allocated_memory()
-        else:
-            now = psutil.Process().memory_info().rss
+        now = held_bytes(self.device)
+        if is_cuda(self.device):
+            return MemoryUse(now, torch.cuda.max_memory_reserved(self.device))
         self._peak_bytes = max(self._peak_bytes, now)
         return MemoryUse(now, self._peak_bytes)
 
@@ -117,7 +112,7 @@ class MemfitProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._read_memory = self.read_memory or MemoryMeter(args.device).read
-        self._is_process = self.read_memory is None and args.device.type == "cpu"
+        self._is_process = self.read_memory is None and kind_of(args.device) == "cpu"
         self._first_step, self._started, self._paused = state.global_step, self.clock(), 0.0
         self._first_tokens = self._tokens()
         steps = state.max_steps - state.global_step

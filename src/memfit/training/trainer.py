@@ -49,6 +49,7 @@ from memfit.engine.micro_batches import (
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.memory.allocator import use_expandable_segments
+from memfit.memory.device import is_cuda, kind_of, lower_watermarks
 from memfit.memory.out_of_memory import EVERY_STEPS, return_freed_memory
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
@@ -130,7 +131,7 @@ class BudgetTrainer(transformers.Trainer):
         if model is not None:
             give_back(model)  # an earlier trainer's changes are none of this one's
         effective = effective_arguments(self.user_args)
-        if effective.device.type == "cpu":
+        if kind_of(effective.device) == "cpu":
             leave_out_refused_half(effective)
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
@@ -149,8 +150,10 @@ class BudgetTrainer(transformers.Trainer):
         self.masters = MasterWeights(self, self._load_optimizer_and_scheduler)
         self.health = Health(self, on_nan)
         self.noise = BatchNoise()
-        if self.budget is not None and effective.device.type == "cuda":
+        if self.budget is not None and is_cuda(effective.device):
             use_expandable_segments()
+        if kind_of(effective.device) == "mps":
+            lower_watermarks()
         try:
             if model is None and named.get("model_init") is not None:
                 self.model_init = named["model_init"]
@@ -170,7 +173,7 @@ class BudgetTrainer(transformers.Trainer):
             raise
 
     def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
-        if self.args.device.type == "cpu":
+        if kind_of(self.args.device) == "cpu":
             self._check_weights()
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self._stock_counts_items = self.model_accepts_loss_kwargs
@@ -396,7 +399,7 @@ class BudgetTrainer(transformers.Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        if self.args.device.type == "cpu" and self.state.global_step % EVERY_STEPS == 0:
+        if kind_of(self.args.device) == "cpu" and self.state.global_step % EVERY_STEPS == 0:
             return_freed_memory()
         self.noise.begin_step(inputs)
         return self.health.keep(self.guard.run(model, inputs), self._usual_loss)

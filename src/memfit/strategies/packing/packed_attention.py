@@ -185,7 +185,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 def choose_kernel(query: Tensor, reach: int | None, dropout: float = 0.0) -> Kernel:
     """The fastest kernel for these tensors; torch's own switches for sdpa kernels are heeded."""
     on_trace = traced_device.device()
-    if not (query.device.type == "cuda" if on_trace is None else on_trace.cuda):
+    if not (device.is_cuda(query.device) if on_trace is None else on_trace.cuda):
         return repadded
     width = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)

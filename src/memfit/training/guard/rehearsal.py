@@ -28,6 +28,7 @@ from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import DoesNotFitError, PlanMissedError
+from memfit.memory.device import is_cuda, synchronize
 from memfit.text import t
 from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, pieces_of
 from memfit.training.limits import LiveBytes
@@ -56,14 +57,12 @@ def update_seconds(trainer: GuardedTrainer) -> float:
         return 0.0
     learning = [one for one in trainer.model.parameters() if one.requires_grad]
     largest = max(learning, key=torch.Tensor.numel)
-    on_cuda = largest.device.type == "cuda"
     seconds = []
     with torch.no_grad():
         for _ in range(2):  # the first loads the kernel
             started = time.perf_counter()
             largest.mul_(1)  # every bit stays as it is
-            if on_cuda:
-                torch.cuda.synchronize(largest.device)
+            synchronize(largest.device)
             seconds.append(time.perf_counter() - started)
     each = min(seconds) / max(2 * largest.nbytes, 1)
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
@@ -163,7 +162,7 @@ class _Stage:
             guard.worst_lengths = lengths
             self._tried = tried = self._until_it_fits(worst, lengths)
             self.learn_if_tight()
-            if self._device.type == "cuda" or tried.seconds <= _QUICK_SECONDS:
+            if is_cuda(self._device) or tried.seconds <= _QUICK_SECONDS:
                 self._dress(worst, lengths)
             self._dress_fullest()
             self._evaluate()
@@ -242,7 +241,7 @@ class _Stage:
         grown_bytes = 0
         if plan is not None and plan.context_bytes is not None and context_bytes is not None:
             grown_bytes = max(context_bytes - plan.context_bytes, 0)
-        pages_bytes = _SHORT_BYTES if self._device.type == "cuda" else 0
+        pages_bytes = _SHORT_BYTES if is_cuda(self._device) else 0
         return grown_bytes + pages_bytes + int(_SHORT_SHARE * self._guard.limit_bytes)
 
     def _dress(self, worst: Batch, lengths: list[int]) -> None:
@@ -263,7 +262,7 @@ class _Stage:
         assert lengths is not None
         limits = self._guard.way_for(lengths).micro_batching
         parts = pieces_of(lengths, limits, packed=self._packed)
-        if self._device.type != "cuda" or parts.count == 1:
+        if not is_cuda(self._device) or parts.count == 1:
             return
         count = next(
             count
@@ -278,7 +277,7 @@ class _Stage:
     def _evaluate(self) -> None:
         """The longest rows that an evaluation will see; it is cut smaller where it must be."""
         trainer = self._trainer
-        if self._device.type != "cuda" or trainer.args.eval_strategy == "no":
+        if not is_cuda(self._device) or trainer.args.eval_strategy == "no":
             return
         dataset = trainer.eval_dataset
         if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__"):
@@ -316,7 +315,7 @@ class _Stage:
         guard.clear(model, free=bool(failed))
         if failed:
             return None, failed
-        if self._device.type == "cuda":
+        if is_cuda(self._device):
             # Steps of other sizes leave gaps that the training's own would be laid around.
             torch.cuda.empty_cache()
         return _Tried(pieces.count, pieces.tokens, sum(lengths), peak.bytes, seconds), ""
@@ -328,7 +327,7 @@ class _Stage:
         guard = self._guard
         if guard.watch is None or guard.cap is None:
             return False
-        if self._device.type == "cuda":
+        if is_cuda(self._device):
             return True  # later would take the allocator's record of the run's peak away
         planned = guard.adjuster.plan
         free = planned.max_tokens is None and not planned.recomputed
@@ -375,7 +374,7 @@ class _Stage:
         size = len(self._dataset)
         usual = self._batch([index * size // self._count for index in range(self._count)])
         lengths = lengths_of(usual, self._trainer.executor.trim)
-        on_cuda = self._device.type == "cuda"  # where the first try compiled its kernels
+        on_cuda = is_cuda(self._device)  # where the first try compiled its kernels
         if on_cuda or tried.seconds <= LONG_SECONDS:
             way = self._guard.way_for(lengths)
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
@@ -431,7 +430,7 @@ class PeakMeter:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """On CUDA the allocator's own peak is reset for it."""
-        if self._device.type == "cuda":
+        if is_cuda(self._device):
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
             torch.cuda.synchronize(self._device)

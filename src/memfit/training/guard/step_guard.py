@@ -31,8 +31,9 @@ from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
 from memfit.errors import RunStoppedError
-from memfit.memory.available import CpuReader, CudaReader, Read, Watch
+from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
+from memfit.memory.device import is_cuda
 from memfit.memory.measured import state_tensors
 from memfit.memory.out_of_memory import (
     end_of_training,
@@ -54,7 +55,7 @@ from memfit.training.guard.adjusting import (
     pieces_of,
 )
 from memfit.training.guard.rehearsal import Rehearsal, rehearse, seconds_between_steps
-from memfit.training.limits import Cap, CpuCap, CudaCap, SpillWatch
+from memfit.training.limits import Cap, CountingCap, CudaCap, SpillWatch
 from memfit.training.parts import TrainerParts
 from memfit.training.progress import MemfitProgress
 from memfit.units import MIB, Budget, format_both
@@ -240,7 +241,7 @@ class Guard:
     def prepare(self, loader: Any) -> None:
         """What is done between loading and the first step: measured, watched, rehearsed."""
         trainer = self.trainer
-        if self._device.type == "cuda":
+        if is_cuda(self._device):
             trainer.executor.drop()
             with trainer.executor.on_stream():
                 take_workspaces(self._device)
@@ -279,15 +280,17 @@ class Guard:
 
     def limits(self) -> tuple[Cap | None, Watch]:
         """The cap where a budget was given; what is free is watched in any case."""
-        budget, on_cuda = self.trainer.budget, self._device.type == "cuda"
+        budget, on_cuda = self.trainer.budget, is_cuda(self._device)
         if budget is not None and self.budget_cap is None:
             tensors = self.standing_tensors
-            self.budget_cap = CudaCap(self.reader()) if on_cuda else CpuCap(tensors)
+            self.budget_cap = (
+                CudaCap(self.reader()) if on_cuda else CountingCap(tensors, self._device)
+            )
         read: Read
         if self.budget_cap is not None:
             read = self.budget_cap.read
         else:
-            read = self.reader() if on_cuda else CpuReader(lambda: 0)
+            read = self.reader() if on_cuda else reader_of(self._device, lambda: 0)
         return self.budget_cap, Watch(budget or Budget(), read, every_step=budget == Budget())
 
     def reader(self) -> CudaReader:
@@ -384,7 +387,7 @@ class Guard:
         if squeezed == self._squeezed:
             return
         self._squeezed = squeezed
-        on_card = self._device.type == "cuda"
+        on_card = is_cuda(self._device)
         if squeezed:
             why = N_("less memory is free") if on_card else N_("less main memory is free")
         else:
@@ -537,7 +540,7 @@ class Guard:
         after = t("once more") if smaller == way else str(smaller)
         before = str(replace(way, max_tokens=pieces.tokens))
         self.note(t("out of memory ({failed})", failed=failed), before, after)
-        if smaller == way and self._device.type == "cuda":
+        if smaller == way and is_cuda(self._device):
             time.sleep(_WAIT_SECONDS)
         return smaller
 
@@ -571,7 +574,7 @@ class Guard:
         return Way(limits.max_tokens, limits.max_rows, self.live.recomputed)
 
     def _abilities(self) -> Abilities:
-        on_cuda = self._device.type == "cuda"
+        on_cuda = is_cuda(self._device)
         setup = self.trainer.setup
         captured = isinstance(self.trainer.executor, GraphedExecutor)
         return Abilities(
@@ -600,5 +603,5 @@ class Guard:
         if turns is not None:
             turns.limit = self.live.depth
         free_memory(self._device)
-        if tries and self._device.type == "cuda":
+        if tries and is_cuda(self._device):
             time.sleep(_WAIT_SECONDS)
