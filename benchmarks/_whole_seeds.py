@@ -8,6 +8,9 @@ of a pair have the same seed, the same rows to train and to validate on (memfit'
 tokens and learning rate, three epochs, an effective batch of 32, and score the weights of the best
 epoch. Half of the rows are for validation: with 777 rows, chance alone moves the F1 of a pair by
 half a point. A process a seed; inside of it, one training after the other.
+
+`--first-seed` takes others than 0 and following. `--no-dropout` trains both sides without it: an
+exact plan then has to give the stock Trainer's F1, since only dropout's masks differ.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,6 +47,16 @@ def compare(bench: Bench, results: ResultFile) -> None:
     results.machine(bench.loader.ask(do="stamp"))
     bench.close_workers()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in bench.real}
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    which = f", seeds from {seeds[0]} on" if seeds[0] else ""
+    if options.no_dropout:
+        which += ", no dropout"
+    folders = {
+        name: without_dropout(folder, bench.work / f"{name}-no-dropout")
+        if options.no_dropout
+        else folder
+        for name, folder in bench.real.items()
+    }
 
     def record(name: str) -> None:
         """The table of a model, with what there is so far."""
@@ -53,7 +67,7 @@ def compare(bench: Bench, results: ResultFile) -> None:
                 continue
             pairs = [run["f1"] - stock[run["seed"]] for run in found]
             row: dict[str, Any] = {
-                "name": f"{name}, {plan}", "model": name, "points": interval(pairs),
+                "name": f"{name}, {plan}{which}", "model": name, "points": interval(pairs),
                 "seeds": len(pairs),
                 "f1": [run["f1"] for run in found],
                 "stock_f1": [stock[run["seed"]] for run in found],
@@ -66,7 +80,7 @@ def compare(bench: Bench, results: ResultFile) -> None:
         name, seed = job
         with tempfile.TemporaryDirectory(dir=bench.work) as folder:
             asked = {
-                "table": str(bench.tables["single"]), "model": bench.real[name], "seed": seed,
+                "table": str(bench.tables["single"]), "model": folders[name], "seed": seed,
                 "plans": options.plans, "folder": folder, "rate": options.learning_rate,
             }  # fmt: skip
             command = [sys.executable, __file__, json.dumps(asked)]
@@ -92,12 +106,27 @@ def compare(bench: Bench, results: ResultFile) -> None:
                 told = log.read_text(errors="replace")[-1500:]
                 print(f"{name} seed {seed} FAILED\n{told}", flush=True)
 
-    jobs = [(name, seed) for seed in range(options.seeds) for name in bench.real]
+    jobs = [(name, seed) for seed in seeds for name in bench.real]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(one, jobs))
     for row in results.values.get("seeds", []):
         points = {key: round(value, 3) for key, value in row["points"].items()}
         print(f"{row['name']}: {points} points of F1, {row['seeds']} seeds", flush=True)
+
+
+def without_dropout(folder: str, copy: Path) -> str:
+    """The same model in another folder, with every dropout of its configuration at 0."""
+    shutil.copytree(folder, copy)
+    file = copy / "config.json"
+    file.chmod(0o644)
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({k: 0.0 if is_dropout(k, v) else v for k, v in config.items()}))
+    return str(copy)
+
+
+def is_dropout(field: str, value: object) -> bool:
+    """Whether this field of a configuration is the share that a dropout drops."""
+    return "dropout" in field and isinstance(value, float)
 
 
 def run_seed(table: str, model: str, seed: int, plans: list[str], folder: str, rate: float) -> None:

@@ -743,6 +743,8 @@ def parsed() -> argparse.Namespace:
     add("--list", action="store_true", help="only name the cases")
     add("--stock", action="store_true", help="the time of two runs beside a stock bf16 script's")
     add("--seeds", type=int, help="paired seeds: F1 of --plans beside stock fp32 AdamW")
+    add("--first-seed", type=int, default=0, help="of --seeds")
+    add("--no-dropout", action="store_true", help="with --seeds: both sides without dropout")
     add("--learning-rate", type=float, default=2e-5, help="of --seeds")
     add("--plans", nargs="*", default=["4GB"], help="budgets, with flags, or plan.toml files")
     options = parser.parse_args()
