@@ -193,6 +193,20 @@ def test_devices_are_numbered_as_torch_numbers_them(
     assert driver.running == 0
 
 
+@pytest.mark.parametrize(("begun", "card"), [(True, TESLA), (False, GEFORCE)])
+def test_among_several_cards_torchs_own_is_found_by_its_uuid(
+    driver: Pynvml, monkeypatch: pytest.MonkeyPatch, begun: bool, card: nvml.DriverCard
+) -> None:
+    """CUDA puts the fastest card first, here the one in the second slot."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: begun)
+    first = SimpleNamespace(uuid="4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: first)
+    use = use_of(0)
+    assert use is not None
+    assert use.total_bytes == card.total_bytes
+    assert driver.running == 0
+
+
 @pytest.mark.parametrize(
     "code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
 )

@@ -169,8 +169,22 @@ def _handle(pynvml: Any, index: int) -> Any:
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     name = visible[index] if index < len(visible) and visible[index] else str(index)
     try:
+        if name.isdigit() and pynvml.nvmlDeviceGetCount() > 1:
+            name = _uuid(index) or name
         if name.isdigit():
             return pynvml.nvmlDeviceGetHandleByIndex(int(name))
         return pynvml.nvmlDeviceGetHandleByUUID(name)  # of a card, or of a MIG instance
     except pynvml.NVMLError:
         return None
+
+
+def _uuid(index: int) -> str | None:
+    """Returns the UUID of torch's device; None before torch has begun to use the cards.
+
+    Among cards of several kinds CUDA's first is the fastest, NVML's the one in the first slot.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
