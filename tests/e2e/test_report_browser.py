@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 import memfit
 from memfit.records.run_log import RunLog
 from memfit.report import live_page
-from memfit.report.live_page import LivePage, make_server
+from memfit.report.live_page import LivePage, PageServer
 from memfit.report.page import write_report
 from memfit.run.serving import RunModel
 from memfit.text import speaking
@@ -249,12 +249,12 @@ def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
     log = tmp_path / "progress.jsonl"
     log.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     page = LivePage(tmp_path, "zh")
-    server, url = make_server(page)
+    server = PageServer(page)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         chromium.look_like(390, 844)
-        chromium.open(url)
+        chromium.open(server.address)
         first = chromium.run("document.querySelector('progress').value")
         chromium.run("document.getElementById('configuration').open = true; scrollTo(0, 700)")
         log.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -283,12 +283,12 @@ def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
 ) -> None:
     page = LivePage(trained, "en", trial=RunModel(trained, "en", "cpu"))
     page.ended = True
-    server, url = make_server(page)
+    server = PageServer(page)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         chromium.look_like(1280, 900)
-        chromium.open(url)
+        chromium.open(server.address)
         chromium.run(
             "document.querySelector('textarea').value = '<img src=x> 房間很髒';"
             "document.getElementById('trial').requestSubmit()"

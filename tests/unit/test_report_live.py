@@ -19,7 +19,7 @@ import pytest
 from report_fixtures import Page, add_samples, make_run
 
 from memfit.errors import OutputError
-from memfit.report.live_page import LivePage, make_server
+from memfit.report.live_page import LivePage, PageServer
 from memfit.run.inference import Classifier
 from memfit.run.serving import RunModel, serve, watching
 
@@ -42,10 +42,10 @@ def repeat(text: str, pair: str | None) -> dict[str, object]:
 def served(tmp_path: Path) -> Iterator[tuple[LivePage, str, Clock]]:
     clock = Clock()
     page = LivePage(tmp_path, "en", clock, trial=repeat)
-    server, url = make_server(page)
+    server = PageServer(page)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield page, url, clock
+    yield page, server.address, clock
     server.shutdown()
     server.server_close()
     thread.join()
@@ -116,11 +116,11 @@ def test_only_the_page_itself_may_ask(
 
 def test_a_page_without_a_model_takes_no_questions(tmp_path: Path) -> None:
     add_samples(tmp_path, steps=3)
-    server, url = make_server(LivePage(tmp_path, "en"))
+    server = PageServer(LivePage(tmp_path, "en"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    assert "trial" not in Page(ask(url)[2]).values("form", "id")
-    assert post(url)[0] == 405
+    assert "trial" not in Page(ask(server.address)[2]).values("form", "id")
+    assert post(server.address)[0] == 405
     server.shutdown()
     server.server_close()
     thread.join()

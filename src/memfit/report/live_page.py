@@ -105,86 +105,99 @@ def _signature(folder: Path) -> Iterator[tuple[int, int] | None]:
             yield None
 
 
-def make_server(page: LivePage, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
-    """A server on a free port, and its address; `serve_forever` is the caller's."""
-    path = f"/{secrets.token_urlsafe(12)}/"
+class PageServer(ThreadingHTTPServer):
+    """Serves one page on a port of this machine; `serve_forever` is the caller's."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 30
+    daemon_threads = True
 
-        def do_GET(self) -> None:
-            if not self._is_for_us():
-                return
-            tag, text = page.read()
-            if self.headers.get("If-None-Match") == f'"{tag}"':
-                self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
-            else:
-                self._answer(HTTPStatus.OK, text, tag)
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self.page = page
+        self.path = f"/{secrets.token_urlsafe(12)}/"
+        super().__init__((HOST, port), _Handler)
 
-        def do_POST(self) -> None:
-            self.close_connection = True  # what is refused is not read
-            if not self._is_for_us():
-                return
-            question = self._question()
-            if isinstance(question, HTTPStatus):
-                self._answer(question)
-                return
-            assert page.trial is not None
-            body = json.dumps(page.trial(*question), ensure_ascii=False).encode()
-            self._answer(HTTPStatus.OK, body, kind="application/json")
+    @property
+    def address(self) -> str:
+        """What a browser opens."""
+        return f"http://{HOST}:{self.server_address[1]}{self.path}"
 
-        def _is_for_us(self) -> bool:
-            name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-            if name.lower() not in NAMES:
-                self._answer(HTTPStatus.FORBIDDEN)
-            elif not secrets.compare_digest(self.path.partition("?")[0].encode(), path.encode()):
-                self._answer(HTTPStatus.NOT_FOUND)
-            else:
-                return True
-            return False
 
-        def _question(self) -> tuple[str, str | None] | HTTPStatus:
-            """The text, or the pair of texts; a status where the page cannot have sent this."""
-            origin = f"http://{self.headers.get('Host', '')}"
-            site = self.headers.get("Sec-Fetch-Site", "same-origin")
-            if self.headers.get("Origin") != origin or site != "same-origin":
-                return HTTPStatus.FORBIDDEN
-            if page.trial is None:
-                return HTTPStatus.METHOD_NOT_ALLOWED
-            if self.headers.get_content_type() != "application/json":
-                return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
-            length = self.headers.get("Content-Length", "")
-            if not length.isdecimal() or int(length) > MOST_QUESTION_BYTES:
-                return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-            try:
-                sent = json.loads(self.rfile.read(int(length)))
-                text, pair = sent["text"], sent.get("text_pair")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return HTTPStatus.BAD_REQUEST
-            if not isinstance(text, str) or not isinstance(pair, str | None):
-                return HTTPStatus.BAD_REQUEST
-            return text, pair
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request for the page, or one question of its box."""
 
-        def _answer(
-            self, status: HTTPStatus, body: bytes = b"", tag: str = "", kind: str = "text/html"
-        ) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("X-Frame-Options", "DENY")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-            if tag:
-                self.send_header("ETag", f'"{tag}"')
-            self.end_headers()
-            self.wfile.write(body)
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30
 
-        def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+    def do_GET(self) -> None:
+        if not self._is_for_us():
+            return
+        tag, text = self.server.page.read()
+        if self.headers.get("If-None-Match") == f'"{tag}"':
+            self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+        else:
+            self._answer(HTTPStatus.OK, text, tag)
 
-    server = ThreadingHTTPServer((HOST, port), Handler)
-    server.daemon_threads = True
-    return server, f"http://{HOST}:{server.server_address[1]}{path}"
+    def do_POST(self) -> None:
+        self.close_connection = True  # what is refused is not read
+        if not self._is_for_us():
+            return
+        question = self._question()
+        if isinstance(question, HTTPStatus):
+            self._answer(question)
+            return
+        assert self.server.page.trial is not None
+        body = json.dumps(self.server.page.trial(*question), ensure_ascii=False).encode()
+        self._answer(HTTPStatus.OK, body, kind="application/json")
+
+    def _is_for_us(self) -> bool:
+        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if name.lower() not in NAMES:
+            self._answer(HTTPStatus.FORBIDDEN)
+        elif not secrets.compare_digest(
+            self.path.partition("?")[0].encode(), self.server.path.encode()
+        ):
+            self._answer(HTTPStatus.NOT_FOUND)
+        else:
+            return True
+        return False
+
+    def _question(self) -> tuple[str, str | None] | HTTPStatus:
+        """The text, or the pair of texts; a status where the page cannot have sent this."""
+        origin = f"http://{self.headers.get('Host', '')}"
+        site = self.headers.get("Sec-Fetch-Site", "same-origin")
+        if self.headers.get("Origin") != origin or site != "same-origin":
+            return HTTPStatus.FORBIDDEN
+        if self.server.page.trial is None:
+            return HTTPStatus.METHOD_NOT_ALLOWED
+        if self.headers.get_content_type() != "application/json":
+            return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_QUESTION_BYTES:
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        try:
+            sent = json.loads(self.rfile.read(int(length)))
+            text, pair = sent["text"], sent.get("text_pair")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return HTTPStatus.BAD_REQUEST
+        if not isinstance(text, str) or not isinstance(pair, str | None):
+            return HTTPStatus.BAD_REQUEST
+        return text, pair
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes = b"", tag: str = "", kind: str = "text/html"
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if tag:
+            self.send_header("ETag", f'"{tag}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""

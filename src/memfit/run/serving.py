@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, ModelError
 from memfit.records.results import RunFolder
-from memfit.report.live_page import LINGER_SECONDS, LivePage, make_server
+from memfit.report.live_page import LINGER_SECONDS, LivePage, PageServer
 from memfit.text import N_, clean, speaking, t
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def serve(folder: Path, lang: str | None, say: Callable[[str], None]) -> None:
     lang = spoken(RunFolder(folder), lang)
     page = LivePage(folder, lang, trial=RunModel(folder, lang))
     page.ended = True
-    server, url = make_server(page)
-    say(url)
+    server = PageServer(page)
+    say(server.address)
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
     server.server_close()
@@ -166,9 +166,9 @@ def main() -> None:
         os.nice(10)
     # The card is the training's: questions are answered by the processor.
     page = LivePage(given.folder, given.lang, trial=RunModel(given.folder, given.lang, "cpu"))
-    server, url = make_server(page)
+    server = PageServer(page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(url, flush=True)
+    print(server.address, flush=True)
     with contextlib.suppress(OSError):
         sys.stdin.read()
     page.ended = True
