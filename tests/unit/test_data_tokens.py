@@ -129,6 +129,33 @@ def test_labels_keep_their_type(
     assert train["labels"][0] == first
 
 
+def test_a_tokenizer_that_changes_its_rows_is_asked_for_each(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    from transformers import BertTokenizer
+
+    class Marked(BertTokenizer):
+        def __call__(self, *texts: Any, **options: Any) -> Any:
+            made = super().__call__(*texts, **options)
+            made["input_ids"] = [[*ids, 7] for ids in made["input_ids"]]
+            return made
+
+    data = table(tmp_path, [3, 5, 12])
+    usual = tokenize(data, tokenizer, 16).train["input_ids"]
+    marked = tokenize(data, Marked(vocab=tokenizer.get_vocab()), 16).train["input_ids"]
+    assert marked[:] == [[*ids, 7] for ids in usual]
+
+
+def test_a_selection_is_kept_apart_from_the_same_rows_in_another_order(tokenizer: Any) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": ["a", "b c", "d"]})
+    chosen = (rows, rows.select([2, 0]), rows.select([0, 2]), rows.select([0]))
+    places = [tokens.place_of_tokens(one, tokenizer, 16) for one in chosen]
+    assert len(set(places)) == 4
+    assert places[1] == tokens.place_of_tokens(rows.select([2, 0]), tokenizer, 16)
+
+
 def test_rows_without_labels_are_tokenized_too(tokenizer: Any) -> None:
     from datasets import Dataset
 

@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from memfit.text import t
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
     from datasets import Dataset
 
 _FOLDER = "tokens"
@@ -102,7 +103,14 @@ def keep_tokens(place: Path | None, tokenized: Dataset) -> None:
 
 def _digest_of_rows(dataset: Dataset) -> str:
     """Of all columns, in order."""
+    import datasets
+
     digest = hashlib.sha256()
+    if dataset._indices is not None:
+        # Which rows of the table, in which order: fetching them one by one takes far longer.
+        for batch in dataset._indices.table.to_batches():
+            digest.update(batch.serialize())
+        dataset = datasets.Dataset(dataset.data, info=dataset.info)
     for table in dataset.with_format("arrow").iter(10_000):
         plain = table.combine_chunks().replace_schema_metadata(None)
         digest.update(plain.schema.to_string().encode())
@@ -117,6 +125,11 @@ if TYPE_CHECKING:
 _LENGTH = "length_before_cutting"
 
 _BATCH_ROWS = 1000
+
+_TEXTS = ("text", "text_pair")
+
+_PARTS = {"input_ids": "ids", "token_type_ids": "type_ids", "attention_mask": "attention_mask"}
+"""A column of the tokenizer's -> the attribute of the library's rows that holds it."""
 
 _EQUAL_BINS = 9
 
@@ -191,6 +204,8 @@ def summarize_lengths(lengths: Array, max_length: int) -> LengthSummary:
 
 
 def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Dataset, Array]:
+    import pyarrow as pa
+
     _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
     if "label" in dataset.column_names:
         dataset = dataset.rename_column("label", "labels")  # keeps its type
@@ -199,22 +214,28 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
         return kept.remove_columns([_LENGTH]), column_of(kept, _LENGTH)
     bar = progress_bar("tokenizing", total_rows=len(dataset))
 
-    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        encoded = _encode(batch["text"], batch.get("text_pair"), tokenizer, max_length)
-        bar.update(len(batch["text"]))
-        return encoded
+    def encode(rows: pa.Table) -> pa.Table:
+        texts = {name: rows[name].to_pylist() for name in rows.column_names if name in _TEXTS}
+        encoded = _encode(texts["text"], texts.get("text_pair"), tokenizer, max_length)
+        bar.update(len(rows))
+        # Of a split each row is a chunk of its own, and whoever reads them pays for each chunk.
+        made = rows.drop_columns(list(texts)).combine_chunks()
+        for name, values in encoded.items():
+            made = made.append_column(name, pa.array(values, _arrow_type(name)))
+        return made.replace_schema_metadata(None)  # it described the texts
 
     with quiet_datasets(), room_on_disk():
-        tokenized = dataset.map(
+        # Through Arrow: as Python's lists a row would take twice as long.
+        tokenized = dataset.with_format("arrow").map(
             encode,
             batched=True,
             batch_size=_BATCH_ROWS,
-            remove_columns=[name for name in dataset.column_names if name.startswith("text")],
             load_from_cache_file=False,
             # Named by us: hashing a tokenizer is slow, and nothing is looked up again.
             new_fingerprint=uuid4().hex,
         )
     bar.close()
+    tokenized = tokenized.with_format(None)
     keep_tokens(place, tokenized)
     return tokenized.remove_columns([_LENGTH]), column_of(tokenized, _LENGTH)
 
@@ -222,14 +243,21 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
 def _encode(
     texts: list[str], pairs: list[str] | None, tokenizer: Any, max_length: int
 ) -> dict[str, Any]:
-    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, padding=False)
+    cut = {"truncation": True, "max_length": max_length, "padding": False}
+    encoded = tokenizer(texts[:1], pairs and pairs[:1], **cut)
+    parts = _parts(texts, pairs, tokenizer, encoded)
+    if parts is None:
+        encoded = tokenizer(texts, pairs, **cut)
+    else:
+        encoded = {name: [getattr(part, _PARTS[name]) for part in parts] for name in encoded}
     lengths = [len(ids) for ids in encoded["input_ids"]]
-    parts = getattr(encoded, "encodings", None)
-    if parts and pairs is None:
+    if parts is not None and pairs is None:
         # A fast tokenizer keeps what it cut off, each piece with its own special tokens.
         specials = tokenizer.num_special_tokens_to_add()
-        for row, part in enumerate(parts):
-            lengths[row] += sum(len(piece) - specials for piece in part.overflowing)
+        for row, length in enumerate(lengths):
+            if length >= max_length:
+                pieces = parts[row].overflowing
+                lengths[row] += sum(len(piece) - specials for piece in pieces)
     else:
         # For pairs those pieces overlap, and slow tokenizers keep none; only the rows that
         # fill max_length can have been cut, so only they are tokenized again.
@@ -245,6 +273,32 @@ def _encode(
             for row, ids in zip(full, again["input_ids"], strict=True):
                 lengths[row] = len(ids)
     return {**encoded, _LENGTH: lengths}
+
+
+def _parts(
+    texts: list[str], pairs: list[str] | None, tokenizer: Any, first: Mapping[str, Any]
+) -> list[Any] | None:
+    """The rows as a fast tokenizer's own library makes them; None for other tokenizers.
+
+    `first` is the first row by the tokenizer itself. That call has told the library where to cut;
+    beyond this it only copies, for longer than the library takes on two cores. Where it does more
+    to the row, the rows have to go through it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not first.keys() <= _PARTS.keys():
+        return None
+    inputs = texts if pairs is None else list(zip(texts, pairs, strict=True))
+    made: list[Any] = backend.encode_batch(inputs)
+    same = all(getattr(made[0], _PARTS[name]) == rows[0] for name, rows in first.items())
+    return made if same else None
+
+
+def _arrow_type(name: str) -> Any:
+    """As `datasets` stores the columns of a tokenizer; None where it looks at the values."""
+    import pyarrow as pa
+
+    kinds = {"input_ids": pa.int32(), "token_type_ids": pa.int8(), "attention_mask": pa.int8()}
+    return pa.list_(kinds[name]) if name in kinds else None
 
 
 def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
