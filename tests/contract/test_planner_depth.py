@@ -95,3 +95,18 @@ def test_layers_recomputed_are_computed_once_more() -> None:
     ]  # fmt: skip
     assert flops[1] - flops[0] == pytest.approx((flops[2] - flops[0]) / 2, rel=0.1)
     assert 1.25 < flops[2] / flops[0] < 1.34
+
+
+def test_an_update_in_plain_torch_follows_from_shallow_traces() -> None:
+    """Its temporaries grow with the depth where small parameters share them."""
+    args = TrainingArguments("unused", report_to="none", use_cpu=True)
+    base = Workload(config=BertConfig(vocab_size=21128), lengths=(64,) * 64, args=args)
+    chosen = candidate(Packing(), LowBitAdamW(24, "float16"))
+    pascal = find_card("GTX 1050 Ti")  # no Triton
+    order = ["build", "start", "micro", "update_first", "clear"]
+    found, full = (
+        simulate(play(trace_step(base, chosen, pascal, layers=layers).segments, order))
+        for layers in (None, 12)
+    )
+    assert found.allocated_bytes == full.allocated_bytes
+    assert found.reserved_bytes == full.reserved_bytes

@@ -10,7 +10,7 @@ from planner_fixtures import bert, h200, task
 
 from memfit.config.schema import ALLOWABLE
 from memfit.engine.micro_batches import MicroBatching
-from memfit.memory.cards import find_card
+from memfit.memory.cards import CardPlace, find_card
 from memfit.planner import space
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
@@ -218,3 +218,19 @@ def test_what_loses_too_much_in_float16_is_left_out_on_cards_without_bfloat16(
     assert "half_precision" in found  # in its place: it loses less
     assert asked.left_out["lowbit_adamw"] == "in float16 it loses 0.3 points of F1"
     assert "lowbit_adamw" in names(every(workload))  # bfloat16 is another matter
+
+
+@pytest.mark.parametrize(
+    ("card", "both"),
+    [
+        (find_card("RTX 3060 12GB", CardPlace(windows=False)), False),
+        (find_card("RTX 3060 12GB", CardPlace(windows=True)), True),  # no Triton
+        (find_card("GTX 1650"), True),  # no matrix units
+        (find_card("P100"), True),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_float32_weights_are_priced_where_low_bits_may_be_slower(card: Any, both: bool) -> None:
+    found = [one for one in every(task(SMALL), card=card) if not one.get("optimizer_offload")]
+    assert any(one.get("lowbit_adamw") for one in found)
+    assert any(not one.get("lowbit_adamw") for one in found) == both

@@ -223,8 +223,9 @@ def deepen(shallow: Segments, deeper: Segments, repeats: int) -> Segments | None
     if shallow.parts.keys() != deeper.parts.keys():
         return None
     parts: dict[str, list[Mark]] = {}
+    grown: set[tuple[Kind, Kind]] = set()
     for name, marks in shallow.parts.items():
-        found = difference(marks, deeper.parts[name])
+        found = difference(marks, deeper.parts[name], grown)
         if found is None:
             return None
         parts[name] = sorted_deaths(_grow(deeper.parts[name], found, repeats))
@@ -283,8 +284,13 @@ def _move(marks: list[Mark], stack: str, by: int) -> list[Mark]:
     return [mark._replace(module=moved(mark.module, stack, by)) for mark in marks]
 
 
-def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
+def difference(
+    shallow: list[Mark], deeper: list[Mark], grown: set[tuple[Kind, Kind]]
+) -> Difference | None:
     """What the deeper trace has more; None if the two differ otherwise.
+
+    `grown` has the blocks that were born larger, of this part and of those before: only those can
+    die larger.
 
     After the longest common beginning, that insertion is taken after which the two go on
     alike for longest. A repetition that begins elsewhere in the unit is as good: inserting
@@ -302,7 +308,7 @@ def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
                 found.inserts.append((j, len(b) - j))
             return found
         extra = len(b) - j - (len(a) - i)
-        lengths = [n for n in range(extra + 1) if b[j + n] == a[i] or _grew(a[i], b[j + n])]
+        lengths = [n for n in range(extra + 1) if b[j + n] == a[i] or _grew(a[i], b[j + n], grown)]
         if not lengths:
             return None
         best = max(lengths, key=lambda n: (_alike(a, b, i + 1, j + n + 1), -n))
@@ -310,14 +316,16 @@ def difference(shallow: list[Mark], deeper: list[Mark]) -> Difference | None:
             found.inserts.append((j, best))
         j += best
         if a[i] != b[j]:
+            grown.add((a[i][1], b[j][1]))
             found.grown[j] = b[j][1][0] - a[i][1][0]
             i, j = i + 1, j + 1
 
 
-def _grew(a: tuple[bool, Kind], b: tuple[bool, Kind]) -> bool:
-    """The same block, larger; only the lists the clipping makes are."""
-    same = a[0] == b[0] and a[1][1:] == b[1][1:]
-    return same and a[1][1] is Component.OPTIMIZER and a[1][0] < b[1][0]
+def _grew(a: tuple[bool, Kind], b: tuple[bool, Kind], grown: set[tuple[Kind, Kind]]) -> bool:
+    """The same block, larger: lists the clipping makes, and what small parameters share."""
+    if a[0] != b[0] or a[1][1:] != b[1][1:] or a[1][1] is not Component.OPTIMIZER:
+        return False
+    return a[1][0] < b[1][0] and (a[0] or (a[1], b[1]) in grown)
 
 
 def _alike(a: list[Any], b: list[Any], i: int, j: int) -> int:

@@ -33,6 +33,7 @@ from memfit.memory.stock_estimate import failing_as_a_trace, no_collection
 from memfit.memory.tracing import traced_device as traced
 from memfit.memory.tracing.counting import Counting, StepCounts
 from memfit.memory.tracing.depth import (
+    Kind,
     Mark,
     Segments,
     cut,
@@ -165,13 +166,14 @@ def shortened(
 def compose(base: Segments, deeper: Sequence[tuple[Segments, int]]) -> Segments | None:
     """The base with what each deeper trace has more, so many times; None if they differ oddly."""
     parts: dict[str, list[Mark]] = {}
+    grown: list[set[tuple[Kind, Kind]]] = [set() for _ in deeper]
     for name, marks in base.parts.items():
         made = list(marks)
         inserts: list[tuple[int, int, list[Mark], int]] = []
         for number, (other, repeats) in enumerate(deeper):
             if name not in other.parts:
                 return None
-            found = difference(marks, other.parts[name])
+            found = difference(marks, other.parts[name], grown[number])
             if found is None:
                 return None
             for place, more in found.grown.items():

@@ -84,15 +84,17 @@ class LowBitAdamW(Strategy):
 
     @classmethod
     def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        """Replaces float32 weights where it can be used.
+        """Replaces float32 weights where it can be used and Triton runs its update.
 
-        They are the same arithmetic with more memory and more traffic, so slower and larger on any
-        card.
+        They are the same arithmetic with more memory and more traffic, so slower and larger.
+        Without Triton the update itself is slow, and without matrix units half precision is: there
+        both are priced.
         """
-        half = asked.half
-        if asked.card is None or asked.refuses_half or not asked.works(cls(dtype=half)):
+        half, card = asked.half, asked.card
+        if card is None or asked.refuses_half or not asked.works(cls(dtype=half)):
             return so_far
-        return asked.usable([(cls(24, half),), (cls(16, half),)])
+        low = asked.usable([(cls(24, half),), (cls(16, half),)])
+        return low if card.has_triton and card.matrix_units else [*so_far, *low]
 
     @property
     def is_rare(self) -> bool:
