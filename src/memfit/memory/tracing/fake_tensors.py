@@ -4,7 +4,8 @@ A trace is thousands of views and allocations. Fake tensors look each of them up
 of every argument, which takes longer than the operator itself does on the meta device. Those
 listed here have shapes that follow from their first tensor alone, so that the meta kernel can be
 asked at once. Others have a meta kernel written in Python, or take real indices that would be
-turned into fake tensors first; their shapes are written down here. All others go the usual way.
+turned into fake tensors first; their shapes are written down here. All others go the usual way,
+once for each shape of their arguments: a plan makes dozens of traces of the same layers.
 
 What touches a weight is fake: it costs nothing, however large the model. What follows from
 the batch alone (ids, masks, positions) is real, so that what a model asks of it (is
@@ -16,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -27,7 +29,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 
@@ -39,6 +40,8 @@ from memfit.memory.tracing.tracker import _BACKWARD_NODE, _DEVICE, Tracker, tens
 from memfit.text import t
 
 _aten = torch.ops.aten
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _FOLLOWS = frozenset(
     (
@@ -72,25 +75,13 @@ _ALLOCATES = {
 }
 """And which of them makes the same without writing to it."""
 
-_WRITES = frozenset((_aten.linalg_vector_norm.out, _aten.where.self_out))
+_WRITES = frozenset(
+    (
+        _aten.linalg_vector_norm.out, _aten.where.self_out, _aten.sub.out, _aten.logical_and.out,
+        _aten.bitwise_right_shift.Tensor_Scalar_out,
+    )
+)  # fmt: skip
 """Into a tensor handed over, which has the right shape already."""
-
-_CHANGES = frozenset(
-    (
-        _aten.add_.Tensor, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Scalar,
-        _aten.div_.Tensor, _aten.bernoulli_.float, _aten.zero_.default, _aten.fill_.Scalar,
-        _aten.copy_.default,
-    )
-)  # fmt: skip
-"""Their first tensor, which they return."""
-
-_CHANGES_LISTS = frozenset(
-    (
-        _aten._fused_adamw_.default, _aten._foreach_add_.Scalar, _aten._foreach_copy_.default,
-        _aten._foreach_mul_.Tensor,
-    )
-)  # fmt: skip
-"""Tensors in lists, and return nothing."""
 
 _TO_COPY = _aten._to_copy.default
 
@@ -107,10 +98,8 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         return _allocated(func, args, kwargs, mode)
     if func in _WRITES:
         return kwargs["out"] if _is_ours(kwargs["out"], mode) else NotImplemented
-    if func in _CHANGES:
-        return args[0] if _is_ours(args[0], mode) else NotImplemented
-    if func in _CHANGES_LISTS:
-        return None if all(_is_ours(one, mode) for one in args[0]) else NotImplemented
+    if _changes(func):
+        return _changed(args[0], mode)
     if func in _SHAPES:
         return _shaped(_SHAPES[func], args, kwargs, mode)
     if func is _TO_COPY:
@@ -124,17 +113,35 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     several = func in _SEVERAL
     if not several and func not in _FOLLOWS:
         return NotImplemented
-    device = getattr(args[0], "fake_device", None)
+    device: Any = getattr(args[0], "fake_device", None)
     for arg in args:
         if isinstance(arg, torch.Tensor) and not (
             _is_ours(arg, mode) and arg.fake_device == device
         ):
             return NotImplemented
-    with in_kernel_invocation_manager(mode):
-        out = func(*args, **kwargs)
+    out = _on_meta(mode, func, *args, **kwargs)
     if several:
-        return type(out)(FakeTensor(mode, one, device) for one in out)
-    return FakeTensor(mode, out, device)
+        return type(out)(_fake(mode, one, device) for one in out)
+    return _fake(mode, out, device)
+
+
+@cache
+def _changes(func: Any) -> bool:
+    """Whether an operator writes to its first argument, a tensor or a list, and makes nothing."""
+    schema = func._schema
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    return (
+        any(written[:1])
+        and schema.name.endswith("_")
+        and torch.Tag.inplace_view not in func.tags
+        and (not schema.returns or not any(written[1:]))
+    )
+
+
+def _changed(first: Any, mode: Any) -> Any:
+    if isinstance(first, (tuple, list)):
+        return None if all(_is_ours(one, mode) for one in first) else NotImplemented
+    return first if _is_ours(first, mode) else NotImplemented
 
 
 def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
@@ -145,9 +152,8 @@ def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: A
         device = first.fake_device if device is None else device
     if kwargs.get("pin_memory") or (device is not None and device.type == "meta"):
         return NotImplemented
-    with in_kernel_invocation_manager(mode):
-        out = _ALLOCATES[func](*args, **{**kwargs, "device": torch.device("meta")})
-    return FakeTensor(mode, out, device or torch.device("cpu"))
+    out = _on_meta(mode, _ALLOCATES[func], *args, **{**kwargs, "device": _META})
+    return _fake(mode, out, device or _CPU)
 
 
 # ---- shapes written down: of the results, all of them contiguous and of the first tensor's type
@@ -269,13 +275,141 @@ def _norms(tensors: Sequence[Any], *_: Any, mode: Any, **named: Any) -> Any:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, like: FakeTensor, mode: Any) -> FakeTensor:
-    with in_kernel_invocation_manager(mode):
-        made = torch.empty(shape, dtype=dtype, device="meta")
-    return FakeTensor(mode, made, like.fake_device)
+    made = _on_meta(mode, torch.empty, shape, dtype=dtype, device=_META)
+    return _fake(mode, made, like.fake_device)
+
+
+def _on_meta(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a meta kernel, as torch's in_kernel_invocation_manager does at three times the cost."""
+    with torch._C._DisableTorchDispatch():
+        mode.in_kernel_invocation = True
+        try:
+            with torch._C._PreserveDispatchKeyGuard():
+                torch._C._set_meta_in_tls_dispatch_include(True)
+                return func(*args, **kwargs)
+        finally:
+            mode.in_kernel_invocation = False
+
+
+def _fake(mode: Any, made: torch.Tensor, device: torch.device) -> FakeTensor:
+    """Returns `FakeTensor(mode, made, device)` for a CPU.
+
+    The constructor checks what is known here, which takes longer than all the rest of it.
+    """
+    if device != _CPU:
+        return FakeTensor(mode, made, device)
+    fake: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor,
+        made,
+        made.requires_grad,
+        dispatch_device=True,
+        device_for_backend_keys=_CPU,
+    )
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    vars(fake).update(_state_of_fakes(mode))
+    return fake
+
+
+@lru_cache(maxsize=1)
+def _state_of_fakes(mode: Any) -> dict[str, Any]:
+    """What the constructor writes into every fake CPU tensor of a mode."""
+    made = _on_meta(mode, torch.empty, (), device=_META)
+    return dict(vars(FakeTensor(mode, made, _CPU)))
 
 
 def _is_ours(tensor: Any, mode: Any) -> TypeGuard[FakeTensor]:
     return type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
+
+
+# ---- all others: the usual way for the first arguments of each shape
+
+
+def run_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
+    """Returns what the operator gives; its results for arguments like earlier ones are known."""
+    if not _is_pure(func):
+        return func(*args, **kwargs)
+    try:
+        key = (func, torch.get_default_dtype(), _described((args, kwargs), mode))
+        known = _results.get(key)
+    except TypeError:  # an argument that is not described here
+        return func(*args, **kwargs)
+    if known is not None:
+        several, shapes = known
+        made = [None if one is None else _strided(mode, *one) for one in shapes]
+        return several(made) if several is not None else made[0]
+    out = func(*args, **kwargs)
+    several = type(out) if isinstance(out, (tuple, list)) else None
+    results = out if several is not None else (out,)
+    if several in (None, tuple, list) and _are_fresh(results, (args, kwargs), mode):
+        shapes = [None if t is None else (t.shape, t.stride(), t.dtype) for t in results]
+        if len(_results) >= _MOST_RESULTS:
+            _results.clear()
+        _results[key] = (several, shapes)
+    return out
+
+
+_results: dict[Hashable, tuple[Any, list[Any]]] = {}
+"""By operator and arguments, the kind of sequence and the shapes, strides and types of results."""
+
+_MOST_RESULTS = 50_000
+
+_DESCRIBED = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+     torch.memory_format)
+)  # fmt: skip
+
+
+@cache
+def _is_pure(func: Any) -> bool:
+    """Whether an operator makes new tensors, and writes to none."""
+    schema = func._schema
+    return not schema.is_mutable and all(one.alias_info is None for one in schema.returns)
+
+
+def _described(value: Any, mode: Any) -> Hashable:
+    """All that the shape of a result can follow from; TypeError where something else is given."""
+    kind = type(value)
+    if kind in _DESCRIBED:
+        return (kind, value)  # 1, 1.0 and True are equal
+    if kind in (tuple, list, torch.Size):
+        return tuple([_described(one, mode) for one in value])
+    if kind is dict:
+        return tuple([(name, _described(one, mode)) for name, one in value.items()])
+    if kind is FakeTensor:
+        if not (_is_ours(value, mode) and value.fake_device == _CPU):
+            raise TypeError
+    elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        raise TypeError
+    return (kind, value.shape, value.stride(), value.dtype)
+
+
+def _are_fresh(results: Sequence[Any], given: Any, mode: Any) -> bool:
+    """Whether each is a whole fake tensor of its own, as `_strided` makes them."""
+    storages = {t.untyped_storage()._cdata for t in _every_tensor(given)}
+    for one in results:
+        if one is None:
+            continue
+        if not (_is_ours(one, mode) and one.fake_device == _CPU and one.storage_offset() == 0):
+            return False
+        storage = one.untyped_storage()
+        last = sum(
+            (size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True)
+        )
+        whole = (last + 1) * one.element_size() if one.numel() else 0
+        if storage._cdata in storages or storage.nbytes() != whole:
+            return False
+        storages.add(storage._cdata)
+    return True
+
+
+def _every_tensor(given: Any) -> Iterator[torch.Tensor]:
+    args, kwargs = given
+    return tensors_in((args, tuple(kwargs.values())))
+
+
+def _strided(mode: Any, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+    made = _on_meta(mode, torch.empty_strided, shape, stride, dtype=dtype, device=_META)
+    return _fake(mode, made, _CPU)
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -318,7 +452,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
         if self._kernels is not None and func is _ADD and self._accumulates(args):
             if (counter := current()) is not None:
                 counter.see(func, args, kwargs, args[0])
-            return args[0].add_(args[1])
+            return args[0] if _is_ours(args[0], self.mode) else args[0].add_(args[1])
         out = self._run(func, args, kwargs)
         if func is _LAYER_NORM:
             out = self._with_fp32_statistics(args, out)
@@ -348,7 +482,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
             self._kernels is None and (weight is None or weight.dtype is not torch.float32)
         ):
             return out
-        return (out[0], out[1].float(), out[2].float())
+        return (out[0], *(_strided(self.mode, t.shape, t.stride(), torch.float32) for t in out[1:]))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         supplied = supplied_operator(func)
@@ -366,7 +500,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 args = (args[0], _as_positions(args[1]))
         try:
-            return func(*args, **kwargs)
+            return run_once(func, args, kwargs, self.mode)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,

@@ -38,6 +38,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every storage's birth and death, in order."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No trace is compiled, so operators need no wrapper that keeps the compiler away."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.component = Component.ACTIVATIONS
