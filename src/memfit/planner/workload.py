@@ -34,7 +34,7 @@ from memfit.memory.tracing.depth import cut_layers
 from memfit.models.layer_stack import sees_padding
 from memfit.models.layers import base_of, layers_of
 from memfit.planner.candidates import Workload
-from memfit.strategies import Strategy
+from memfit.strategies import Combination, Strategy
 from memfit.text import Message
 
 _SAMPLED_BATCHES = 64
@@ -155,8 +155,8 @@ class Batches:
 
 def batches_of(workload: Workload, strategies: Sequence[Strategy]) -> Batches:
     """Effective batches of the rows as these strategies leave them."""
-    cuts = (one.effects.cuts_at for one in strategies)
-    longest = next((at for at in cuts if at is not None), workload.longest_tokens)
+    cut = Combination(tuple(strategies)).effects.cuts_at
+    longest = workload.longest_tokens if cut is None else cut
     known = workload.batches
     if longest not in known:
         lengths = [min(length, longest) for length in workload.lengths]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -153,10 +153,15 @@ class Combination:
     @cached_property
     def effects(self) -> Effects:
         """What they do together: of each effect, what the first strategy that has it says."""
-        found: dict[str, Any] = {}
-        for one in reversed(self.strategies):
-            found.update(_changed(one.effects))
-        return Effects(**found)
+        return _effects_of(self.strategies)
+
+
+@lru_cache(maxsize=2**14)
+def _effects_of(strategies: Option) -> Effects:
+    found: dict[str, Any] = {}
+    for one in reversed(strategies):
+        found.update(_changed(one.effects))
+    return Effects(**found)
 
 
 def _changed(effects: Effects) -> dict[str, Any]:

@@ -88,6 +88,9 @@ class TracedPricer:
         self._outside = cache(self._make_outside)
         self._lines = cache(self._make_lines)
         self._problem = cache(self._find_problem)
+        self._reference = cache(self._find_reference)
+        self._evaluated = cache(self._count_evaluated)
+        self._quick = cache(self._compose)
 
     def of(self, workload: Workload) -> TracedPricer:
         """The same for another task; of one with the same layers nothing is traced again."""
@@ -126,6 +129,9 @@ class TracedPricer:
 
     def quick(self, candidate: Candidate) -> Price:
         """Composed from traced layers."""
+        return self._quick(candidate)
+
+    def _compose(self, candidate: Candidate) -> Price:
         split = self._split(candidate.strategies)
         cut = self._cut(candidate, split)
         counts = self._counts(split, cut)
@@ -151,7 +157,7 @@ class TracedPricer:
     def _family_of(self, split: Split) -> TraceFamily:
         return self._family(split.family, self._reference(split.family, split.updating))
 
-    def _reference(self, family: Strategies, updating: Strategies) -> Strategies:
+    def _find_reference(self, family: Strategies, updating: Strategies) -> Strategies:
         """The way of updating a family's layers are traced with."""
         effects = Combination(updating).effects
         chooses = Combination(family).effects.chooses_weights
@@ -229,14 +235,14 @@ class TracedPricer:
 
     def _evaluation_bytes(self, updating: Updating, split: Split, limits: MicroBatching) -> float:
         """An evaluation's highest moment; it was traced with batches that are not cut."""
-        traced, cut = (self._evaluated(split, one) for one in (MicroBatching(), limits))
+        traced, cut = (self._evaluated(split.packed, one) for one in (MicroBatching(), limits))
         return updating.evaluation_bytes * cut / traced
 
-    def _evaluated(self, split: Split, limits: MicroBatching) -> int:
+    def _count_evaluated(self, packed: bool, limits: MicroBatching) -> int:
         """Tokens of an evaluation's largest part."""
         batches = batches_of(self.workload, ())
         rows = int(self.workload.args.per_device_eval_batch_size)
-        return batches.evaluated_tokens(rows, limits, packed=split.packed)
+        return batches.evaluated_tokens(rows, limits, packed=packed)
 
     def _find_peak(
         self,
