@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
@@ -175,10 +176,12 @@ def reaches(
     pricer_for: PricerFor | None = None,
 ) -> Iterator[Reach]:
     """The table, line by line: a line takes some seconds, so each is announced."""
+    from memfit.memory.stock_estimate import no_collection
+
     every = well_known() if models is None else models
     for number, model in enumerate(every, start=1):
         place = {"model": model.name, "number": number, "count": len(every)}
-        with doing(t("pricing {model} ({number} of {count}) …", **place)):
+        with doing(t("pricing {model} ({number} of {count}) …", **place)), no_collection():
             row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
             try:
                 exact, rounding = row.cell(exact=True), row.cell()
@@ -221,6 +224,7 @@ class _Row:
     def cell(self, *, exact: bool = False, allow: bool = False) -> Cell:
         from memfit.planner.search import ask, rank
         from memfit.planner.space import candidates, permissions
+        from memfit.strategies import Tier
 
         allowed = frozenset(permissions()) if allow else frozenset[str]()
         asked, _ = ask(self.workload, self.card, self.pricer, exact=exact, allow=allowed)
@@ -229,10 +233,15 @@ class _Row:
         for candidate in candidates(asked):
             is_rare = any(one.is_rare for one in candidate.strategies)
             (rare if is_rare else usual).append(candidate)
-        prices = self._priced(usual)
-        if not any(one.device_bytes <= self.budget_bytes for one in prices):
+        prices: list[Price] = []
+        for tier in Tier:
+            # Each tier costs traces: not where the best so far is as fast as it can be.
+            best_seconds = min((one.step_seconds for one in self._fitting(prices)), default=inf)
+            if best_seconds == inf or self.pricer.least_seconds(tier, prices) < best_seconds:
+                prices += self._priced(one for one in usual if one.tier is tier)
+        if not self._fitting(prices):
             prices += self._priced(rare)
-        fitting = [one for one in prices if one.device_bytes <= self.budget_bytes]
+        fitting = self._fitting(prices)
         best = min(fitting, key=rank) if fitting else min(prices, key=lambda one: one.device_bytes)
         return Cell(
             fits=bool(fitting),
@@ -240,6 +249,9 @@ class _Row:
             texts_per_second=self.workload.effective_rows / best.step_seconds,
             strategies=tuple(one.name for one in best.candidate.strategies),
         )
+
+    def _fitting(self, prices: Iterable[Price]) -> list[Price]:
+        return [one for one in prices if one.device_bytes <= self.budget_bytes]
 
     def _priced(self, ways: Iterable[Candidate]) -> list[Price]:
         """Quick prices of those this machine has the host memory for."""

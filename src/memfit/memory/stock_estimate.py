@@ -222,7 +222,11 @@ class Recorder:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would end storages at moments that mean nothing."""
+    """No garbage collection: it would end storages at moments that mean nothing.
+
+    Around many traces it saves a look at all that was imported, every few traces; each trace
+    collects what it leaves.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

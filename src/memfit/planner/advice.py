@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config.schema import FIDELITY_NAMES
 from memfit.errors import DoesNotFitError
 from memfit.memory.components import COMPONENT_NAMES
+from memfit.memory.stock_estimate import no_collection
 from memfit.memory.tracing.depth import with_layers
 from memfit.planner.candidates import Candidate, Price, Pricer, Workload
 from memfit.planner.explain import explain
@@ -250,6 +251,7 @@ class Alternatives:
     smaller: tuple[Smaller, ...]
 
 
+@no_collection()
 def alternatives(planning: Planning) -> Alternatives:
     """What else could be done than what is planned."""
     budget_bytes = planning.chosen.digest.budget_bytes

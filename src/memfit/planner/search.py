@@ -19,6 +19,7 @@ import psutil
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
+from memfit.memory.stock_estimate import no_collection
 from memfit.planner.advice import (
     disk_note,
     does_not_fit,
@@ -73,6 +74,7 @@ class Planning:
         return f"<Planning: {self.chosen!r} of {self.considered} candidates>"
 
 
+@no_collection()
 def make_plan(
     task: PlanTask,
     *,

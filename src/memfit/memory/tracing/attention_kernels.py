@@ -134,6 +134,17 @@ def _padded_last(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
 
 
+ATTENTION_BACKWARD = frozenset(
+    (
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+        _aten._efficient_attention_backward.default,
+        _aten._scaled_dot_product_flash_attention_backward.default,
+        _aten._flash_attention_backward.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+    )
+)
+
+
 def attention_temporaries(func: Any, args: tuple[Any, ...]) -> Iterator[int]:
     """Bytes the backward kernels take beside their results."""
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:

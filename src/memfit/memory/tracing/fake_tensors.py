@@ -461,7 +461,7 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
                 counter.see_on_host(func, args, out)
             else:
                 counter.see(func, args, kwargs, out)
-        if func is not _LAYER_NORM and func._schema.is_mutable and _is_real(args):
+        if func is not _LAYER_NORM and _is_real(args) and func._schema.is_mutable:
             return args[0]  # changed in place: no memory is new
         self.record(out)
         if self._kernels is not None:
@@ -557,6 +557,8 @@ def _quiet() -> Iterator[None]:
 
 def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator's values follow from the batch alone: no weight took part."""
+    if args and type(args[0]) is FakeTensor:
+        return False
     tensors = list(tensors_in((args, tuple(kwargs.values()))))
     if tensors:
         return all(not isinstance(t, FakeTensor) and t.device.type == "cpu" for t in tensors)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from memfit.memory.cuda_context import threads_per_multiprocessor
-from memfit.memory.tracing.attention_kernels import attend, attention_temporaries
+from memfit.memory.tracing.attention_kernels import (
+    ATTENTION_BACKWARD,
+    attend,
+    attention_temporaries,
+)
 
 _MOST_THREADS = 512  # of a block that reduces
 
@@ -308,7 +312,7 @@ def unregister_operator(name: str) -> None:
 
 def supplied_operator(func: Any) -> Callable[..., Any] | None:
     """What was registered for this operator, if anything was."""
-    return _SUPPLIED.get(func._schema.name)
+    return _SUPPLIED.get(func._schema.name) if _SUPPLIED else None
 
 
 def _canonical(name: str) -> str:
@@ -351,15 +355,14 @@ class CudaKernels:
             return op._op_dk(_COMPOSITE, query, *args, **kwargs)
         return attend(self.capability, query, *args, **kwargs)
 
-    def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> Iterator[int]:
+    def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> Iterable[int]:
         """Bytes of the buffers a CUDA kernel takes and gives back within the operator."""
         formula = _TEMPORARIES.get(func)
         if formula is not None:
-            yield from formula(args, out)
-        elif func in _REDUCTIONS:
-            yield self._reduction(func, args)
-        else:
-            yield from attention_temporaries(func, args)
+            return formula(args, out)
+        if func in _REDUCTIONS:
+            return (self._reduction(func, args),)
+        return attention_temporaries(func, args) if func in ATTENTION_BACKWARD else ()
 
     def _reduction(self, func: Any, args: tuple[Any, ...]) -> int:
         tensor = args[0]

@@ -72,6 +72,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self, out: Any) -> None:
         """Write down the storages of an operator's result that are new."""
+        if isinstance(out, torch.Tensor):
+            self._born(out)
+            return
         for tensor in tensors_in(out):
             self._born(tensor)
 

@@ -60,14 +60,25 @@ class Tracing:
         self.guessed: set[str] = set()
         """Operators of all traces so far whose arithmetic could not be counted."""
 
-    def trace(self, strategies: Strategies, layers: int, *, fewer: bool = False) -> StepTrace:
+    def trace(
+        self, strategies: Strategies, layers: int, *, fewer: bool = False, evaluates: bool = False
+    ) -> StepTrace:
         """A step of so many layers, on the larger or the smaller of two micro-batches."""
-        return self._traced(strategies, layers, fewer)
+        return self._traced(strategies, layers, fewer, evaluates)
 
-    def _trace(self, strategies: Strategies, layers: int, fewer: bool) -> StepTrace:
+    def _trace(
+        self, strategies: Strategies, layers: int, fewer: bool, evaluates: bool
+    ) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
-        found = trace_step(self._alike(rows), candidate, self.card, tokens=tokens, layers=layers)
+        found = trace_step(
+            self._alike(rows),
+            candidate,
+            self.card,
+            tokens=tokens,
+            layers=layers,
+            evaluates=evaluates,
+        )
         self.guessed |= found.guessed
         return found
 
@@ -167,7 +178,7 @@ class Updating:
     def __init__(self, tracing: Tracing, family: TraceFamily, strategies: Strategies) -> None:
         self._family, self._layers = family, family.layers - 1
         used = (*family.strategies, *strategies)
-        self._shallow = tracing.trace(used, self._layers)
+        self._shallow = tracing.trace(used, self._layers, evaluates=True)
         # What crosses the bus is in proportion to the parameters: one depth is enough.
         simple = strategies != family.reference and Combination(strategies).effects.copies
         self._deeper = None if simple else tracing.trace(used, family.layers)
@@ -284,7 +295,8 @@ class TraceFamily:
 
     def traced(self, layers: int) -> StepTrace:
         """The plain step of so many layers, with the reference's way of updating."""
-        return self._tracing.trace((*self.strategies, *self.reference), layers)
+        used = (*self.strategies, *self.reference)
+        return self._tracing.trace(used, layers, evaluates=layers < self.layers)
 
     @cached_property
     def _fewer(self) -> StepTrace:

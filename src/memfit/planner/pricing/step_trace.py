@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.errors import ConfigError, ModelError
 from memfit.memory.cards import DeviceProfile
@@ -232,7 +231,7 @@ def first_objection(
     early = [one for one in strategies if one.effects.chooses_weights]
     if reason := _objection(early, setup):
         return reason
-    with FakeTensorMode(), traced.tracing(_Unwatched(device_to_trace(card))):
+    with fake_trace(), traced.tracing(_Unwatched(device_to_trace(card))):
         materialize(setup.model, empty_like)
         return _objection([one for one in strategies if one not in early], setup)
 
@@ -287,14 +286,18 @@ def trace_step(
     tokens: int | None = None,
     layers: int | None = None,
     whole: bool = False,
+    evaluates: bool = True,
 ) -> StepTrace:
     """The candidate's step on a CUDA card, or on a CPU (None).
 
     `tokens` are those of one micro-batch on the device; by default the most the candidate's
     micro-batching and the data allow. `layers` traces a model of only so many, as it is. `whole`
-    is a batch of so many tokens that is not cut, whatever becomes of larger ones.
+    is a batch of so many tokens that is not cut, whatever becomes of larger ones. Without
+    `evaluates` no model runs in its evaluation.
     """
-    return _tracer(workload, card).step(candidate, tokens=tokens, layers=layers, whole=whole)
+    return _tracer(workload, card).step(
+        candidate, tokens=tokens, layers=layers, whole=whole, evaluates=evaluates
+    )
 
 
 def price_memory(
@@ -402,6 +405,7 @@ class _Tracer:
         tokens: int | None,
         layers: int | None = None,
         whole: bool = False,
+        evaluates: bool = True,
     ) -> StepTrace:
         """At full depth, from shallow traces where they suffice."""
         count = len(self._layers)
@@ -411,11 +415,12 @@ class _Tracer:
             self.workload, candidate, packed=packed, repads=repads, tokens=tokens, whole=whole
         )
         if layers is not None and self._is_cut:
-            return self._trace(candidate, self.workload, layers, rows).step(rows, (layers,))
+            found = self._trace(candidate, self.workload, layers, rows, evaluates=evaluates)
+            return found.step(rows, (layers,))
         if self._is_cut:
-            found = self._from_shallow(candidate, count, rows)
-            if found is not None:
-                return found
+            composed = self._from_shallow(candidate, count, rows)
+            if composed is not None:
+                return composed
         return self._trace(candidate, self.workload, None, rows).step(rows, (count,))
 
     def _from_shallow(self, candidate: Candidate, count: int, rows: TracedRows) -> StepTrace | None:
@@ -439,13 +444,29 @@ class _Tracer:
         return whole.step(rows, tuple(sum(runs) for runs in shallow.runs))
 
     def _trace(
-        self, candidate: Candidate, workload: Workload, layers: int | None, rows: TracedRows
+        self,
+        candidate: Candidate,
+        workload: Workload,
+        layers: int | None,
+        rows: TracedRows,
+        *,
+        evaluates: bool = True,
     ) -> _Traced:
-        key = (candidate.strategies, candidate.micro_batching, workload.freeze, layers, rows)
+        asked = (candidate.strategies, candidate.micro_batching, workload.freeze)
+        key = (*asked, layers, rows, evaluates)
         if key not in self._kept:
             model = build_model(workload, self._config_of(layers), layers)
             half = autocast_dtype(workload, candidate, cuda=self.card is not None)
-            run = TracedRun(workload, candidate, self.card, model, rows, half, self._large_bytes)
+            run = TracedRun(
+                workload,
+                candidate,
+                self.card,
+                model,
+                rows,
+                half,
+                self._large_bytes,
+                evaluates=evaluates,
+            )
             self._kept[key] = _trace(run, self.card, half, tf32=bool(workload.args.tf32))
             if len(self._kept) > _KEPT_TRACES:
                 self._kept.popitem(last=False)
@@ -547,14 +568,14 @@ def _trace(
     kernels = None
     if card is not None:
         kernels = CudaKernels(card.capability, card.multiprocessors, autocast=half is not None)
-    with (
-        no_collection(),
-        fake_trace(kernels) as tracker,
-        Counting(tf32=tf32) as counter,
-        failing_as_a_trace(tracker, run.setup.model),
-    ):
-        events = run.run(tracker, counter)
-    gc.collect(0)
+    with no_collection():
+        with (
+            fake_trace(kernels) as tracker,
+            Counting(tf32=tf32) as counter,
+            failing_as_a_trace(tracker, run.setup.model),
+        ):
+            events = run.run(tracker, counter)
+        gc.collect(0)
     trained = run.setup.model
     return _Traced(
         segments=cut(events, oldest_first=_OLDEST_FIRST),

@@ -176,7 +176,10 @@ class TracedRun:
         rows: TracedRows,
         half: torch.dtype | None,
         large_bytes: int,
+        *,
+        evaluates: bool = True,
     ) -> None:
+        self._evaluates = evaluates
         self._workload, self._candidate, self._card = workload, candidate, card
         self._rows, self._half, self._large_bytes = rows, half, large_bytes
         self.setup: Setup = make_setup(workload, model, card)
@@ -424,7 +427,10 @@ class TracedRun:
         rows = tuple(min(length, longest) for length in (lengths * count)[:count])
         with self._tracker.on_host():
             part = self._executor.split(self._inputs(rows))[0]
-        self._without_gradients(part.inputs)
+        if self._evaluates:
+            self._without_gradients(part.inputs)
+        else:
+            self._moved(part.inputs)  # what the host holds for it counts all the same
 
     def _encode(self) -> None:
         """As many tokens as go through the frozen encoder at once."""
