@@ -37,7 +37,7 @@ from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.candidates import Workload
 from memfit.planner.this_machine import budget_bytes
-from memfit.strategies import ORDER, Packing, Setup
+from memfit.strategies import ORDER, Packing, Setup, Tier
 from memfit.strategies.packing.packed_model import REFUSED
 from memfit.text import Message, shown, speaking, t
 from memfit.units import Budget
@@ -380,6 +380,32 @@ def test_a_model_that_cannot_be_priced_does_not_stop_the_table() -> None:
     assert base.problem == ""
     assert base.rounding
     assert base.rounding.fits
+
+
+class Bounded(FormulaPricer):
+    """Knows that no slow tier is faster than the fastest of the usual one."""
+
+    def least_seconds(self, tier: Tier, prices: Any) -> float:
+        return 0.0 if tier is Tier.USUAL else min(one.step_seconds for one in prices)
+
+
+@pytest.mark.parametrize(("budget", "tiers"), [(11e9, {Tier.USUAL}), (1e9, None)])
+def test_slow_tiers_are_priced_only_where_they_could_be_faster(
+    budget: float, tiers: set[Tier] | None
+) -> None:
+    models = [one for one in well_known() if one.name == "BERT-base"]
+    card, made = find_card("RTX 3060"), []
+
+    def pricer(workload: Workload, card: Any) -> FormulaPricer:
+        made.append(Bounded(workload, card))
+        return made[-1]
+
+    given = {"models": models, "host_bytes_free": 0}
+    (row,) = reaches(card, int(budget), pricer_for=pricer, **given)
+    (every,) = reaches(card, int(budget), pricer_for=formula, **given)
+    assert row == every
+    priced = {one.tier for one in made[0].known}
+    assert priced == tiers if tiers is not None else priced > {Tier.USUAL, Tier.RECOMPUTED}
 
 
 # ---- the command ----
