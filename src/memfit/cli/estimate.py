@@ -192,21 +192,16 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
 
 
 def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> str:
+    from memfit.memory.device import has_cuda
     from memfit.run import stock_flags
 
     verdict = stock_flags.verdict(found, device)
     said = t(_VERDICTS[verdict], card=device.name, total=format_both(device.total_bytes))
     return (
         said
-        if named or _has_gpu()
+        if named or has_cuda()
         else t("{verdict}; there is no GPU here, name yours with --gpu", verdict=said)
     )
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _rules_table(found: MemoryEstimate) -> RenderableType:

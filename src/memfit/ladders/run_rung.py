@@ -28,7 +28,7 @@ from memfit.ladders.rungs import DOES_NOT_FIT, FAILED, OK, PLAN, Rung
 from memfit.memory.available import CudaReader
 from memfit.memory.cards import this_card
 from memfit.memory.components import MemoryPeak
-from memfit.memory.device import is_cuda
+from memfit.memory.device import is_cuda, synchronize
 from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.memory.phases import TRAINING
 from memfit.memory.stock_estimate import estimate_memory
@@ -107,10 +107,9 @@ class StepTimer(transformers.TrainerCallback):
     def __init__(self) -> None:
         self._ends: list[float] = []
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
         """The device has to be done with it, too."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(args.device)
         self._ends.append(time.perf_counter())
 
     @property

@@ -63,7 +63,7 @@ def best_device() -> torch.device:
     import torch
 
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda")
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else found
 

@@ -420,7 +420,7 @@ def _device(name: str | None) -> torch.device:
     from memfit.memory.device import best_device
 
     if name is None:
-        return best_device()
+        name = best_device().type
     try:
         torch.empty(0, device=name)
         return torch.device(name)
