@@ -292,6 +292,21 @@ def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_weights": "balanced"}, {"threshold": "auto"}, {"early_stopping": 2},
+        {"positive_label": "1"},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_options_that_no_rung_uses_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    config = asked_run(output_dir=str(tmp_path / "ladder"), **options)
+    with pytest.raises(ConfigError, match=f"does not use {next(iter(options))}"):
+        climb.climb(config, asked(), lambda _: None)
+    assert not (tmp_path / "ladder").exists()
+
+
 def test_wrong_input_ends_the_ladder_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

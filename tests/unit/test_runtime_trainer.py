@@ -162,6 +162,14 @@ def test_class_weights_and_another_loss_contradict_each_other(tmp_path):
         trainer_of(tmp_path, named={"class_weights": [1, 2], "compute_loss_func": print})
 
 
+def test_class_weights_are_not_called_the_users_own_loss(tmp_path):
+    planned = {"budget": "10GB", "micro_batching": None, "strategies": ()}
+    trainer = trainer_of(tmp_path, named={**planned, "class_weights": [1, 2]})
+    said = "\n".join(trainer.plan.sentences())
+    assert "the loss is weighted by class" in said
+    assert "your own loss" not in said
+
+
 def test_what_runs_is_in_args_and_what_the_user_wrote_in_user_args(tmp_path):
     trainer = trainer_of(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     assert trainer.args.per_device_train_batch_size == trainer.effective_rows == 8

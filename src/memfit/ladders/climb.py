@@ -156,9 +156,29 @@ class LadderRequest:
         return not self.rungs or rung.name in (*self.rungs, BASELINE)
 
 
+def _check_options(config: RunConfig) -> None:
+    """Options of a run that no rung uses; the command line has none of them."""
+    not_used = {
+        "class_weights": config.class_weights,
+        "threshold": config.threshold,
+        "early_stopping": config.early_stopping,
+        "positive_label": config.data.positive_label,
+    }
+    for name, value in not_used.items():
+        if value is not None:
+            raise ConfigError(
+                t(
+                    "the ladder does not use {option}: its rungs compare memory, time and F1 of "
+                    "the plain training; leave it out",
+                    option=name,
+                )
+            )
+
+
 def climb(config: RunConfig, asked: LadderRequest, say: Say) -> Ladder:
     """Runs what is not known yet and writes the ladder after every rung."""
     config = with_absolute_paths(config).asked
+    _check_options(config)
     check_model_folder(config.model)
     check_training(config.training)
     folder = Path(config.output_dir or "ladder")

@@ -46,7 +46,9 @@ class TrainerChoices:
     limits: MicroBatching | None
     own_optimizer: str = ""
     own_loss: bool = False
-    """Whether the loss is computed by a function or class weights of the user."""
+    """Whether the loss is computed by a function of the user."""
+    weighted_loss: bool = False
+    """Whether the loss is weighted by class."""
     on_nan: str = "stop"
 
     def strategies(self, plan: Plan | None) -> Sequence[Strategy]:
@@ -99,6 +101,7 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
             user_set=trainer.setup.user_set,
             own_optimizer=asked.own_optimizer,
             stock_loss=trainer.setup.stock_loss,
+            weighted_loss=asked.weighted_loss,
             eval_rows=len(eval_dataset) if hasattr(eval_dataset, "__len__") else 0,
             skips_bad_steps=asked.on_nan == "skip",
             collate=trainer.changes.collate_rows,
@@ -208,7 +211,9 @@ class ModelChanges:
         return {
             "device": trainer.user_args.device,
             "train_dataset": named.get("train_dataset"),
-            "stock_loss": not sees_inputs and not self.asked.own_loss and not smooths,
+            "stock_loss": not (
+                sees_inputs or self.asked.own_loss or self.asked.weighted_loss or smooths
+            ),
             "sees_inputs": sees_inputs,
             "user_set": user_set,
         }

@@ -142,7 +142,8 @@ class BudgetTrainer(transformers.Trainer):
             strategies,
             micro_batching,
             own_optimizer(self, named),
-            own_loss=class_weights is not None or named.get("compute_loss_func") is not None,
+            own_loss=named.get("compute_loss_func") is not None,
+            weighted_loss=class_weights is not None,
             on_nan=on_nan,
         )
         self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
