@@ -15,7 +15,7 @@ author = "the memfit authors"
 version = release = __version__
 extensions = [
     "myst_parser", "sphinx.ext.autodoc", "strategy_pages", "public_names", "command_pages",
-    "languages",
+    "card_pages", "languages",
 ]  # fmt: skip
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]

@@ -44,6 +44,21 @@ def maker() -> Iterator[ModuleType]:
         sys.path.remove(str(DOCS))
 
 
+@pytest.mark.parametrize("name", ["cards", "zh/cards"])
+def test_the_page_on_cards_lists_every_card_generation_and_source(
+    maker: ModuleType, name: str
+) -> None:
+    assert maker
+    card_pages = importlib.import_module("card_pages")
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    made = card_pages.completed(page, card_pages.PAGES[name])
+    known = card_pages.facts()
+    for one in (*known["cards"], *known["generations"], *known["sources"]):
+        assert made.count(f"\n| {one} | ") == 1, one
+    assert "| GeForce GTX 1650 4GB | 3.81 | 3.73 | 3.01 | 91–381 |" in made
+    assert "<!--" not in made
+
+
 @pytest.fixture(scope="module")
 def generated(maker: ModuleType) -> dict[Path, str]:
     return {GENERATED / name: text for name, text in maker.pages().items()}

@@ -234,3 +234,9 @@ def test_float32_weights_are_priced_where_low_bits_may_be_slower(card: Any, both
     found = [one for one in every(task(SMALL), card=card) if not one.get("optimizer_offload")]
     assert any(one.get("lowbit_adamw") for one in found)
     assert any(not one.get("lowbit_adamw") for one in found) == both
+
+
+def test_the_update_is_not_on_the_host_where_fp16_scales_its_loss() -> None:
+    for one in every(task(SMALL), card=find_card("P100")):
+        if one.effects.autocast == "float16":
+            assert one.get("optimizer_offload") is None

@@ -281,6 +281,8 @@ class OptimizerOffload(Strategy):
     def is_pointless(self, beside: Combination) -> bool:
         if beside.effects.few_learn:
             return True  # gradients and state are small already
+        if beside.effects.autocast == "float16":
+            return True  # its loss scaling looks for gradients on the device
         if not self.weights:
             return False
         # The last resort: weights on the host go with all layers recomputed, or with none.
