@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, BertConfig
-from transformers import BertForSequenceClassification as Bert
+from transformers import AutoModelForSequenceClassification
 
 from memfit import BudgetTrainer
 from memfit.records.scoring import Scoring
 from memfit.run.workflow import save_model
-from small_training import collate
+from small_training import collate, model_of
 from strategy_combinations import LENGTHS, SHAPE, Combination
 
 STEPS, SAVED_AT = 3, 2
@@ -26,12 +25,6 @@ class Words:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Called beside the model's own."""
-
-
-def model_of(seed: int, dropout: float = 0.1) -> Bert:
-    torch.manual_seed(seed)
-    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return Bert(BertConfig(**SHAPE, **drops))
 
 
 def texts() -> list[dict[str, Any]]:
@@ -61,7 +54,7 @@ def trained(
     torch.manual_seed(11)
     trainer = BudgetTrainer(
         # What is not part of a checkpoint of adapters is the model itself: it must be the same.
-        model_of(7 if resume and not _has_adapters(strategies) else 0, dropout),
+        model_of(dropout, seed=7 if resume and not _has_adapters(strategies) else 0, **SHAPE),
         args,
         strategies=strategies,
         train_dataset=texts(),

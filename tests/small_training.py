@@ -1,4 +1,4 @@
-"""A training of seconds that many tests share: a tiny BERT, rows for it, and their collator."""
+"""Trainings of seconds that many tests share: small BERTs, rows for them, and their collator."""
 
 from __future__ import annotations
 
@@ -12,15 +12,36 @@ from transformers import BertConfig, BertForSequenceClassification
 ROWS, STEPS_AN_EPOCH = 37, 5
 
 
-def model_of(dropout: float = 0.1, **settings: Any) -> BertForSequenceClassification:
-    """BERT of 2 layers x 16, always of the same weights; dropout on as BERT trains."""
-    torch.manual_seed(0)
+def model_of(
+    dropout: float = 0.1, *, seed: int = 0, **settings: Any
+) -> BertForSequenceClassification:
+    """BERT of 2 layers x 16, of the same weights for the same seed; dropout on as BERT trains."""
+    torch.manual_seed(seed)
     defaults = {
         "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 32, "max_position_embeddings": 32, "num_labels": 2,
         "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
     }  # fmt: skip
     return BertForSequenceClassification(BertConfig(**{**defaults, **settings}))
+
+
+def wide_model(dropout: float = 0.0) -> BertForSequenceClassification:
+    """2 layers x 128: its matrices are large to the low-bit optimizer."""
+    return model_of(
+        dropout, vocab_size=300, hidden_size=128, intermediate_size=256,
+        max_position_embeddings=48, num_labels=3,
+    )  # fmt: skip
+
+
+def wide_texts(rows: int = 96) -> list[dict[str, Any]]:
+    """Rows of 2 to 38 tokens; each of three classes has its own third of the ids."""
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(rows):
+        length, label = torch.randint(2, 39, (2,), generator=draw).tolist()
+        ids = torch.randint(5, 95, (length,), generator=draw) + 95 * (label % 3)
+        made.append({"input_ids": ids.tolist(), "labels": label % 3})
+    return made
 
 
 def texts(rows: int = ROWS) -> list[dict[str, Any]]:

@@ -4,18 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback
 
+import small_training
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import Packing
+from small_training import collate
 
 EFFECTIVE = 32
 # 13 steps an epoch, the last one of 13 rows: an epoch must end right too.
@@ -24,15 +25,11 @@ STEPS = 26
 MICRO_ROWS = (1, 3, 7, 32)
 
 
-def model_of(labels: int = 3, seed: int = 0, **settings: Any) -> BertForSequenceClassification:
-    """BERT of 2 layers x 32 without dropout, the same weights for the same seed."""
-    torch.manual_seed(seed)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=64, max_position_embeddings=48, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0, num_labels=labels, **settings,
-        )
+def model_of(labels: int = 3, **settings: Any) -> BertForSequenceClassification:
+    """BERT of 2 layers x 32 without dropout."""
+    return small_training.model_of(
+        0.0, vocab_size=60, hidden_size=32, intermediate_size=64, max_position_embeddings=48,
+        num_labels=labels, **settings,
     )  # fmt: skip
 
 
@@ -50,18 +47,6 @@ def texts(rows: int, labels: str = "single", seed: int = 1) -> list[dict[str, An
             label = float(label)
         made.append({"input_ids": ids.tolist(), "labels": label})
     return made
-
-
-def collate(rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A collator as a user would write it: pad right to the longest row."""
-    width = max(len(row["input_ids"]) for row in rows)
-    padding = [width - len(row["input_ids"]) for row in rows]
-    padded = [row["input_ids"] + [0] * pad for row, pad in zip(rows, padding, strict=True)]
-    return {
-        "input_ids": torch.tensor(padded),
-        "attention_mask": torch.tensor([[1] * (width - pad) + [0] * pad for pad in padding]),
-        "labels": torch.tensor([row["labels"] for row in rows]),
-    }
 
 
 class Watch(TrainerCallback):

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_against_stock import collate, distance
-from transformers import AutoModelForSequenceClassification, BertConfig
+from test_against_stock import distance
+from transformers import AutoModelForSequenceClassification
 from transformers import BertForSequenceClassification as Bert
 
 from memfit import BudgetTrainer
@@ -36,6 +36,7 @@ from memfit.strategies import (
     by_name,
     ordered,
 )
+from small_training import collate, wide_model, wide_texts
 
 STEPS = 12
 CLIP = 0.5
@@ -74,28 +75,6 @@ ELSEWHERE = {
 LOSS_TOLERANCE = {Fidelity.EXACT: 1e-5, Fidelity.ROUNDING: 3e-3}
 
 
-def model_of(dropout: float = 0.0) -> Bert:
-    """Wide enough that its matrices are large to the low-bit optimizer."""
-    torch.manual_seed(0)
-    return Bert(
-        BertConfig(
-            vocab_size=300, hidden_size=128, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=256, max_position_embeddings=48, hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout, num_labels=3,
-        )
-    )  # fmt: skip
-
-
-def texts(rows: int = 96) -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(rows):
-        length, label = torch.randint(2, 39, (2,), generator=draw).tolist()
-        ids = torch.randint(5, 95, (length,), generator=draw) + 95 * (label % 3)
-        made.append({"input_ids": ids.tolist(), "labels": label % 3})
-    return made
-
-
 def train(
     folder: Path,
     strategies: list[Strategy],
@@ -112,7 +91,7 @@ def train(
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=3,
     )  # fmt: skip
     trainer = BudgetTrainer(
-        model or model_of(), args, train_dataset=texts(), data_collator=collate,
+        model or wide_model(), args, train_dataset=wide_texts(), data_collator=collate,
         strategies=strategies, **more,
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
@@ -196,7 +175,7 @@ def test_the_trained_model_saves_and_loads(trained, tmp_path, name):
     else:
         trained = {name: value.float() for name, value in trainer.model.state_dict().items()}
     assert distance(dict(loaded.state_dict()), trained) == 0
-    batch = {key: value for key, value in collate(texts(8)).items() if key != "labels"}
+    batch = {key: value for key, value in collate(wide_texts(8)).items() if key != "labels"}
     answers = loaded.eval()(**batch).logits
     assert torch.isfinite(answers).all()
 
@@ -214,8 +193,8 @@ def test_nothing_of_a_training_stays_when_nobody_holds_it(tmp_path, name):
 
 
 def test_checkpointing_recomputes_with_the_same_dropout(tmp_path):
-    _, plain = train(tmp_path, [], CLIP, model_of(dropout=0.1))
-    _, recomputed = train(tmp_path, [Checkpointing()], CLIP, model_of(dropout=0.1))
+    _, plain = train(tmp_path, [], CLIP, wide_model(dropout=0.1))
+    _, recomputed = train(tmp_path, [Checkpointing()], CLIP, wide_model(dropout=0.1))
     assert recomputed == plain
 
 
@@ -226,7 +205,7 @@ def test_a_resumed_low_bit_run_goes_on_bit_for_bit(tmp_path):
             use_cpu=True, save_steps=3, report_to="none", disable_tqdm=True,
         )  # fmt: skip
         trainer = BudgetTrainer(
-            model_of(dropout=0.1), args, train_dataset=texts(), data_collator=collate,
+            wide_model(dropout=0.1), args, train_dataset=wide_texts(), data_collator=collate,
             strategies=[Packing(), LowBitAdamW(16), GradientRelease("kept8")],
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
-
 import transformers
-from test_against_stock import collate
-from test_strategies import model_of, texts
 
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
@@ -26,6 +19,7 @@ from memfit.strategies import (
     Packing,
 )
 from memfit.strategies.activation_checkpointing import _recomputed
+from small_training import collate, wide_model, wide_texts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SINKS = {
@@ -59,7 +53,7 @@ def train(folder, strategies, clip, *, dropout=0.0, rows=None, **more):
         report_to="none", disable_tqdm=True, seed=3,
     )  # fmt: skip
     trainer = BudgetTrainer(
-        model_of(dropout), args, train_dataset=rows or texts(), data_collator=collate,
+        wide_model(dropout), args, train_dataset=rows or wide_texts(), data_collator=collate,
         strategies=strategies, **more,
     )  # fmt: skip
     graphs = Graphs()
@@ -89,7 +83,7 @@ def test_micro_batches_are_replayed_too(tmp_path):
 
 
 def test_every_replay_draws_fresh_dropout(tmp_path):
-    row = texts(1)[0]
+    row = wide_texts(1)[0]
     strategies = [Packing(), LowBitAdamW(), GradientRelease(), CudaGraphs(64)]
     args = {"dropout": 0.3, "rows": [row] * 320}
     graphs, losses = train(tmp_path, strategies, 0.0, **args)
@@ -102,7 +96,7 @@ def tabular():
 
     By hooks: a class of the user's own is not packed, so nothing of it is captured.
     """
-    model = model_of(0.0)
+    model = wide_model(0.0)
     model.from_table = torch.nn.Linear(2, model.config.num_labels)
     torch.nn.init.zeros_(model.from_table.weight)
     seen = {}
@@ -127,7 +121,7 @@ def tabular():
 
 def tabular_rows():
     rows = []
-    for index, row in enumerate(texts()):
+    for index, row in enumerate(wide_texts()):
         label = index * 7 % 3 % 2
         rows.append({**row, "labels": label, "table": [12.0 * label - 6.0, 6.0 - 12.0 * label]})
     return rows
@@ -213,7 +207,7 @@ def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path, si
         max_grad_norm=0.0 if GradientRelease() in sink else 1.0,
     )  # fmt: skip
     trainer = BudgetTrainer(
-        model_of(0.0), args, train_dataset=texts(), data_collator=collate, callbacks=[Loud()],
+        wide_model(), args, train_dataset=wide_texts(), data_collator=collate, callbacks=[Loud()],
         strategies=[Packing(), LowBitAdamW(dtype="float16"), *sink, CudaGraphs(64)],
     )  # fmt: skip
     trainer.train()

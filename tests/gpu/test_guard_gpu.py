@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertForSequenceClassification
 
 from memfit import BudgetTrainer
 from memfit.engine.layer_boundaries import LayerBoundaries
@@ -30,22 +29,17 @@ from memfit.strategies import (
 )
 from memfit.training.limits import CudaCap
 from memfit.units import MIB, Budget
-from small_training import collate
+from small_training import collate, model_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
 LAYERS, WIDTH = 6, 512
 
 
-def model_of(dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=2000, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=8,
-            intermediate_size=2048, max_position_embeddings=160, num_labels=2,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )
-    )  # fmt: skip
+SHAPE = {
+    "vocab_size": 2000, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "intermediate_size": 2048, "max_position_embeddings": 160,
+}  # fmt: skip
 
 
 def texts(rows: int = 128, longest: int = 128) -> list[dict[str, Any]]:
@@ -68,7 +62,7 @@ def trainer_of(
     }  # fmt: skip
     args = transformers.TrainingArguments(str(folder), **{**defaults, **fields})
     trainer = BudgetTrainer(
-        model_of(dropout), args, strategies=strategies, train_dataset=texts(),
+        model_of(dropout, **SHAPE), args, strategies=strategies, train_dataset=texts(),
         data_collator=collate, budget=budget, micro_batching=limits or MicroBatching(),
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
-
-from test_against_stock import collate
-from test_strategies import model_of, texts
-
 from memfit import BudgetTrainer
 from memfit.records.scoring import Scoring
 from memfit.run import workflow
 from memfit.strategies import Lora, LowBitAdamW, Packing, Strategy
+from small_training import collate, wide_model, wide_texts
 
 
 def trained(
@@ -35,8 +30,8 @@ def trained(
         return {"earliness": -float(len(calls))}
 
     trainer = BudgetTrainer(
-        model_of(0.0), args, compute_metrics=earlier_is_better, train_dataset=texts(),
-        eval_dataset=texts()[:8],
+        wide_model(0.0), args, compute_metrics=earlier_is_better, train_dataset=wide_texts(),
+        eval_dataset=wide_texts()[:8],
         data_collator=collate, strategies=strategies or [Packing(), LowBitAdamW()],
     )  # fmt: skip
     trainer.train()
