@@ -6,6 +6,7 @@ run from OWN_BLOCKS, written for this file.
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 import re
@@ -146,6 +147,23 @@ def run_until_trainer(notebook: Notebook, seeds: list[Path]) -> None:
             notebook.run(block)
 
 
+@pytest.fixture(scope="module")
+def loaded(small_bert: Path, shared: Path, seeds: list[Path]) -> Notebook:
+    """A notebook that has come to the trainer; tests go on in copies of it."""
+    notebook = Notebook(model=small_bert, table=shared / "data" / "ChnSentiCorp_htl_all.csv")
+    run_until_trainer(notebook, seeds)
+    return notebook
+
+
+@pytest.fixture
+def at_the_trainer(loaded: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    monkeypatch.chdir(tmp_path)
+    names = dict(loaded.names)
+    names["model"] = copy.deepcopy(names["model"])
+    names["tokenized_datasets"] = copy.copy(names["tokenized_datasets"])
+    return Notebook(model=loaded.model, table=loaded.table, names=names)
+
+
 def shorten(tokenized: Any) -> None:
     """The first tenth of the rows: 640 to learn from, 80 to evaluate on one by one."""
     for split, rows in (("train", 640), ("test", 80)):
@@ -157,10 +175,9 @@ def test_every_block_is_python_we_run(seeds: list[Path]) -> None:
     assert [len(python_blocks(path)) for path in seeds] == [12, 7, 9, 2, 11]
 
 
-def test_loading_cleaning_splitting_and_tokenizing(notebook: Notebook, seeds: list[Path]) -> None:
-    run_until_trainer(notebook, seeds)
-    assert notebook.names["dataset"].num_rows == 7765
-    tokenized = notebook.names["tokenized_datasets"]
+def test_loading_cleaning_splitting_and_tokenizing(loaded: Notebook) -> None:
+    assert loaded.names["dataset"].num_rows == 7765
+    tokenized = loaded.names["tokenized_datasets"]
     assert (tokenized["train"].num_rows, tokenized["test"].num_rows) == (6988, 777)
     assert set(tokenized["train"].column_names) == {
         "input_ids", "token_type_ids", "attention_mask", "labels",
@@ -184,9 +201,9 @@ def test_every_arguments_block_is_accepted(
         assert all(arguments.report_to == [] for arguments in made)
 
 
-def test_the_memory_rungs_train_and_evaluate(notebook: Notebook, seeds: list[Path]) -> None:
+def test_the_memory_rungs_train_and_evaluate(at_the_trainer: Notebook, seeds: list[Path]) -> None:
     """Batch 1 x 32, checkpointing, Adafactor, frozen encoder: the second tutorial from its top."""
-    run_until_trainer(notebook, seeds)
+    notebook = at_the_trainer
     before = notebook.names["model"].bert.pooler.dense.weight.clone()
     blocks = python_blocks(seeds[1])
     for block in blocks[:-1]:
@@ -203,11 +220,10 @@ def test_the_memory_rungs_train_and_evaluate(notebook: Notebook, seeds: list[Pat
     assert Path("checkpoint/checkpoint-20/model.safetensors").is_file()
 
 
-def test_tokenizing_padded_to_32(notebook: Notebook, seeds: list[Path]) -> None:
-    run_until_trainer(notebook, seeds)
+def test_tokenizing_padded_to_32(at_the_trainer: Notebook, seeds: list[Path]) -> None:
     for block in python_blocks(seeds[3]):
-        notebook.run(block)
-    rows = notebook.names["tokenized_datasets"]["train"]["input_ids"]
+        at_the_trainer.run(block)
+    rows = at_the_trainer.names["tokenized_datasets"]["train"]["input_ids"]
     assert {len(row) for row in rows} == {32}
 
 
@@ -223,8 +239,9 @@ def test_the_fifth_tutorial_from_top_to_bottom(notebook: Notebook, seeds: list[P
     assert not any(frozen)
     notebook.names["trainer"].train()
     assert notebook.names["trainer"].state.global_step == 20
-    padded = notebook.names["datasets"].map(notebook.names["process_function"], batched=True)
-    assert {len(row) for row in padded["test"]["input_ids"]} == {32}
+    test = notebook.names["datasets"]["test"]
+    padded = test.map(notebook.names["process_function"], batched=True)
+    assert {len(row) for row in padded["input_ids"]} == {32}
 
 
 def test_the_third_tutorial_trains_pushes_and_answers_in_its_own_words(
@@ -237,7 +254,7 @@ def test_the_third_tutorial_trains_pushes_and_answers_in_its_own_words(
     a process of their own.
     """
     monkeypatch.chdir(tmp_path)
-    table = short_service_reviews(shared / "data" / "ChnSentiCorp_htl_all.csv", tmp_path, pairs=32)
+    table = short_service_reviews(shared / "data" / "ChnSentiCorp_htl_all.csv", tmp_path, pairs=16)
     started = with_a_head_for(table, m3e_small, tmp_path / "started")
     with HubServer() as hub:
         hub.users[TOKEN] = TUTOR
