@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -121,10 +122,17 @@ def test_a_notebook_runs_from_top_to_bottom(
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter as a notebook's machine has it: pip, and no memfit."""
+    """An interpreter as a notebook's machine has it: pip (this environment's), and no memfit."""
     folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, with_pip=True)
-    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    venv.create(folder, with_pip=False)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(
+        subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
+    )
+    for part in Path(sysconfig.get_path("purelib")).glob("pip*"):
+        (packages / part.name).symlink_to(part)
+    return python
 
 
 def installed_by(path: Path, python: Path, folder: Path) -> subprocess.CompletedProcess[str]:

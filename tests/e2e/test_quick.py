@@ -95,11 +95,6 @@ def listen(command: list[str], env: dict[str, str], *, terminal: bool) -> Told:
     return told
 
 
-@pytest.fixture(autouse=True)
-def _nothing_kept() -> None:
-    """Instead of the shared one: what a run keeps for the next is looked at here."""
-
-
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reviews(tmp_path_factory.mktemp("data") / "reviews.csv", rows=120)
