@@ -17,6 +17,7 @@ from memfit.strategies import (
     Checkpointing,
     CudaGraphs,
     Freezing,
+    FrozenFeatures,
     FusedLayers,
     GradientRelease,
     Lora,
@@ -91,6 +92,7 @@ def test_composed_price_is_the_traced_one(one: Candidate) -> None:
         candidate(Packing()),
         candidate(Packing(), Checkpointing(3)),
         candidate(Packing(), Checkpointing(), tokens=1024),
+        candidate(Freezing(), FrozenFeatures(max_tokens=4096)),
     ],
 )
 def test_composed_price_on_a_cpu_is_the_traced_one(one: Candidate) -> None:

@@ -37,6 +37,7 @@ from memfit.planner.pricing.layer_pieces import (
     without_attention,
 )
 from memfit.planner.pricing.step_trace import StepTrace, trace_step
+from memfit.planner.pricing.traced_setup import rows_at_once
 from memfit.strategies import Combination, Strategy, TracePart, ordered
 
 Strategies = tuple[Strategy, ...]
@@ -81,6 +82,11 @@ class Tracing:
         )
         self.guessed |= found.guessed
         return found
+
+    @property
+    def rows(self) -> int:
+        """How many rows the larger micro-batch has."""
+        return self._size(False)[0]
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -176,7 +182,7 @@ class Updating:
     """One way of storing and stepping weights, beside a family's layers."""
 
     def __init__(self, tracing: Tracing, family: TraceFamily, strategies: Strategies) -> None:
-        self._family, self._layers = family, family.layers - 1
+        self._tracing, self._family, self._layers = tracing, family, family.layers - 1
         used = (*family.strategies, *strategies)
         self._shallow = tracing.trace(used, self._layers, evaluates=True)
         # What crosses the bus is in proportion to the parameters: one depth is enough.
@@ -255,14 +261,23 @@ class Updating:
     @cached_property
     def features_bytes(self) -> float:
         """The same while texts go through a frozen encoder."""
-        return self._top("features")
+        traced, all_rows = self._feature_rows
+        return self._top("features") * all_rows / traced
 
     def features_each_token(self, depth: int) -> Counts:
         """What a frozen encoder does for each token, once."""
-        at_once = Combination(self._family.strategies).effects.feature_tokens
         counts = self._along(lambda trace: vector(trace.part_counts["features"]), depth)
-        each: Counts = counts / at_once
+        each: Counts = counts / (self._feature_rows[0] * self._tracing.workload.longest_tokens)
         return each
+
+    @property
+    def _feature_rows(self) -> tuple[int, int]:
+        """Texts that go through a frozen encoder at once: in the trace, and in the run."""
+        most = Combination(self._family.strategies).effects.feature_tokens
+        counts = (self._tracing.rows, len(self._tracing.workload.lengths))
+        longest = self._tracing.workload.longest_tokens
+        traced, all_rows = (rows_at_once(most, longest, count) for count in counts)
+        return traced, all_rows
 
     def _top(self, part: str) -> float:
         return top_bytes(self._shallow.segments.parts.get(part, []))

@@ -45,6 +45,7 @@ from memfit.planner.pricing.traced_setup import (
     make_batch,
     make_setup,
     optimizer_spec,
+    rows_at_once,
 )
 from memfit.strategies import Setup
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
@@ -436,7 +437,7 @@ class TracedRun:
         """As many tokens as go through the frozen encoder at once."""
         most = self._candidate.effects.feature_tokens
         longest = max(self._rows.lengths)
-        rows = (longest,) * min(max(most // longest, 1), len(self._workload.lengths))
+        rows = (longest,) * rows_at_once(most, longest, len(self._workload.lengths))
         self._without_gradients(make_batch(self._workload, self._config, rows))
 
     def _without_gradients(self, inputs: Batch) -> None:

@@ -168,6 +168,11 @@ def graph_count(
     return len({bucket for bucket, times in seen.items() if times > 1} | {largest})
 
 
+def rows_at_once(most_tokens: int, longest: int, rows: int) -> int:
+    """How many of the longest rows are within so many tokens: at least one, at most all."""
+    return min(max(most_tokens // longest, 1), rows)
+
+
 def make_batch(workload: Workload, config: Any, lengths: Sequence[int]) -> Batch:
     """A batch as a collator hands it over, padded on the right: real tensors."""
     if workload.given is not None:
