@@ -14,8 +14,9 @@ from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, Price
 from memfit.planner.plans import Decision, Digest, Plan
 from memfit.records.evaluation import Evaluation
-from memfit.records.results import RunSummary, read_evaluation, read_summary
+from memfit.records.results import RunSummary, kept_messages, read_evaluation, read_summary
 from memfit.report.notebook import notebook_html
+from memfit.report.page import write_report
 from memfit.report.story import read_plan
 from memfit.run.workflow import RunResult
 from memfit.strategies import Checkpointing, Packing
@@ -110,6 +111,17 @@ def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:
     assert "一致：数值相同" in found.words
     assert found.tags.count("svg") == 1
     assert "svg" not in Page(notebook_html(a_plan(None))).tags  # read from a file, not priced
+
+
+@pytest.mark.parametrize("of_run", ["zh", "en"])
+def test_a_plans_reasons_are_told_in_the_language_of_the_page(of_run: str, tmp_path: Path) -> None:
+    plan, told = a_plan(priced()), {"zh": "重计算 24 层中的 9 层", "en": "recomputes 9 of 24"}
+    make_run(tmp_path, plan={**plan.as_json(), "messages": kept_messages(plan.messages())})
+    plan.write(tmp_path / "plan.toml", of_run)
+    for lang, other in (("zh", "en"), ("en", "zh")):
+        page = Page(write_report(tmp_path, lang=lang).read_text(encoding="utf-8")).words
+        assert told[lang] in page
+        assert told[other] not in page
 
 
 def test_a_plans_file_says_in_the_report_what_the_plan_says_itself(tmp_path: Path) -> None:

@@ -137,15 +137,18 @@ class Plan:
             "strategies": {one.name: settings_of(one) for one in self.strategies},
         }
 
+    def messages(self) -> dict[str, str]:
+        """The reasons by the name of their strategy, or of what is decided."""
+        return {one.strategy or one.about: one.message for one in self.decisions}
+
     def to_toml(self, language: Language | None = None) -> str:
         """The plan as a file."""
         tables = {**self.tables(), **({"run": self.run} if self.run else {})}
         if self.price is not None:
             tables["predicted"] = predicted(self.price)
-        names = [one.strategy or one.about for one in self.decisions]
-        reasons = zip(names, self.sentences(language), strict=True)
         if self.decisions:
-            tables["reasons"] = dict(reasons)
+            reasons = {name: shown(one, language) for name, one in self.messages().items()}
+            tables["reasons"] = reasons
         return files.dump_toml(tables)
 
     def write(self, path: str | Path, language: Language | None = None) -> None:

@@ -31,7 +31,7 @@ from memfit.errors import OutputError
 from memfit.memory.components import MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.run_warnings import RunWarning, warnings_from
-from memfit.text import t
+from memfit.text import Message, message_of, t
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 
@@ -331,6 +331,21 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
         raise OutputError(
             t("{path} is not a summary that memfit wrote: {reason}", path=path, reason=error)
         ) from None
+
+
+def kept_messages(messages: Mapping[str, str]) -> dict[str, Any]:
+    """Sentences by name for a file, such that each is told in the reader's language later."""
+    return {
+        name: one.as_json() if isinstance(one, Message) else one for name, one in messages.items()
+    }
+
+
+def kept_reasons(summary: RunSummary) -> dict[str, str]:
+    """The plan's reasons by name, as messages; none in runs of older versions."""
+    messages = summary.plan.get("messages")
+    if not isinstance(messages, Mapping):
+        return {}
+    return {name: message_of(one) for name, one in messages.items()}
 
 
 def trained_with_weights(model: str | os.PathLike[str]) -> bool:

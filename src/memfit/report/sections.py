@@ -23,7 +23,7 @@ from memfit.report.formatting import (
 )
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, step_seconds
 from memfit.report.terminal import metric, percent
-from memfit.text import N_, NP_, clean, pt, t
+from memfit.text import N_, NP_, clean, pt, shown, t
 from memfit.units import format_bytes, format_seconds
 
 LARGEST_MATRIX = 20
@@ -304,14 +304,14 @@ def plan(story: Story) -> dict[str, Any] | None:
     ]
     head = [t("strategy"), t("settings"), t("why")]
     rows = [
-        [named("strategy", name), *(clean(word) or "–" for word in rest)]
+        [named("strategy", name), *(clean(shown(word)) or "–" for word in rest)]
         for name, *rest in made.strategies
     ]
     return {
         "strategies": PageTable(t("What it does to fit"), rows, head, numbers=False)
         if rows
         else None,
-        "reasons": [clean(reason) for reason in made.reasons],
+        "reasons": [clean(shown(reason)) for reason in made.reasons],
         "facts": PageTable(
             t("Predicted and measured"),
             [(name, value) for name, value in facts if value],

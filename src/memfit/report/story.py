@@ -15,9 +15,15 @@ from typing import Any
 from memfit.errors import OutputError
 from memfit.memory.components import Component
 from memfit.records.evaluation import Evaluation, Mistake
-from memfit.records.results import RunFolder, RunSummary, read_evaluation, read_summary
+from memfit.records.results import (
+    RunFolder,
+    RunSummary,
+    kept_reasons,
+    read_evaluation,
+    read_summary,
+)
 from memfit.records.run_log import Recorded, Sample, read_log
-from memfit.text import t
+from memfit.text import Message, t
 
 FINISHED, RUNNING, STOPPED, FAILED, CUT = "finished", "running", "stopped", "failed", "cut"
 
@@ -110,7 +116,7 @@ def read_story(folder: RunFolder, *, live: bool = False) -> Story:
         history=history,
         samples=recorded.samples,
         adjustments=adjustments(folder.path, history),
-        plan=read_plan(folder.path / "plan.toml"),
+        plan=read_plan(folder.path / "plan.toml", kept_reasons(summary)),
         evaluated=read_evaluation(folder.path),
         config=_text(folder.config),
         best_step=_step_of(str(best)),
@@ -188,13 +194,23 @@ def adjustments(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[Adju
     return sorted(dict.fromkeys(made), key=lambda item: item.step)
 
 
-def read_plan(path: Path) -> PlanShown | None:
-    """The plan in the folder; None where there is none, or nothing one could show."""
+def read_plan(path: Path, reasons: Mapping[str, str] | None = None) -> PlanShown | None:
+    """The plan in the folder; None where there is none, or nothing one could show.
+
+    The file tells its reasons in the language of the run; `reasons` are those of the page.
+    """
     try:
         tables = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError:
         return None
-    return plan_from_tables(tables) if tables else None
+    if not tables:
+        return None
+    return plan_from_tables({**tables, "reasons": reasons} if reasons else tables)
+
+
+def _sentence(given: Any) -> str:
+    """A message stays one: it is told when the page is drawn, in its language."""
+    return given if isinstance(given, Message) else str(given)
 
 
 def plan_from_tables(tables: Mapping[str, Any]) -> PlanShown:
@@ -205,11 +221,11 @@ def plan_from_tables(tables: Mapping[str, Any]) -> PlanShown:
     return PlanShown(
         fidelity=str(tables.get("fidelity") or ""),
         strategies=tuple(
-            (str(name), _words(settings), str(reasons.get(name, "")))
+            (str(name), _words(settings), _sentence(reasons.get(name, "")))
             for name, settings in strategies.items()
         ),
         limits=_words(tables.get("micro_batching")),
-        reasons=tuple(str(why) for name, why in reasons.items() if name not in strategies),
+        reasons=tuple(_sentence(why) for name, why in reasons.items() if name not in strategies),
         device_bytes=_int(predicted.get("device_peak_bytes")) or None,
         host_bytes=_int(predicted.get("host_bytes")) or None,
         step_seconds=_number(predicted.get("step_seconds")),

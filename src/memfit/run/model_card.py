@@ -21,11 +21,12 @@ from memfit.records.results import (
     MemorySummary,
     RunFolder,
     RunSummary,
+    kept_reasons,
     read_evaluation,
     read_summary,
 )
 from memfit.report.formatting import averaging_sentence, together
-from memfit.text import N_, clean, language, pt, t
+from memfit.text import N_, clean, language, pt, shown, t
 from memfit.units import format_both, format_bytes, format_seconds
 
 # https://huggingface.co/docs/hub/repositories-licenses; those that carry a model's own name left
@@ -201,7 +202,7 @@ def model_card(
             _memory(summary.memory),
             _time(summary),
         ]
-    parts += [_plan(folder), _made_with(summary)]
+    parts += [_plan(folder, {} if summary is None else kept_reasons(summary)), _made_with(summary)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -423,7 +424,7 @@ def _time(summary: RunSummary) -> str:
     return _heading(t("Time")) + on + _table(_heads("part", "time"), rows)
 
 
-def _plan(folder: Path) -> str:
+def _plan(folder: Path, kept: Mapping[str, str]) -> str:
     """How it was made to fit, where a plan lies beside the model."""
     path = folder / "plan.toml"
     if not path.is_file():
@@ -432,10 +433,10 @@ def _plan(folder: Path) -> str:
     strategies = tables.get("strategies")
     if not isinstance(strategies, Mapping):
         return ""
-    reasons = tables.get("reasons")
+    reasons = kept or tables.get("reasons")
     reasons = reasons if isinstance(reasons, Mapping) else {}
     rows = [
-        (f"`{name}`", _settings(settings), str(reasons.get(name, "")))
+        (f"`{name}`", _settings(settings), shown(reasons.get(name, "")))
         for name, settings in strategies.items()
     ]
     fidelity = tables.get("fidelity")

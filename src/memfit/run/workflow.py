@@ -42,6 +42,7 @@ from memfit.records.results import (
     RunSummary,
     claim_output_folder,
     config_digest,
+    kept_messages,
     read_evaluation,
     read_summary,
     versions,
@@ -613,6 +614,9 @@ class _Run:
             asked["stopped_early"] = self.stop_early.stopped_at is not None
         return asked
 
+    def _plan_summary(self, plan: Plan) -> dict[str, Any]:
+        return {**plan.as_json(), "messages": kept_messages(plan.messages())}
+
     def _summary(
         self,
         trainer: BudgetTrainer,
@@ -659,7 +663,7 @@ class _Run:
                 measured=self.probe.peak(trainer.args.device),
                 measured_step=None if is_cuda(trainer.args.device) else self.probe.step,
             ),
-            plan=self.plan.as_json() if self.plan is not None else {},
+            plan={} if self.plan is None else self._plan_summary(self.plan),
             device=announcements.device_name(trainer.args.device),
             best_checkpoint=Path(best).name if best else None,
             config_digest=config_digest(self.config.to_toml()),
