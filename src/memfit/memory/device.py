@@ -235,8 +235,10 @@ def _refused_bytes(index: int) -> int:
     """What the driver calls free and does not give, if `memfit doctor --measure` found that out."""
     import torch
 
+    rows = kept_rows()
+    if not rows:
+        return 0
     found = torch.cuda.get_device_properties(index)
     known = match_card(found.name, found.total_memory)
-    row = kept_rows().get("" if known is None else known.name, {})
-    refused_mib = row.get("refused_mib", 0)
+    refused_mib = rows.get("" if known is None else known.name, {}).get("refused_mib", 0)
     return round(refused_mib * MIB) if isinstance(refused_mib, (int, float)) else 0

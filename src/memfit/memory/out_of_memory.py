@@ -14,6 +14,8 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,13 +152,48 @@ def retrying(
         note()
 
 
-EVERY_STEPS = 8
+_BETWEEN_TRIMS_SECONDS = 0.5
 """A trim takes some 20 ms, a step on a CPU seconds."""
+
+_LARGE_BLOCK_BYTES = 1 << 20
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+class HeapTrimmer:
+    """Gives back what steps on a CPU have freed, not more often than is worth it.
+
+    glibc keeps freed blocks of up to 32 MiB for later ones. Between steps of other lengths they do
+    not fit: a small encoder's process grew to 1.3 times what it held at its first step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = -math.inf
+
+    def step(self) -> bool:
+        """Before a step; whether the heap was trimmed."""
+        now = self._clock()
+        if now - self._last < _BETWEEN_TRIMS_SECONDS:
+            return False
+        self._last = now
+        return return_freed_memory()
+
+
+def return_large_blocks() -> bool:
+    """From now on tensors of 1 MiB and more go back to the system when they are freed.
+
+    So that a process on a CPU holds its libraries and what its live tensors take: a quarter less
+    at its peak, and steps that take about a fifth longer. Where a budget was asked for, memory is
+    what is scarce. Whether there was a way to do it: only glibc has one, and needs one.
+    """
+    setting = _from_libc("mallopt")
+    return setting is not None and setting(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES) == 1
 
 
 def return_freed_memory() -> bool:
     """Whether there was a way to do it: glibc has one, other systems need none or have none."""
-    trim = _malloc_trim()
+    trim = _from_libc("malloc_trim")
     if trim is None:
         return False
     trim(0)
@@ -164,9 +201,9 @@ def return_freed_memory() -> bool:
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _from_libc(name: str) -> Callable[..., int] | None:
     try:
-        found: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
+        found: Callable[..., int] = getattr(ctypes.CDLL("libc.so.6"), name)
     except (OSError, AttributeError):
         return None
     return found

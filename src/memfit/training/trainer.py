@@ -50,7 +50,7 @@ from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.memory.allocator import use_expandable_segments
 from memfit.memory.device import is_cuda, kind_of, lower_watermarks
-from memfit.memory.out_of_memory import EVERY_STEPS, return_freed_memory
+from memfit.memory.out_of_memory import HeapTrimmer
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
 from memfit.text import doing, t
@@ -150,6 +150,7 @@ class BudgetTrainer(transformers.Trainer):
         self.checkpoints = Checkpoints(self, make_room=lambda: self.guard.make_room())
         self.masters = MasterWeights(self, self._load_optimizer_and_scheduler)
         self.health = Health(self, on_nan)
+        self.heap = HeapTrimmer()
         self.noise = BatchNoise()
         if self.budget is not None and is_cuda(effective.device):
             use_expandable_segments()
@@ -400,8 +401,8 @@ class BudgetTrainer(transformers.Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        if kind_of(self.args.device) == "cpu" and self.state.global_step % EVERY_STEPS == 0:
-            return_freed_memory()
+        if kind_of(self.args.device) == "cpu":
+            self.heap.step()
         self.noise.begin_step(inputs)
         return self.health.keep(self.guard.run(model, inputs), self._usual_loss)
 

@@ -41,6 +41,7 @@ from memfit.memory.out_of_memory import (
     is_out_of_memory,
     let_go,
     retrying,
+    return_large_blocks,
 )
 from memfit.models.layer_stack import stack_of, stack_problem
 from memfit.strategies import ActivationOffload, Checkpointing, Effects
@@ -283,6 +284,8 @@ class Guard:
         budget, on_cuda = self.trainer.budget, is_cuda(self._device)
         if budget is not None and self.budget_cap is None:
             tensors = self.standing_tensors
+            if self._device.type == "cpu" and budget != Budget():
+                return_large_blocks()
             self.budget_cap = (
                 CudaCap(self.reader()) if on_cuda else CountingCap(tensors, self._device)
             )
