@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from memfit.config import files
 from memfit.errors import ConfigError
-from memfit.memory.cards import this_card
+from memfit.memory.cards import Speeds, this_card
+from memfit.planner import step_time
 from memfit.planner.step_time import _best, _products, calibrate
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without GPU")
@@ -44,7 +47,7 @@ def test_it_is_measured_once_a_process() -> None:
 
 def test_the_best_of_a_few_short_runs_counts_and_long_ones_are_not_repeated() -> None:
     short = iter([5.0, 3.0, 4.0, 6.0])
-    assert _best(lambda: next(short)) == 3.0
+    assert _best(lambda: next(short), 3) == 3.0
 
     runs = 0
 
@@ -54,8 +57,28 @@ def test_the_best_of_a_few_short_runs_counts_and_long_ones_are_not_repeated() ->
         time.sleep(0.25)
         return 1.0
 
-    _best(long)
+    _best(long, 1000)
     assert runs == 1
+
+
+def test_speeds_of_a_busy_machine_are_measured_again_when_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    rates = iter([1.0, 4.0])
+    names = [one.name for one in dataclasses.fields(Speeds)]
+
+    def measured(**_: bool) -> Speeds:
+        return Speeds(**dict.fromkeys(names, next(rates)))
+
+    monkeypatch.setattr(step_time, "_measure_cpu", measured)
+    found = []
+    for load in (8.0, 8.0, 0.0, 8.0):
+        monkeypatch.setattr(psutil, "getloadavg", lambda load=load: (load * 64, 0.0, 0.0))
+        used = files._used.set(True)
+        found.append(step_time._speeds_of_cpu(in_half=True).fp32_flops)
+        files._used.reset(used)
+    assert found == [1.0, 1.0, 4.0, 4.0]
 
 
 @without_gpu

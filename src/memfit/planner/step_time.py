@@ -61,6 +61,13 @@ _UPDATE_BYTES = 28
 _LAUNCHES = 64
 
 _REPEATS, _ENOUGH_SECONDS = 3, 0.2
+
+_BUSY_SHARE = 0.5
+"""Of the cores in use by the load average, from which other programs disturb a measurement."""
+
+_CPU_REPEATS = 1000
+"""As many as there is time for: a run of a millisecond is ten times slower where another program
+has one of the cores, and what is measured once is kept."""
 """A measurement is repeated, unless that would take long."""
 
 
@@ -98,14 +105,20 @@ def _kept(key: dict[str, Any], measure: Callable[[], Speeds]) -> Speeds:
 
     They are the machine's and torch's: an update of memfit keeps them.
     """
+    if (found := _read(key)) is not None:
+        return found
+    speeds = measure()
+    _keep(key, speeds)
+    return speeds
+
+
+def _read(key: dict[str, Any]) -> Speeds | None:
     values = files.remembered(_file(key)) if files.cache_is_used() else None
     with suppress(TypeError, ValueError, AttributeError):
         found = {one: float(value) for one, value in (values or {}).items()}
         if all(math.isfinite(value) and value > 0 for value in found.values()):
             return Speeds(**found)
-    speeds = measure()
-    _keep(key, speeds)
-    return speeds
+    return None
 
 
 def keep_speeds(card: DeviceProfile, speeds: Speeds) -> None:
@@ -175,11 +188,22 @@ def _measure_cpu(*, in_half: bool) -> Speeds:
     )
 
 
+def _speeds_of_cpu(*, in_half: bool) -> Speeds:
+    """Measured once, and once more when the machine is quiet if it was busy the first time.
+
+    A neighbour on the other core makes a product ten times slower; kept for good, that would be
+    every later run's prediction.
+    """
+    key = {"cpu": files.processor(), "half": in_half, "repeats": _CPU_REPEATS}
+    busy = psutil.getloadavg()[0] > _BUSY_SHARE * (psutil.cpu_count() or 1)
+    quiet = _read({**key, "busy": False}) if busy else None
+    return quiet or _kept({**key, "busy": busy}, lambda: _measure_cpu(in_half=in_half))
+
+
 @functools.cache
 def _of_cpu() -> DeviceProfile:
     in_half = half_on_cpu().bfloat16  # asked before the first product
-    key = {"cpu": files.processor(), "half": in_half}
-    speeds = _kept(key, lambda: _measure_cpu(in_half=in_half))
+    speeds = _speeds_of_cpu(in_half=in_half)
     return DeviceProfile(
         name="CPU",
         capability=(0, 0),
@@ -201,6 +225,8 @@ Work = Callable[[], Any]
 class _Timer:
     """How much of something is done a second, by the clock."""
 
+    repeats = _CPU_REPEATS
+
     def wait(self) -> None:
         """Until what was asked for is done."""
 
@@ -212,12 +238,14 @@ class _Timer:
         return time.perf_counter() - started
 
     def rate(self, amount: float, work: Work) -> float:
-        """The best of a few runs; the first, which also loads the kernel, counts if it must."""
-        return amount / _best(lambda: self.seconds(work))
+        """The best of some runs; the first, which also loads the kernel, counts if it must."""
+        return amount / _best(lambda: self.seconds(work), self.repeats)
 
 
 class _CudaTimer(_Timer):
     """By the device's own clock, so that starting the kernels is not counted."""
+
+    repeats = _REPEATS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -294,13 +322,13 @@ def _launch_seconds(device: torch.device, wait: Callable[[], None]) -> float:
         work()
         return time.perf_counter() - started
 
-    return _best(seconds) / operators
+    return _best(seconds, _CPU_REPEATS) / operators
 
 
-def _best(measure: Callable[[], float]) -> float:
+def _best(measure: Callable[[], float], repeats: int) -> float:
     started = time.perf_counter()
     best = measure()
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
         best = min(best, measure())
