@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ STOCK_NAMES = {
         "en": "BERT-Base, two epochs, `--budget 4GB`", "zh": "BERT-Base，两轮，`--budget 4GB`",
     },
 }  # fmt: skip
+SEED_WORDS = {r", seeds from (\d+) on": r"，种子从 \1 起", ", no dropout": "，不用 dropout"}
 SEED_HEADS = {
     "en": ("model, budget", "the plan chosen", "F1", "stock fp32 F1", "points", "95 % interval"),
     "zh": ("模型、预算", "选中的方案", "F1", "原版 fp32 的 F1", "差几个百分点", "95% 区间"),
@@ -179,7 +181,11 @@ def seeds_table(language: str, found: Mapping[str, Any] | None = None) -> str:
         )
         scores = (f"{_mean(one[name]):.4f}" for name in ("f1", "stock_f1"))
         plan = in_words({"strategies": one["strategies"] or {}}, language)
-        rows.append((one["name"], plan, *scores, f"{points['mean']:+.2f}", interval))
+        name = one["name"]
+        if language == "zh":
+            for english, chinese in SEED_WORDS.items():
+                name = re.sub(english, chinese, name)
+        rows.append((name, plan, *scores, f"{points['mean']:+.2f}", interval))
     return _table(SEED_HEADS[language], rows, texts=2)
 
 
