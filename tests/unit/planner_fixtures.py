@@ -12,7 +12,7 @@ from transformers import BertConfig, TrainingArguments
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate, PlanTask, Price, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Timed, Workload
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import batches_of
 from memfit.strategies import Strategy, Tier
@@ -124,12 +124,15 @@ class FormulaPricer:
         total = self.outside + self.layers * self.layer_parameters
         return total // 100 if candidate.fidelity >= 3 else total
 
-    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+    def least_seconds(self, tier: Tier, prices: Sequence[Price | Timed]) -> float:
         del tier, prices
         return 0.0
 
     def of(self, workload: Workload) -> FormulaPricer:
         return FormulaPricer(workload, self.card, off=self.off, packs=self.packs)
+
+    def timed(self, candidate: Candidate) -> Timed:
+        return Timed(candidate, self.quick(candidate).step_seconds)
 
     def quick(self, candidate: Candidate) -> Price:
         if candidate not in self.known:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from math import inf
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
@@ -23,7 +23,7 @@ from memfit.text import doing, shown, t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.candidates import Candidate, Price, Pricer, Workload
+    from memfit.planner.candidates import Candidate, Price, Pricer, Timed, Workload
     from memfit.strategies import Setup, Strategy
 
 
@@ -185,6 +185,9 @@ def reaches(
             row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
             try:
                 exact, rounding = row.cell(exact=True), row.cell()
+                # Rare techniques may be priced for exact plans alone, and be the faster ones.
+                if exact.fits and exact.texts_per_second > rounding.texts_per_second:
+                    rounding = exact
                 allowed = None if rounding.fits else row.cell(allow=True)
                 found = Reach(model, exact, rounding, allowed)
             except MemfitError as error:  # one model that cannot be traced is no reason to stop
@@ -222,7 +225,7 @@ class _Row:
         return TracedPricer(self.workload, self.card)
 
     def cell(self, *, exact: bool = False, allow: bool = False) -> Cell:
-        from memfit.planner.search import ask, rank
+        from memfit.planner.search import ask
         from memfit.planner.space import candidates, permissions
         from memfit.strategies import Tier
 
@@ -233,33 +236,50 @@ class _Row:
         for candidate in candidates(asked):
             is_rare = any(one.is_rare for one in candidate.strategies)
             (rare if is_rare else usual).append(candidate)
-        prices: list[Price] = []
+        timed: list[Timed] = []
+        best: Price | None = None
         for tier in Tier:
             # Each tier costs traces: not where the best so far is as fast as it can be.
-            best_seconds = min((one.step_seconds for one in self._fitting(prices)), default=inf)
-            if best_seconds == inf or self.pricer.least_seconds(tier, prices) < best_seconds:
-                prices += self._priced(one for one in usual if one.tier is tier)
-        if not self._fitting(prices):
-            prices += self._priced(rare)
-        fitting = self._fitting(prices)
-        best = min(fitting, key=rank) if fitting else min(prices, key=lambda one: one.device_bytes)
+            if best is None or self.pricer.least_seconds(tier, timed) < best.step_seconds:
+                ways = [self.pricer.timed(one) for one in usual if one.tier is tier]
+                timed += ways
+                best = self._fastest(ways, best)
+        if best is None:
+            best = self._fastest([self.pricer.timed(one) for one in rare])
+        if best is not None:
+            return self._cell(best, fits=True)
+        every = [self.pricer.quick(one) for one in (*usual, *rare)]
+        possible = [one for one in every if self._has_host_memory(one)]
+        return self._cell(min(possible, key=lambda one: one.device_bytes), fits=False)
+
+    def _cell(self, price: Price, *, fits: bool) -> Cell:
         return Cell(
-            fits=bool(fitting),
-            device_bytes=best.device_bytes,
-            texts_per_second=self.workload.effective_rows / best.step_seconds,
-            strategies=tuple(one.name for one in best.candidate.strategies),
+            fits=fits,
+            device_bytes=price.device_bytes,
+            texts_per_second=self.workload.effective_rows / price.step_seconds,
+            strategies=tuple(one.name for one in price.candidate.strategies),
         )
 
-    def _fitting(self, prices: Iterable[Price]) -> list[Price]:
-        return [one for one in prices if one.device_bytes <= self.budget_bytes]
+    def _fastest(self, ways: Iterable[Timed], best: Price | None = None) -> Price | None:
+        """The first of these that fits, or what is better already; memory is asked for in turn."""
+        from memfit.planner.search import rank, rank_in_time
 
-    def _priced(self, ways: Iterable[Candidate]) -> list[Price]:
-        """Quick prices of those this machine has the host memory for."""
+        for speed, equal in groupby(sorted(ways, key=rank_in_time), key=rank_in_time):
+            if best is not None and speed > rank_in_time(best):
+                break
+            prices = (self.pricer.quick(one.candidate) for one in equal)
+            fitting = [one for one in prices if self._fits(one)]
+            if fitting:
+                return min(fitting if best is None else [best, *fitting], key=rank)
+        return best
+
+    def _fits(self, price: Price) -> bool:
+        return price.device_bytes <= self.budget_bytes and self._has_host_memory(price)
+
+    def _has_host_memory(self, price: Price) -> bool:
         import psutil
 
         from memfit.planner.advice import fits_host
 
         free = self.host_bytes_free
-        free = psutil.virtual_memory().available if free is None else free
-        prices = (self.pricer.quick(one) for one in ways)
-        return [one for one in prices if fits_host(one, free)]
+        return fits_host(price, psutil.virtual_memory().available if free is None else free)

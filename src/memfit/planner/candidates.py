@@ -168,8 +168,19 @@ class Price:
         return self.peak.device_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A candidate whose memory nobody has asked for yet."""
+
+    candidate: Candidate
+    step_seconds: float
+
+
 class Pricer(Protocol):
     """What candidates cost: composed in microseconds, or traced in about a second."""
+
+    def timed(self, candidate: Candidate) -> Timed:
+        """The seconds of its quick price alone, which need fewer traces and no allocator."""
 
     def quick(self, candidate: Candidate) -> Price:
         """Composed from traced layers."""
@@ -183,7 +194,7 @@ class Pricer(Protocol):
     def learning_parameters(self, candidate: Candidate) -> int:
         """How many parameters learn."""
 
-    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+    def least_seconds(self, tier: Tier, prices: Sequence[Price | Timed]) -> float:
         """What a step of a slow tier takes at least, known from the prices of the others."""
 
     def of(self, workload: Workload) -> Pricer:

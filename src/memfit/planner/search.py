@@ -28,7 +28,7 @@ from memfit.planner.advice import (
     host_note,
     margin_note,
 )
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Timed, Workload
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, limits_for
@@ -194,13 +194,15 @@ def _best_seconds(prices: Sequence[Price], budget_bytes: int | None, host_free: 
 
 def rank(price: Price) -> tuple[float, int, int, int, int]:
     """Faster first; then better fidelity, 24-bit masters, less memory, fewer strategies."""
-    candidate = price.candidate
+    return (*rank_in_time(price), price.device_bytes, len(price.candidate.strategies))
+
+
+def rank_in_time(price: Price | Timed) -> tuple[float, int, int]:
+    """The same without what memory decides."""
     return (
         float(f"{price.step_seconds:.6g}"),  # what differs by less is the same
-        candidate.fidelity,
-        int(candidate.effects.short_masters),
-        price.device_bytes,
-        len(candidate.strategies),
+        price.candidate.fidelity,
+        int(price.candidate.effects.short_masters),
     )
 
 

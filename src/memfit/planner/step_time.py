@@ -38,7 +38,7 @@ from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Price
+from memfit.planner.candidates import Price, Timed
 from memfit.strategies import Tier
 from memfit.text import Message
 
@@ -505,7 +505,7 @@ _WEIGHTS_COST = 1.02
 
 
 def least_seconds(
-    tier: Tier, prices: Sequence[Price], learning: int, card: DeviceProfile | None
+    tier: Tier, prices: Sequence[Price | Timed], learning: int, card: DeviceProfile | None
 ) -> float:
     """A step of this tier, with so many parameters that learn, beside plans that have prices."""
     speeds = speeds_of(card)
@@ -532,6 +532,6 @@ def least_seconds(
     return least[tier]()
 
 
-def _fastest(prices: Sequence[Price]) -> float:
+def _fastest(prices: Sequence[Price | Timed]) -> float:
     """Infinite where there are none: of a kind that was slow enough to be left out."""
     return min((one.step_seconds for one in prices), default=math.inf)

@@ -19,7 +19,7 @@ from memfit.memory.cuda_context import handle_workspace_bytes, lt_workspace_byte
 from memfit.memory.phases import TRAINING
 from memfit.memory.tracing.counting import StepCounts
 from memfit.memory.tracing.depth import Segments, with_layers
-from memfit.planner.candidates import Candidate, Price, Workload
+from memfit.planner.candidates import Candidate, Price, Timed, Workload
 from memfit.planner.pricing.layer_pieces import (
     Counted,
     Counts,
@@ -113,7 +113,7 @@ class TracedPricer:
         split = self._split(candidate.strategies)
         return round(self._updating(split.family, split.updating).learning(self._depth))
 
-    def least_seconds(self, tier: Tier, prices: Sequence[Price]) -> float:
+    def least_seconds(self, tier: Tier, prices: Sequence[Price | Timed]) -> float:
         """What a step of a slow tier takes at least, known from the prices of the others."""
         if not prices:
             return 0.0
@@ -126,6 +126,12 @@ class TracedPricer:
         return dataclasses.replace(
             quick, peak=peak, phases=phases, host_bytes=trace.host_bytes, traced=True
         )
+
+    def timed(self, candidate: Candidate) -> Timed:
+        """The seconds of its quick price alone, which need fewer traces and no allocator."""
+        split = self._split(candidate.strategies)
+        counts = self._counts(split, self._cut(candidate, split))
+        return Timed(candidate, step_seconds(counts, self.card, parses=split.small_workspace))
 
     def quick(self, candidate: Candidate) -> Price:
         """Composed from traced layers."""
