@@ -10,6 +10,7 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import Display, Json, PlainCommand, Reserved, Windows, check_card
 from memfit.errors import ConfigError
+from memfit.run.preloading import processes_to_use
 from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
 
@@ -55,7 +56,7 @@ def doctor(
     with console.working():
         from memfit.doctor.diagnosis import diagnose
 
-        found = diagnose(gpu, place, table=table)
+        found = diagnose(gpu, place, table=table, processes=processes_to_use())
     if as_json:
         console.show_json(found.as_json())
     else:

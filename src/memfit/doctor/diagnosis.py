@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.doctor.environment import Card, Environment, TorchBuild, look_around
-from memfit.doctor.reach import ROWS, TOKENS, Cell, Reach, Readiness, reaches, readiness
+from memfit.doctor.reach import (
+    ROWS,
+    TOKENS,
+    Cell,
+    Reach,
+    Readiness,
+    other_processes,
+    reaches,
+    readiness,
+)
 from memfit.memory.nvml import Driver
 from memfit.text import N_, t
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from memfit.memory.cards import CardPlace, DeviceProfile
 
 _INDEX = "https://download.pytorch.org/whl"
@@ -306,9 +317,23 @@ class Diagnosis:
 
 
 def diagnose(
-    gpu: str | None = None, place: CardPlace | None = None, *, table: bool = True
+    gpu: str | None = None,
+    place: CardPlace | None = None,
+    *,
+    table: bool = True,
+    processes: int = 1,
 ) -> Diagnosis:
-    """Look around; with `gpu`, judge strategies and models for a card that need not be here."""
+    """Look around; with `gpu`, judge strategies and models for a card that need not be here.
+
+    The table for such a card is made by so many `processes`.
+    """
+    with other_processes(processes - 1 if gpu is not None and table else 0) as others:
+        return _diagnosed(gpu, place, table, others)
+
+
+def _diagnosed(
+    gpu: str | None, place: CardPlace | None, table: bool, others: Sequence[Executor]
+) -> Diagnosis:
     found = look_around()
     notes = tuple(findings(found))
     if any(one.fatal for one in notes):
@@ -319,7 +344,7 @@ def diagnose(
         notes = (*notes, *about_card(card))
     trains: tuple[Reach, ...] = ()
     if card is not None and table:
-        trains = tuple(reaches(card, budget_bytes))
+        trains = tuple(reaches(card, budget_bytes, others=others))
     return Diagnosis(
         environment=found,
         findings=notes,

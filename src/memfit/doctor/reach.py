@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import tempfile
 import tomllib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from itertools import groupby
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
 from memfit.errors import MemfitError
-from memfit.text import doing, shown, t
+from memfit.text import doing, language, shown, speaking, t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
@@ -174,25 +178,87 @@ def reaches(
     models: Sequence[KnownModel] | None = None,
     host_bytes_free: int | None = None,
     pricer_for: PricerFor | None = None,
+    others: Sequence[Executor] = (),
 ) -> Iterator[Reach]:
-    """The table, line by line: a line takes some seconds, so each is announced."""
+    """The table, line by line: a line takes some seconds, so each is announced.
+
+    `others` are processes that take the first lines while this one takes the last.
+    """
+    every = well_known() if models is None else models
+    given = (card, budget_bytes, host_bytes_free)
+    waiting = deque(range(len(every)))
+    found: dict[int, Reach] = {}
+
+    def line(number: int) -> Reach:
+        place = {"model": every[number].name, "number": number + 1, "count": len(every)}
+        with doing(t("pricing {model} ({number} of {count}) …", **place)):
+            return _line(every[number], *given, pricer_for)
+
+    def feed(process: Executor, spoken: str) -> None:
+        with suppress(IndexError, BrokenExecutor):  # what a dead process began is done here
+            while True:
+                number = waiting.popleft()
+                found[number] = process.submit(_line_in, spoken, every[number], *given).result()
+
+    feeders = [Thread(target=feed, args=(one, language())) for one in others]
+    for feeder in feeders:
+        feeder.start()
+    with suppress(IndexError):
+        while feeders:
+            number = waiting.pop()
+            found[number] = line(number)
+    with doing(t("waiting for the other processes …") if feeders else ""):
+        for feeder in feeders:
+            feeder.join()
+    for number in range(len(every)):
+        yield found.get(number) or line(number)
+
+
+@contextmanager
+def other_processes(count: int) -> Iterator[list[Executor]]:
+    """So many, which load their libraries while this one does."""
+    from multiprocessing import get_context
+
+    spawn = get_context("spawn")
+    others = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(count)]
+    try:
+        for process in others:
+            process.submit(_load)
+        yield list(others)
+    finally:
+        for process in others:
+            process.shutdown(wait=False, cancel_futures=True)
+
+
+def _load() -> None:
+    import memfit.planner.pricing.pricer  # noqa: F401
+
+
+def _line_in(spoken: str, model: KnownModel, *given: Any) -> Reach:
+    with speaking(spoken):
+        return _line(model, *given)
+
+
+def _line(
+    model: KnownModel,
+    card: DeviceProfile,
+    budget_bytes: int,
+    host_bytes_free: int | None,
+    pricer_for: PricerFor | None = None,
+) -> Reach:
     from memfit.memory.stock_estimate import no_collection
 
-    every = well_known() if models is None else models
-    for number, model in enumerate(every, start=1):
-        place = {"model": model.name, "number": number, "count": len(every)}
-        with doing(t("pricing {model} ({number} of {count}) …", **place)), no_collection():
-            row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
-            try:
-                exact, rounding = row.cell(exact=True), row.cell()
-                # Rare techniques may be priced for exact plans alone, and be the faster ones.
-                if exact.fits and exact.texts_per_second > rounding.texts_per_second:
-                    rounding = exact
-                allowed = None if rounding.fits else row.cell(allow=True)
-                found = Reach(model, exact, rounding, allowed)
-            except MemfitError as error:  # one model that cannot be traced is no reason to stop
-                found = Reach(model, problem=str(error))
-        yield found
+    row = _Row(_workload(model), card, budget_bytes, host_bytes_free, pricer_for)
+    try:
+        with no_collection():
+            exact, rounding = row.cell(exact=True), row.cell()
+            # Rare techniques may be priced for exact plans alone, and be the faster ones.
+            if exact.fits and exact.texts_per_second > rounding.texts_per_second:
+                rounding = exact
+            allowed = None if rounding.fits else row.cell(allow=True)
+    except MemfitError as error:  # one model that cannot be traced is no reason to stop
+        return Reach(model, problem=str(error))
+    return Reach(model, exact, rounding, allowed)
 
 
 def _workload(model: KnownModel) -> Workload:

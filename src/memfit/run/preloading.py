@@ -57,6 +57,15 @@ def own_process() -> None:
     gc.set_threshold(*_RARELY)
 
 
+_MOST_PROCESSES = 4
+"""Each loads torch for itself: about half a gigabyte."""
+
+
+def processes_to_use() -> int:
+    """How many processes may share work: one, unless this is memfit's own, which others follow."""
+    return min(os.cpu_count() or 1, _MOST_PROCESSES) if _process.own else 1
+
+
 def load_to_answer() -> None:
     """Loads transformers without the parts that only training, compiling and clusters need.
 
