@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from languages import complete
+
 from memfit.memory.cards import CardPlace, facts, find_card
 from memfit.text import Language
 from memfit.units import GIB, MIB
@@ -34,13 +36,8 @@ _WORDS: dict[Language, tuple[str, str, str]] = {
 
 def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
-    app.connect("source-read", _complete)
+    complete(app, PAGES, completed)
     return {"parallel_read_safe": True}
-
-
-def _complete(_app: Any, name: str, source: list[str]) -> None:
-    if name in PAGES:
-        source[0] = completed(source[0], PAGES[name])
 
 
 def completed(text: str, spoken: Language) -> str:

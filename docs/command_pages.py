@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
+from languages import complete
 
 from memfit.cli import app
 from memfit.cli.options import help_rows, translated
@@ -27,13 +28,8 @@ _PANELS = {
 
 def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
-    app.connect("source-read", _complete)
+    complete(app, PAGES, completed)
     return {"parallel_read_safe": True}
-
-
-def _complete(_app: Any, name: str, source: list[str]) -> None:
-    if name in PAGES:
-        source[0] = completed(source[0], PAGES[name])
 
 
 def completed(text: str, spoken: Language) -> str:

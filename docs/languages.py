@@ -5,6 +5,7 @@ A Sphinx extension.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 CHINESE = "zh/"
@@ -17,6 +18,16 @@ def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
     app.connect("html-page-context", _speak, priority=_LAST)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def complete(app: Any, pages: Mapping[str, str], completed: Callable[[str, Any], str]) -> None:
+    """Has Sphinx read these pages as `completed` makes them, each in its language."""
+
+    def read(_app: Any, name: str, source: list[str]) -> None:
+        if name in pages:
+            source[0] = completed(source[0], pages[name])
+
+    app.connect("source-read", read)
 
 
 def _speak(_app: Any, name: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
