@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,31 @@ def test_a_library_that_is_not_installed_costs_the_others_nothing(
         if thread.name == "memfit-load-later":
             thread.join()
     assert failed == []
+
+
+def test_the_reports_libraries_wait_for_the_first_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside steps they would take the interpreter from the launches."""
+    from memfit.run import callbacks
+
+    begun: list[str] = []
+    monkeypatch.setattr(callbacks, "load_later", lambda: begun.append("begun"))
+    meanwhile: Any = callbacks.LoadMeanwhile()
+    for step in range(5):
+        meanwhile.on_step_end(None, step, None)
+    assert begun == []
+    meanwhile.on_evaluate(None, None, None)
+    meanwhile.on_evaluate(None, None, None)
+    meanwhile.on_train_end(None, None, None)
+    assert begun == ["begun"]
+
+
+def test_without_an_evaluation_they_load_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.run import callbacks
+
+    begun: list[str] = []
+    monkeypatch.setattr(callbacks, "load_later", lambda: begun.append("begun"))
+    meanwhile: Any = callbacks.LoadMeanwhile()
+    meanwhile.on_train_end(None, None, None)
+    assert begun == ["begun"]
