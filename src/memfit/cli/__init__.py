@@ -35,6 +35,7 @@ from memfit.cli import (
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
 from memfit.run.preloading import own_process
+from memfit.run.ranks import kept_for_launcher
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -126,7 +127,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        code = app(words, prog_name="memfit", standalone_mode=False)
+        with console.first_rank_speaks():
+            # A command that starts itself again as several ranks finds its words in `ctx.obj`.
+            code = app(words, prog_name="memfit", standalone_mode=False, obj=words)
     except CommandStopped as stopped:
         console.say("memfit: " + t("interrupted"))
         return stopped.exit_code
@@ -157,5 +160,6 @@ def _run(words: list[str]) -> int:
 def _failed(sentence: str, code: int) -> int:
     if console.debugging():
         traceback.print_exc()
-    console.say(f"memfit: {sentence}")
+    if not kept_for_launcher(sentence):
+        console.say(f"memfit: {sentence}")
     return code

@@ -1,0 +1,210 @@
+"""Ranks: the processes that share one command, and the launcher that starts them.
+
+torchrun, `accelerate launch` and `--gpus N` all start the same command N times and number the
+processes in the environment. memfit only reads these numbers; `--gpus` starts torchrun's own agent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import ConfigError
+from memfit.text import ENVIRONMENT as LANGUAGE
+from memfit.text import language, printable, t
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+SHARE_CARDS = "MEMFIT_SHARE_GPU"
+"""Set to 1, several ranks may use one GPU: for tests, it is never faster."""
+
+SHUTDOWN_SECONDS = 600
+"""How long ranks may take to save and end after a signal, before they are killed."""
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of the processes of a command this one is; alone unless a launcher started it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
+
+def ranks_of_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """Reads what torchrun and `accelerate launch` tell the processes they start."""
+    world_size = _number(environment, "WORLD_SIZE", 1, least=1)
+    rank = _number(environment, "RANK", 0)
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", world_size, least=1)
+    local_rank = _number(environment, "LOCAL_RANK", rank % local_world_size)
+    if rank >= world_size or local_rank >= local_world_size:
+        raise ConfigError(
+            t(
+                "the environment says RANK={rank} and WORLD_SIZE={world_size}; start the "
+                "processes with torchrun, accelerate launch or --gpus",
+                rank=rank,
+                world_size=world_size,
+            )
+        )
+    return Ranks(rank, world_size, local_rank, local_world_size)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
+    written = environment.get(name, "")
+    if not written:
+        return default
+    if not written.isdecimal() or int(written) < least:
+        raise ConfigError(
+            t(
+                "the variable {name} is {value}; it is a number that torchrun sets, unset it",
+                name=name,
+                value=repr(written),
+            )
+        )
+    return int(written)
+
+
+def count_of(gpus: str | int) -> int:
+    """How many ranks `--gpus` asks for: a number, or `auto` for one for each GPU that is here.
+
+    On a machine without a GPU they are so many processes on the CPU, and `auto` is one.
+    """
+    import torch
+
+    cards = torch.cuda.device_count()
+    if gpus == "auto":
+        return max(cards, 1)
+    if not str(gpus).isdecimal() or int(gpus) < 1:
+        raise ConfigError(t("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(gpus)))
+    count = int(gpus)
+    if 0 < cards < count and os.environ.get(SHARE_CARDS) != "1":
+        raise ConfigError(
+            t("--gpus is {gpus}, and {cards} are here; write auto", gpus=count, cards=cards)
+        )
+    return count
+
+
+def start_ranks(count: int, argv: Sequence[str]) -> int:
+    """Runs `memfit argv...` as so many ranks on this machine; returns the exit code.
+
+    Rank 0 has the terminal, the others write into files that are removed. SIGINT and SIGTERM go on
+    to all ranks. When a rank fails the others are stopped, and its code and words are passed on.
+    """
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SignalException,
+        Std,
+    )
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as logs, _environment_for(count):
+        silent: dict[int, Any] = dict.fromkeys(range(1, count), Std.ALL)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id="memfit",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            # The name of this machine need not lead anywhere.
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            signals_to_handle="SIGINT,SIGTERM",
+            shutdown_timeout=SHUTDOWN_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=silent),
+        )
+        try:
+            # -P: what lies in the folder one works in is data, and no module.
+            elastic_launch(config, sys.executable)("-P", "-m", "memfit", *argv)
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        except ChildFailedError as failed:
+            return _tell(failed, Path(logs))
+    return 0
+
+
+@contextmanager
+def _environment_for(count: int) -> Iterator[None]:
+    """Shares the cores between the ranks, and holds back what the launcher logs."""
+    import torch
+
+    before = dict(os.environ)
+    threads = max(torch.get_num_threads() // count, 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ[LANGUAGE] = language()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def kept_for_launcher(sentence: str) -> bool:
+    """Writes why this rank failed where torchrun's agent looks for it.
+
+    Returns whether the agent is to say it: rank 0 says it itself, and most often all fail alike.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return False
+    with suppress(OSError):
+        word = {"message": sentence, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(word), encoding="utf-8")
+        return os.environ.get("RANK", "0") != "0"
+    return False
+
+
+def _tell(failed: ChildFailedError, logs: Path) -> int:
+    """Says why a rank failed, unless rank 0 has said so itself; returns the exit code."""
+    rank, failure = failed.get_first_failure()
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    if failure.exitcode < 0:
+        words = t("signal {number} ended it", number=-failure.exitcode)
+    elif rank == 0:
+        return code
+    elif words := _words(logs, failure.local_rank):
+        if words == _words(logs, 0):
+            return code
+    else:
+        words = "\n".join(_last_lines(logs, failure.local_rank))
+    said = t("rank {rank}: {words}", rank=rank, words=words or t("exit code {code}", code=code))
+    print(printable(f"memfit: {said}"), file=sys.stderr, flush=True)
+    return code
+
+
+def _words(logs: Path, local_rank: int) -> str:
+    """What `kept_for_launcher` kept of a rank."""
+    for path in logs.glob(f"*/attempt_0/{local_rank}/error.json"):
+        return str(json.loads(path.read_text(encoding="utf-8"))["message"])
+    return ""
+
+
+def _last_lines(logs: Path, local_rank: int) -> list[str]:
+    for path in logs.glob(f"*/attempt_0/{local_rank}/stderr.log"):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
+    return []

@@ -1,0 +1,160 @@
+"""Ranks: what the environment says of them, and the launcher that starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from memfit.cli import run
+from memfit.errors import ConfigError
+from memfit.run.ranks import Ranks, count_of, ranks_of_environment, start_ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, Ranks(0, 1, 0, 1)),
+        ({"RANK": "", "WORLD_SIZE": ""}, Ranks(0, 1, 0, 1)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            Ranks(3, 4, 1, 2),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 1, 2)),
+    ],
+)
+def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: Ranks) -> None:
+    assert ranks_of_environment(environment) == ranks
+    assert ranks.is_first == (ranks.rank == 0)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "two"},
+        {"WORLD_SIZE": "0"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        ranks_of_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cards", "count"), [("auto", 0, 1), ("4", 0, 4), (2, 0, 2), ("auto", 3, 3)]
+)
+def test_gpus_are_cards_and_without_any_processes(
+    gpus: str | int, cards: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    assert count_of(gpus) == count
+
+
+@pytest.mark.parametrize("gpus", ["0", "-1", "two", "1.5", ""])
+def test_gpus_is_a_number_or_auto(gpus: str) -> None:
+    with pytest.raises(ConfigError, match="such as 2, or auto"):
+        count_of(gpus)
+
+
+def test_more_gpus_than_cards_are_refused_unless_ranks_may_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--gpus is 2, and 1 are here"):
+        count_of(2)
+    monkeypatch.setenv("MEMFIT_SHARE_GPU", "1")
+    assert count_of(2) == 2
+
+
+def test_other_ranks_are_silent_and_leave_their_error_to_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(["--version"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert run(["predict", "nowhere"]) == 2
+    assert "give either sentences or --file" in capfd.readouterr().err
+    word = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(word))
+    assert run(["predict", "nowhere"]) == 2
+    assert capfd.readouterr() == ("", "")
+    assert "give either sentences or --file" in json.loads(word.read_text())["message"]
+
+
+# torch's agent leaves the log files it opened to the garbage collector.
+LOGS_STAY_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+PROBE = """
+import os, pathlib, signal, sys, time
+rank, threads = os.environ["RANK"], os.environ["OMP_NUM_THREADS"]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} says {sys.argv[1:]}, {threads} threads")
+def told(*_):
+    print("told")
+    sys.exit(143)
+ready = pathlib.Path(__file__).with_name("ready")
+if len(sys.argv) > 2:
+    signal.signal(signal.SIGTERM, told)
+    if rank == "0":
+        ready.touch()
+    while not ready.exists():
+        time.sleep(0.01)
+    if "fail" in sys.argv and rank == "1":
+        sys.exit("no luck")
+    if "die" in sys.argv and rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "stop" in sys.argv and rank == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def threads() -> int:
+    """Half of what one process would use."""
+    import torch
+
+    return max(torch.get_num_threads() // 2, 1)
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `memfit` that says which rank it is, and fails where it is asked to."""
+    (tmp_path / "memfit").mkdir()
+    (tmp_path / "memfit" / "__init__.py").touch()
+    (tmp_path / "memfit" / "__main__.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+
+
+@LOGS_STAY_OPEN
+@pytest.mark.usefixtures("probe")
+def test_ranks_run_the_same_command_and_the_first_has_the_terminal(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = dict(os.environ)
+    assert start_ranks(2, ["predict"]) == 0
+    assert capfd.readouterr() == (f"rank 0 of 2 says ['predict'], {threads()} threads\n", "")
+    assert dict(os.environ) == before
+
+
+@LOGS_STAY_OPEN
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize(
+    ("word", "code", "said"),
+    [
+        ("fail", 1, "memfit: rank 1: no luck\n"),
+        ("die", 137, "memfit: rank 1: signal 9 ended it\n"),
+        ("stop", 143, ""),
+    ],
+)
+def test_the_first_rank_that_fails_gives_the_code(
+    word: str, code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert start_ranks(2, ["train", word]) == code
+    out, err = capfd.readouterr()
+    assert err == said
+    assert out == f"rank 0 of 2 says ['train', '{word}'], {threads()} threads\ntold\n"
