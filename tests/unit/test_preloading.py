@@ -1,24 +1,19 @@
-"""Libraries are loaded when it costs least: before the first step, or beside the steps."""
+"""Libraries are loaded when it costs least, and only those that are needed."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from memfit.run import preloading
 from memfit.run.inference import Classifier
 
 
 def test_what_the_first_step_needs_is_there_and_nothing_for_the_end() -> None:
     """In a process of its own: here everything is loaded already."""
     script = """
-import gc, sys, threading
+import gc, sys
 from memfit.run import preloading
 assert "torch" not in sys.modules
 usual = gc.get_threshold()
@@ -28,18 +23,12 @@ preloading.load_libraries()
 assert gc.get_threshold() == usual
 for name in ("torch", "transformers.trainer", "memfit.training.trainer"):
     assert name in sys.modules, name
-for name in (*preloading._LATER, *preloading._LEFT_OUT):
+for name in ("matplotlib", *preloading._LEFT_OUT):
     assert name not in sys.modules, name
 from transformers.loss import loss_for_object_detection
 found = loss_for_object_detection.linear_sum_assignment([[1.0, 0.0], [0.0, 1.0]])
 assert [list(one) for one in found] == [[0, 1], [1, 0]]
 assert "scipy.optimize" in sys.modules
-preloading.load_later()
-for thread in threading.enumerate():
-    if thread.name == "memfit-load-later":
-        thread.join()
-for name in preloading._LATER:
-    assert name in sys.modules, name
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
@@ -65,45 +54,3 @@ assert torch.distributed.is_available() and torch._dynamo.is_compiling() is Fals
     )
     here = Classifier.load(tiny_model_dir, device="cpu").logits(["good film", "bad"])
     assert ast.literal_eval(run.stdout) == here.tolist()
-
-
-def test_a_library_that_is_not_installed_costs_the_others_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(preloading, "_LATER", ("a_library_that_is_missing", "sndhdr_of_tests"))
-    monkeypatch.setitem(sys.modules, "sndhdr_of_tests", sys)
-    failed: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    preloading.load_later()
-    for thread in threading.enumerate():
-        if thread.name == "memfit-load-later":
-            thread.join()
-    assert failed == []
-
-
-def test_the_reports_libraries_wait_for_the_first_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beside steps they would take the interpreter from the launches."""
-    from memfit.run import callbacks
-
-    begun: list[str] = []
-    monkeypatch.setattr(callbacks, "load_later", lambda: begun.append("begun"))
-    meanwhile: Any = callbacks.LoadMeanwhile()
-    for step in range(5):
-        meanwhile.on_step_end(None, step, None)
-    assert begun == []
-    meanwhile.on_evaluate(None, None, None)
-    meanwhile.on_evaluate(None, None, None)
-    meanwhile.on_train_end(None, None, None)
-    assert begun == ["begun"]
-
-
-def test_without_an_evaluation_they_load_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.run import callbacks
-
-    begun: list[str] = []
-    monkeypatch.setattr(callbacks, "load_later", lambda: begun.append("begun"))
-    meanwhile: Any = callbacks.LoadMeanwhile()
-    meanwhile.on_train_end(None, None, None)
-    assert begun == ["begun"]

@@ -276,8 +276,8 @@ def test_long_curves_are_thinned_and_keep_their_last_point_and_their_peak() -> N
 
 
 def test_drawings_are_valid_and_take_the_pages_colours() -> None:
-    def draw() -> str:
-        lines = [plots.Line("a", [(1, 2.0)], 0), plots.Line("b", [(1, 3.0), (2, 4.0)], 1)]
+    def draw(last: float = 4.0) -> str:
+        lines = [plots.Line("a", [(1, 2.0)], 0), plots.Line("b", [(1, 3.0), (2, last)], 1)]
         return plots.curves(lines, name="loss", label='x "<&> y', x_label="步").svg
 
     svg = draw()
@@ -289,6 +289,7 @@ def test_drawings_are_valid_and_take_the_pages_colours() -> None:
     assert "currentColor" in svg
     assert "DejaVu" not in svg
     assert not re.search(r"#a100\w\w", svg)
+    assert svg != draw(5.0)
     assert svg == draw()
 
 

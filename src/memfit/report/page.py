@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,19 @@ def write_report(run_dir: str | os.PathLike[str], *, lang: str | None = None) ->
 
 
 def render(
-    folder: RunFolder, *, live: bool = False, lang: str | None = None, served: bool = False
+    folder: RunFolder,
+    *,
+    live: bool = False,
+    lang: str | None = None,
+    served: bool = False,
+    ending: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text; a live one asks for itself again for as long as the run trains.
 
     It speaks `lang`, or what was asked for with --lang, or what the run spoke. `served` pages have
-    a box to try a sentence.
+    a box to try a sentence. `ending` is what the run's last files will say (`read_story`).
     """
-    story = read_story(folder, live=live)
+    story = read_story(folder, live=live, ending=ending)
     with speaking(_spoken(story, lang)):
         return render_story(story, live=live, served=served)
 

@@ -9,17 +9,18 @@ legend too narrow; the page does that, and it breaks lines on a phone.
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memfit.errors import MemfitError
 from memfit.memory.components import Component
-from memfit.text import t
+from memfit.text import language, t
 from memfit.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -223,6 +224,29 @@ def _for_page(svg: str, label: str) -> str:
     return f'{opening} role="img" aria-label="{escape(label, quote=True)}">{rest}'.strip()
 
 
+P = ParamSpec("P")
+
+R = TypeVar("R")
+
+
+def _drawn_once(draw: Callable[P, R]) -> Callable[P, R]:
+    """Draws a picture again only if what it shows has changed: one takes about 0.1 s.
+
+    A live page is drawn every few seconds, and a finished one after its drawings (`run` package).
+    """
+    last: dict[Any, tuple[str, R]] = {}
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **named: P.kwargs) -> R:
+        shown = repr((args, named, language()))
+        name = named["name"]
+        if name not in last or last[name][0] != shown:
+            last[name] = shown, draw(*args, **named)
+        return last[name][1]
+
+    return drawn
+
+
 Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400
@@ -265,6 +289,7 @@ class Chart:
     hover: Mapping[str, Any]
 
 
+@_drawn_once
 def curves(
     lines: Sequence[Line],
     *,
@@ -351,6 +376,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+@_drawn_once
 def memory_bars(
     bars: Mapping[str, Mapping[str, int]], budget_bytes: int | None, *, name: str, label: str
 ) -> str:
@@ -377,6 +403,7 @@ def memory_bars(
     return drawing.svg
 
 
+@_drawn_once
 def memory_over_time(
     now: Line,
     peak: Line,
@@ -419,6 +446,7 @@ def memory_over_time(
     return Chart(drawing.svg, _hover(drawing, [used, most], None, unit))
 
 
+@_drawn_once
 def histogram(
     bins: Sequence[tuple[float, float, float]],
     *,

@@ -92,16 +92,24 @@ class Story:
         return not self.context_bytes
 
 
-def read_story(folder: RunFolder, *, live: bool = False) -> Story:
-    """All of it; OutputError where the folder holds no run."""
+def read_story(
+    folder: RunFolder, *, live: bool = False, ending: Mapping[str, Any] | None = None
+) -> Story:
+    """All of it; OutputError where the folder holds no run.
+
+    `ending` has the `summary` and the `trainer_state` of a run that is about to write them.
+    """
     recorded = read_log(folder.path)
-    finished = folder.summary.is_file()
-    summary = read_summary(folder.path) if finished else _unfinished(folder, recorded)
+    finished = ending is not None or folder.summary.is_file()
+    if ending is not None:
+        summary, trainer_state = RunSummary.from_dict(ending["summary"]), ending["trainer_state"]
+    else:
+        summary = read_summary(folder.path) if finished else _unfinished(folder, recorded)
+        try:
+            trainer_state = folder.trainer_state()
+        except OutputError:  # cut off while it was written
+            trainer_state = {}
     state = summary.status if finished else recorded.ended or (RUNNING if live else CUT)
-    try:
-        trainer_state = folder.trainer_state()
-    except OutputError:  # cut off while it was written
-        trainer_state = {}
     history = _history(trainer_state, recorded, finished=finished)
     best = summary.best_checkpoint or trainer_state.get("best_model_checkpoint") or ""
     seconds = summary.seconds.get("train") if finished else recorded.seconds

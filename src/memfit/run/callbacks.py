@@ -24,7 +24,6 @@ from memfit.memory.device import is_cuda
 from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
-from memfit.run.preloading import load_later
 from memfit.run.signals import Stopped, handled
 from memfit.text import t
 from memfit.training.progress import MemoryMeter
@@ -273,34 +272,6 @@ def _ends_epoch(step: int, args: TrainingArguments, batches: Any) -> bool:
     except TypeError:  # a stream has no length, and no end to meet
         return False
     return an_epoch > 1 and step % an_epoch == 0
-
-
-class LoadMeanwhile(TrainerCallback):
-    """Loads the report's libraries while the first checkpoint is written.
-
-    Writing leaves the interpreter free. Steps do not: imports beside them held up their launches
-    by about as long as they took.
-    """
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """A checkpoint follows."""
-        self._begin()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Where nothing was evaluated, the model is written now."""
-        self._begin()
-
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            load_later()
 
 
 class StopAfterStep(TrainerCallback):

@@ -3,7 +3,7 @@
 What the first step needs is loaded in one thread, one library after the other: threads that import
 at the same time take the interpreter from each other and are slower together than one alone. Only
 the driver works beside it, which creates the card's context without the interpreter. What only the
-report needs is loaded while a checkpoint is written.
+report needs is loaded in a process of its own (`report_process`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from types import ModuleType
 from typing import Any
 
 _FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
-
-_LATER = ("matplotlib.figure", "matplotlib.backends.backend_svg")
 
 _LEFT_OUT = ("scipy.optimize", "scipy.stats", "sklearn.metrics")
 """transformers imports functions of these for object detection, GLUE and assisted generation."""
@@ -189,23 +187,6 @@ class _Promise(ModuleType):
             return getattr(importlib.import_module(self.__name__), function)(*args, **named)
 
         return call
-
-
-def load_later() -> None:
-    """Loads what draws, in a thread. What fails there fails again where it is used.
-
-    The thread is no daemon: an interpreter that ends while a library is being loaded may crash.
-    """
-    threading.Thread(target=_load_later, name="memfit-load-later").start()
-
-
-def _load_later() -> None:
-    from memfit.records.results import versions
-
-    for name in _LATER:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    versions()
 
 
 def _create_context() -> None:

@@ -62,6 +62,7 @@ from memfit.run.prepare import (
     prepare,
     with_absolute_paths,
 )
+from memfit.run.report_process import ReportProcess
 from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes
@@ -218,19 +219,15 @@ def train_classifier(
 
 def _finished(folder: Path) -> RunResult | None:
     """The result of a run that came to its end; the summary is written after all else."""
+    from memfit.report.page import write_report
+
     run = RunFolder(folder)
     evaluated = read_evaluation(folder) if run.summary.is_file() else None
     if evaluated is None:
         return None
     if not run.report.is_file():
-        _write_report(folder)
+        write_report(folder)
     return RunResult(output_dir=folder, summary=read_summary(folder), evaluation=evaluated[0])
-
-
-def _write_report(folder: Path) -> None:
-    from memfit.report.page import write_report
-
-    write_report(folder)
 
 
 def _give_back_pinned_memory() -> None:
@@ -261,6 +258,10 @@ class _Run:
     prepared: Prepared = field(init=False)
     stop_early: StopEarly | None = None
     choosing: Choosing = field(init=False)
+    report: ReportProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = ReportProcess(self.claim.path)
 
     @property
     def arguments(self) -> TrainingArguments:
@@ -278,7 +279,8 @@ class _Run:
     def finish(self) -> RunResult:
         """Everything, in order; what stops it says how to go on."""
         try:
-            return self._finish()
+            with self.report:
+                return self._finish()
         except RunStoppedError as error:
             raise self._with_command(error) from error
         except Exception as error:
@@ -319,6 +321,9 @@ class _Run:
                     evaluation = evaluate_trained(
                         trainer, text, tokens, self.prepared.scoring, self.claim.path
                     )
+                self.report.draw(
+                    self._summary(trainer, text, tokens, evaluation), trainer.state.log_history
+                )
                 with self.clock.measure("save"), doing(t("saving the model …")):
                     tuned = dataclasses.replace(
                         self.prepared.scoring, threshold=evaluation.threshold
@@ -335,7 +340,7 @@ class _Run:
         with doing(t("writing the report …")):
             if is_cuda(self.arguments.device):
                 _give_back_pinned_memory()
-            _write_report(self.claim.path)
+            self.report.write()
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
 
     @contextlib.contextmanager
@@ -492,7 +497,6 @@ class _Run:
     def _callbacks(self, kind: str) -> list[Any]:
         from memfit.run.callbacks import (
             KeepElapsed,
-            LoadMeanwhile,
             MeasureOneStep,
             RecordRun,
             StopAfterStep,
@@ -510,7 +514,7 @@ class _Run:
         # The time is kept before a stop ends the run.
         if self.config.early_stopping is not None:
             self.stop_early = StopEarly(self.config.early_stopping)
-        own = [self.elapsed, self.record, self.stop, self.probe, LoadMeanwhile(), self.stop_early]
+        own = [self.elapsed, self.record, self.stop, self.probe, self.stop_early]
         shown = [] if self.quiet else [bar]
         return [*shown, *(one for one in own if one is not None), *self.callbacks]
 
@@ -570,6 +574,8 @@ class _Run:
                 if self.found.good is not None
                 else t("no checkpoint was written yet; starting from the beginning")
             )
+        if preloading.processes_to_use() > 1 and trainer.is_world_process_zero():
+            self.report.start()
         try:
             with self.stop.listening():
                 trainer.train(resume_from_checkpoint=checkpoint or None)
