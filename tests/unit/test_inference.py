@@ -277,7 +277,7 @@ def read_csv(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
 def test_a_file_keeps_its_rows_and_gains_label_and_score(
     classifier: Classifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.run.inference.CHUNK_ROWS", 2)
+    monkeypatch.setattr("memfit.run.file_predictions.CPU_WINDOW_ROWS", 2)
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     source.write_bytes(
         'id,review\n1,好\n2,"早餐,\n""難吃"""\n3,  \n4,服務人員都很親切\n'.encode("gb18030")
@@ -327,7 +327,7 @@ def test_json_lines_and_pairs_to_tsv_and_json_lines(classifier: Classifier, tmp_
 def test_a_file_that_fails_midway_leaves_the_old_output(
     classifier: Classifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.run.inference.CHUNK_ROWS", 1)
+    monkeypatch.setattr("memfit.run.file_predictions.CPU_WINDOW_ROWS", 1)
     (tmp_path / "in.jsonl").write_text('{"text": "好"}\n{"text": "早餐"}\n[]\n', encoding="utf-8")
     (tmp_path / "in.csv").write_text("id,text\n1,好\n2,早餐,吃\n", encoding="utf-8")
     (tmp_path / "out.csv").write_text("old")

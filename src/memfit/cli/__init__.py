@@ -128,7 +128,8 @@ def run(arguments: Sequence[str]) -> int:
 def _run(words: list[str]) -> int:
     try:
         with console.first_rank_speaks():
-            # A command that starts itself again as several ranks finds its words in `ctx.obj`.
+            # A command that starts itself again as several ranks finds its words in
+            # `ctx.find_root().obj`.
             code = app(words, prog_name="memfit", standalone_mode=False, obj=words)
     except CommandStopped as stopped:
         console.say("memfit: " + t("interrupted"))

@@ -10,10 +10,12 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
 from memfit.errors import ConfigError
+from memfit.run.ranks import count_of, ranks_of_environment, start_ranks
 from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:
-    from memfit.run.inference import FilePredictions, Prediction
+    from memfit.run.file_predictions import FilePredictions
+    from memfit.run.inference import Prediction
 
 Text = str | tuple[str, str]
 
@@ -24,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def predict(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="An output folder or a hub id.")],
     texts: Annotated[list[str] | None, typer.Argument(help="The sentences to label.")] = None,
     file: Annotated[
@@ -42,13 +45,28 @@ def predict(
     max_length: Annotated[
         int | None, typer.Option(help="Cut texts here; where the training did if not given.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Processes that share the rows of --file, one on each GPU; auto takes all GPUs of "
+            "this machine."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Label sentences, or every row of a file."""
+    """Label sentences, or every row of a file.
+
+    With --output the rows stream, and a command that was stopped goes on when it is given again.
+    """
     if bool(texts) == (file is not None):
         raise ConfigError(t("give either sentences or --file, not both and not neither"))
     if output is not None and file is None:
         raise ConfigError(t("--output goes with --file; sentences are answered on the screen"))
+    if gpus is not None:
+        if output is None:
+            raise ConfigError(t("--gpus shares the rows of a file; it goes with --output"))
+        if ranks_of_environment().world_size == 1 and (count := count_of(gpus)) > 1:
+            raise typer.Exit(start_ranks(count, ctx.find_root().obj))
     reading: dict[str, Any] = {
         "text_column": text_column,
         "text_pair_column": text_pair_column,

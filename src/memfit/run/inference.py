@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memfit.config import DataConfig, ModelConfig
-from memfit.config.files import atomic_writer, plain
 from memfit.config.schema import DTYPES
 from memfit.data import LabelSpace, read_labelled
-from memfit.data.columns import choose_texts
 from memfit.data.in_memory import source_of as data_source
 from memfit.data.in_memory import texts_of
 from memfit.data.labels import ids_of
-from memfit.data.reading import as_text
 from memfit.data.table_files import open_source
-from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Row, Table
-from memfit.data.working_files import RowMeter, progress_bar, quiet_datasets
+from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from memfit.data.working_files import quiet_datasets
 from memfit.engine.half_on_cpu import half_on_cpu
-from memfit.errors import ConfigError, DataError, ModelError, OutputError, nearest
+from memfit.errors import ConfigError, DataError, ModelError, nearest
 from memfit.models.hubs import source_of
 from memfit.models.layers import position_limit
 from memfit.models.loading import (
@@ -40,9 +33,11 @@ from memfit.models.loading import (
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers
+from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
 from memfit.run.preloading import load_to_answer
+from memfit.run.ranks import ranks_of_environment
 from memfit.run.scoring_rules import kept_scoring, scoring_of_table
-from memfit.text import N_, doing, is_told, t
+from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +153,12 @@ class Classifier:
             logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
         return self._predictions(logits)
 
+    def _answer(
+        self, texts: Sequence[Text], batch_tokens: int | None, update: Callable[[int], object]
+    ) -> list[Prediction]:
+        """The same without a bar; `update` is told of the rows as they are done."""
+        return self._predictions(self._logits(texts, batch_tokens, update))
+
     def _predictions(self, logits: Array) -> list[Prediction]:
         return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
 
@@ -198,7 +199,7 @@ class Classifier:
         """Raw outputs, a row a text; each batch leaves the device before the next begins."""
         if not progress:
             return self._logits(texts, batch_tokens, lambda _: None)
-        with _row_bar(len(texts)) as update:
+        with row_bar(len(texts)) as update:
             return self._logits(texts, batch_tokens, update)
 
     def _logits(
@@ -228,12 +229,18 @@ class Classifier:
         header: bool | None = None,
         batch_tokens: int | None = None,
     ) -> FilePredictions:
-        """The rows of a table with label and score beside them, in a new file."""
-        _check_target(Path(target), Path(source))
+        """The rows of a table with label and score beside them, in a new file.
+
+        The rows stream: no more than a few thousand lie in memory. A call that was killed leaves
+        `target` with .partial behind its name; the same call goes on from it. Under torchrun or
+        `accelerate launch` the ranks share the rows, and the first writes the file.
+        """
+        columns = (text_column, text_pair_column)
+        if ranks_of_environment().is_first:
+            check_target(Path(target), Path(source))
         with quiet_datasets():
-            columns = (text_column, text_pair_column)
             table, _ = open_source(os.fspath(source), encoding, header, only_texts=not any(columns))
-        return predict_file(self, table, Path(target), columns, batch_tokens=batch_tokens)
+        return predict_file(self, table, source, target, columns, batch_tokens=batch_tokens)
 
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
@@ -421,6 +428,9 @@ def _device(name: str | None) -> torch.device:
 
     if name is None:
         name = best_device().type
+        ranks = ranks_of_environment()
+        if name == "cuda" and ranks.local_world_size > 1:  # each rank has a card of its own
+            name = f"cuda:{ranks.local_rank % torch.cuda.device_count()}"
     try:
         torch.empty(0, device=name)
         return torch.device(name)
@@ -466,172 +476,3 @@ def _trained_on_pairs(folder: str) -> bool | None:
         return None
     data = read_summary(folder).data
     return data["text_pair_column"] is not None if "text_pair_column" in data else None
-
-
-CHUNK_ROWS = 4096
-
-JSON_LINES = (".jsonl", ".ndjson")
-
-NOT_WRITTEN = (".xlsx", ".xls", ".ods", ".parquet", ".pq", ".json")
-
-
-@dataclass(frozen=True, slots=True)
-class FilePredictions:
-    """What was written where."""
-
-    path: Path
-    rows: int
-    empty_rows: int
-    """Rows without text; their label and score stay empty."""
-    label_column: str
-    score_column: str
-
-
-def predict_file(
-    classifier: Classifier,
-    table: Table,
-    path: Path,
-    text_columns: tuple[str | None, str | None] = (None, None),
-    *,
-    batch_tokens: int | None = None,
-) -> FilePredictions:
-    """Writes every row of the source with its label and score to a CSV, TSV or JSONL file.
-
-    A table begins with a byte-order mark, without which Excel reads it in the machine's own
-    encoding and shows Chinese as gibberish; JSONL is plain UTF-8, as its readers expect.
-    """
-    texts = [name for name in choose_texts(table, *text_columns) if name]
-    _check_columns(table)
-    names = _answer_columns(table)
-    rows = empty_rows = 0
-    try:
-        codec = "utf-8" if path.suffix.lower() in JSON_LINES else "utf-8-sig"
-        total_rows = _count_rows(table, texts) if is_told() else None
-        with (
-            doing(t("predicting …")),
-            atomic_writer(path, codec) as file,
-            _row_bar(total_rows) as update,
-        ):
-            write = _writer(path, file, [*table.columns, *names])
-            for chunk in _chunks(table.read(table.columns)):
-                where = [table.columns.index(name) for name in texts]
-                for row, answer in _answers(
-                    classifier, chunk, where, table.where, batch_tokens, update
-                ):
-                    score = "" if answer is None else round(answer.score, 6)
-                    write([*row, "" if answer is None else answer.label, score])
-                    rows += 1
-                    empty_rows += answer is None
-            if not rows:
-                raise DataError(t("{path} has a header and no rows; add rows", path=table.where))
-    except OSError as error:
-        raise OutputError(
-            t("cannot write {path}: {reason}", path=path, reason=error.strerror or error)
-        ) from None
-    return FilePredictions(path, rows, empty_rows, *names)
-
-
-@contextmanager
-def _row_bar(total_rows: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar of rows; a command also says what all of them took."""
-    bar = progress_bar("predicting", total_rows)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
-    if isinstance(bar, RowMeter):
-        from memfit.run.announcements import voice
-
-        voice(quiet=False)(bar.summary())
-
-
-def _count_rows(table: Table, columns: Sequence[str]) -> int:
-    """Reads the table once more: much faster than predicting it, and the bar has an end."""
-    with doing(t("reading the table …")):
-        return sum(1 for _ in table.read(columns))
-
-
-def _check_target(path: Path, source: Path) -> None:
-    if path.exists() and source.exists() and path.samefile(source):
-        raise OutputError(
-            t("{path} is the file the texts come from; name another --output", path=path)
-        )
-    if path.is_dir():
-        raise OutputError(t("{path} is a folder; name a file with --output", path=path))
-    if not path.parent.is_dir():
-        raise OutputError(
-            t(
-                "there is no folder {folder} for {name}; make it first",
-                folder=path.parent,
-                name=path.name,
-            )
-        )
-    if path.suffix.lower() in NOT_WRITTEN:
-        raise OutputError(
-            t(
-                "cannot write {ending} files; name the output .csv, .tsv or .jsonl",
-                ending=path.suffix,
-            )
-        )
-
-
-def _check_columns(table: Table) -> None:
-    twice = [name for name in table.columns if table.columns.count(name) > 1]
-    if twice:
-        raise DataError(
-            t(
-                "{where}: several columns are called {name}; rename all but one",
-                where=table.where,
-                name=repr(twice[0]),
-            )
-        )
-
-
-def _answer_columns(table: Table) -> tuple[str, str]:
-    """label and score; other names where the table has such columns, to lose nothing of it."""
-    if {"label", "score"} & set(table.columns):
-        return "predicted_label", "predicted_score"
-    return "label", "score"
-
-
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while chunk := list(islice(rows, CHUNK_ROWS)):
-        yield chunk
-
-
-def _answers(
-    classifier: Classifier,
-    chunk: list[Row],
-    where: list[int],
-    name: str,
-    batch_tokens: int | None,
-    update: Callable[[int], object],
-) -> Iterator[tuple[Row, Prediction | None]]:
-    """Each row with its answer; None for a row whose text, or one of its pair, is empty."""
-    parts = [tuple(as_text(row[index], name) for index in where) for row in chunk]
-    filled = [index for index, words in enumerate(parts) if all(word.strip() for word in words)]
-    texts: list[Any] = [parts[index] if len(where) == 2 else parts[index][0] for index in filled]
-    found = classifier._predictions(classifier._logits(texts, batch_tokens, update))
-    update(len(chunk) - len(filled))
-    answers = dict(zip(filled, found, strict=True))
-    for index, row in enumerate(chunk):
-        yield row, answers.get(index)
-
-
-def _writer(path: Path, file: IO[str], names: list[str]) -> Callable[[list[Any]], None]:
-    if path.suffix.lower() in JSON_LINES:
-
-        def write_line(values: list[Any]) -> None:
-            row = plain(dict(zip(names, values, strict=True)))
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-        return write_line
-    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ","
-    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(names)
-    return lambda values: writer.writerow([_cell(value) for value in values])
-
-
-def _cell(value: Any) -> Any:
-    """A cell of a table: what JSON nests is written as JSON."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
