@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from memfit.run import preloading
 from memfit.run.inference import Classifier
 
 
@@ -29,6 +33,20 @@ from transformers.loss import loss_for_object_detection
 found = loss_for_object_detection.linear_sum_assignment([[1.0, 0.0], [0.0, 1.0]])
 assert [list(one) for one in found] == [[0, 1], [1, 0]]
 assert "scipy.optimize" in sys.modules
+import transformers
+from transformers.trainer_utils import _is_peft_model
+size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+config = transformers.BertConfig(**size, intermediate_size=8)
+model = transformers.BertForSequenceClassification(config)
+assert not _is_peft_model(model) and "peft" not in sys.modules
+from peft import LoraConfig, get_peft_model
+assert _is_peft_model(get_peft_model(model, LoraConfig(target_modules=["query"])))
+assert not _is_peft_model(model.bert)
+from transformers.utils import import_utils
+models, make = transformers.models, import_utils.define_import_structure.__wrapped__
+whole = import_utils._LazyModule("models", models.__file__, make(models.__file__))
+assert len(whole._class_to_module) > 1000
+assert models._class_to_module == whole._class_to_module and models._modules == whole._modules
 """
     subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], check=True)
 
@@ -54,3 +72,10 @@ assert torch.distributed.is_available() and torch._dynamo.is_compiling() is Fals
     )
     here = Classifier.load(tiny_model_dir, device="cpu").logits(["good film", "bad"])
     assert ast.literal_eval(run.stdout) == here.tolist()
+
+
+def test_without_peft_nothing_stands_in_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    with preloading.left_out():
+        assert "peft" not in sys.modules

@@ -18,13 +18,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_FIRST = ("transformers", "transformers.trainer", "memfit.training.trainer")
+_FIRST = ("transformers.trainer", "memfit.training.trainer")
 
-_LEFT_OUT = ("scipy.optimize", "scipy.stats", "sklearn.metrics")
-"""transformers imports functions of these for object detection, GLUE and assisted generation."""
+_LEFT_OUT = ("peft", "scipy.optimize", "scipy.stats", "sklearn.metrics")
+"""transformers asks whether a model is peft's, and imports functions of the others for object
+detection, GLUE and assisted generation."""
 
 _USUAL = gc.get_threshold()
 
@@ -83,6 +85,7 @@ def load_to_answer() -> None:
     torch.distributed.is_available = lambda: False  # transformers asks once and remembers
     try:
         with left_out():
+            _load_transformers()
             importlib.import_module("transformers.modeling_utils")
     finally:
         torch.distributed.is_available = available
@@ -154,6 +157,7 @@ def load_libraries(*, card: bool = True) -> None:
     if starts:
         context.start()
     with left_out():
+        _load_transformers()
         for name in _FIRST:
             importlib.import_module(name)
     if starts:
@@ -161,13 +165,40 @@ def load_libraries(*, card: bool = True) -> None:
     gc.set_threshold(*_USUAL)
 
 
+def _load_transformers() -> None:
+    """Imports transformers with its list of models, for which it reads 2,500 files, once.
+
+    It makes the list for itself and again for `transformers.models`; the cache that should prevent
+    this holds 128 folders, and there are 450 of them.
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    listing: Any = import_utils
+    make = listing.define_import_structure
+    # This call is answered from the cache.
+    whole = make(Path(transformers.__file__).parent / "models", prefix="models")
+    models = {
+        needed: {name.removeprefix("models."): found for name, found in modules.items()}
+        for needed, all_modules in whole.items()
+        if (modules := {k: v for k, v in all_modules.items() if k.startswith("models.")})
+    }
+    listing.define_import_structure = lambda _: models
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        listing.define_import_structure = make
+
+
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Modules imported inside take functions of large libraries without loading these.
+    """Modules imported inside take functions and classes of large libraries without loading these.
 
     Whoever calls such a function loads its library then.
     """
     put = {name: _Promise(name) for name in _LEFT_OUT if name not in sys.modules}
+    if "peft" in put and put["peft"].__spec__ is None:
+        del put["peft"]  # it is not installed
     sys.modules.update(put)
     try:
         yield
@@ -179,14 +210,31 @@ def left_out() -> Iterator[None]:
 class _Promise(ModuleType):
     """Stands in sys.modules for a library that is not loaded yet."""
 
-    def __getattr__(self, function: str) -> Callable[..., Any]:
-        if function.startswith("__"):
-            raise AttributeError(function)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        if "." not in name:  # whether it is installed is asked of its spec
+            self.__spec__ = importlib.util.find_spec(name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            return _PromisedClass(name, (), {"__module__": self.__name__})
 
         def call(*args: Any, **named: Any) -> Any:
-            return getattr(importlib.import_module(self.__name__), function)(*args, **named)
+            return getattr(importlib.import_module(self.__name__), name)(*args, **named)
 
         return call
+
+
+class _PromisedClass(type):
+    """Stands for a class of a library that is not loaded yet: until then nothing is of its kind."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        library = sys.modules.get(cls.__module__)
+        if library is None or isinstance(library, _Promise):
+            return False
+        return isinstance(thing, getattr(library, cls.__name__))
 
 
 def _create_context() -> None:
