@@ -35,7 +35,7 @@ from memfit.cli import (
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
 from memfit.run.preloading import own_process
-from memfit.run.ranks import kept_for_launcher
+from memfit.run.ranks import kept_for_launcher, ranks_of_environment
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -132,11 +132,9 @@ def _run(words: list[str]) -> int:
             # `ctx.find_root().obj`.
             code = app(words, prog_name="memfit", standalone_mode=False, obj=words)
     except CommandStopped as stopped:
-        console.say("memfit: " + t("interrupted"))
-        return stopped.exit_code
+        return _interrupted(stopped.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        console.say("memfit: " + t("interrupted"))
-        return INTERRUPTED
+        return _interrupted(INTERRUPTED)
     except MemfitError as error:
         return _failed(str(error), error.exit_code)
     except Exception as error:
@@ -156,6 +154,12 @@ def _run(words: list[str]) -> int:
             1,
         )
     return code if isinstance(code, int) else 0
+
+
+def _interrupted(code: int) -> int:
+    if ranks_of_environment().is_first:
+        console.say("memfit: " + t("interrupted"))
+    return code
 
 
 def _failed(sentence: str, code: int) -> int:

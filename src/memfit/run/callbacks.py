@@ -282,8 +282,12 @@ class StopAfterStep(TrainerCallback):
     step ends an epoch, its evaluation still belongs to it: it is saved before and after that.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, say: Callable[[str], None], agree: Callable[[int], int] = lambda asked: asked
+    ) -> None:
+        """`agree` returns the largest value of all ranks: a signal may reach one a step later."""
         self.say = say
+        self.agree = agree
         self.asked: int | None = None
         self._epoch_ends = False
 
@@ -298,7 +302,7 @@ class StopAfterStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """The Trainer saves after this when told to."""
-        if self.asked is not None:
+        if self._stops():
             control.should_save = True
             by_epoch = "epoch" in (args.eval_strategy, args.save_strategy)
             self._epoch_ends = by_epoch and float(state.epoch or 0.5).is_integer()
@@ -311,14 +315,18 @@ class StopAfterStep(TrainerCallback):
         **_: Any,
     ) -> None:
         """The evaluation comes between this and the save."""
-        if self.asked is not None:
+        if self._stops():
             control.should_save = True
             self._epoch_ends = False
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """The checkpoint is complete."""
-        if self.asked is not None and not self._epoch_ends:
-            raise Stopped(self.asked)
+        if (stopped_by := self._stops()) and not self._epoch_ends:
+            raise Stopped(stopped_by)
+
+    def _stops(self) -> int:
+        """The signal by which all ranks stop; 0 while none has reached any of them."""
+        return self.agree(self.asked or 0)
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Takes the signals for as long as it lasts."""

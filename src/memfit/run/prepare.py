@@ -19,6 +19,7 @@ from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring
 from memfit.report.terminal import fact_line
+from memfit.run.ranks import Ranks, cards_are_shared
 from memfit.run.scoring_rules import class_weights_of_run, scoring_of_run
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
@@ -128,6 +129,8 @@ class Prepared:
     """A card by name, or cpu; None is what this machine trains on."""
     place: CardPlace | None = None
     """The machine that card is in; like this one if None."""
+    most_bytes: int | None = None
+    """What every rank may hold; None of a run on one."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -155,13 +158,16 @@ class Prepared:
         """What a plan is made for, inside the budget as it is in bytes now."""
         from memfit.planner.this_machine import task_for
 
-        return task_for(
+        task = task_for(
             self.workload,
             parse_budget(self.config.budget),
             _named_card(self.gpu, self.place) or self.arguments.device,
             exact=self.config.exact,
             allow=self.config.allowed,
         )
+        if self.most_bytes is None:
+            return task
+        return replace(task, budget_bytes=min(task.budget_bytes, self.most_bytes))
 
     def plan(self) -> Planning:
         """The fastest plan inside the budget, or DoesNotFitError."""
@@ -224,6 +230,17 @@ def prepare(
         gpu=gpu,
         place=place,
     )
+
+
+def budget_of_rank(prepared: Prepared, ranks: Ranks) -> int:
+    """The budget of this rank in bytes; ranks on one device share what is free of it."""
+    from memfit.planner.this_machine import budget_bytes
+
+    device = prepared.arguments.device
+    own_bytes = budget_bytes(device, parse_budget(prepared.config.budget))
+    if kind_of(device) != "cpu" and not cards_are_shared():
+        return own_bytes
+    return min(own_bytes, budget_bytes(device, Budget()) // ranks.local_world_size)
 
 
 def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> TrainingArguments:

@@ -51,6 +51,11 @@ class Ranks:
         return self.rank == 0
 
 
+def cards_are_shared() -> bool:
+    """Whether several ranks may use one GPU."""
+    return os.environ.get(SHARE_CARDS) == "1"
+
+
 def ranks_of_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
     """Reads what torchrun and `accelerate launch` tell the processes they start."""
     world_size = _number(environment, "WORLD_SIZE", 1, least=1)
@@ -97,7 +102,7 @@ def count_of(gpus: str | int) -> int:
     if not str(gpus).isdecimal() or int(gpus) < 1:
         raise ConfigError(t("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(gpus)))
     count = int(gpus)
-    if 0 < cards < count and os.environ.get(SHARE_CARDS) != "1":
+    if 0 < cards < count and not cards_are_shared():
         raise ConfigError(
             t("--gpus is {gpus}, and {cards} are here; write auto", gpus=count, cards=cards)
         )
@@ -188,7 +193,7 @@ def _tell(failed: ChildFailedError, logs: Path) -> int:
     elif rank == 0:
         return code
     elif words := _words(logs, failure.local_rank):
-        if words == _words(logs, 0):
+        if words in _words(logs, 0):
             return code
     else:
         words = "\n".join(_last_lines(logs, failure.local_rank))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,13 @@ from memfit.run import announcements, preloading
 from memfit.run.prepare import (
     Choosing,
     Prepared,
+    budget_of_rank,
     last_checkpoint,
     naming,
     prepare,
     with_absolute_paths,
 )
+from memfit.run.rank_group import RankError, RankGroup, joined
 from memfit.run.report_process import ReportProcess
 from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
@@ -78,19 +81,18 @@ if TYPE_CHECKING:
     from memfit.training.trainer import BudgetTrainer
 
 
-def evaluate_trained(
-    trainer: BudgetTrainer,
-    text: TextData,
-    tokens: TokenizedData,
-    scoring: Scoring,
-    folder: Path,
-) -> Evaluation:
-    """Metrics and the worst mistakes on the validation rows, written to evaluation.json."""
+def predictions_of(trainer: BudgetTrainer, tokens: TokenizedData) -> tuple[Any, Any]:
+    """Logits and labels of the validation rows; all ranks predict together."""
     from memfit.engine.micro_batches import logits_and_labels
 
-    logits, labels = trainer.known_predictions() or (None, None)
-    if logits is None or labels is None:
-        logits, labels = logits_and_labels(trainer.predict(tokens.validation))
+    known = trainer.known_predictions()
+    return known or logits_and_labels(trainer.predict(tokens.validation))
+
+
+def evaluate_trained(
+    logits: Any, labels: Any, text: TextData, scoring: Scoring, folder: Path
+) -> Evaluation:
+    """Metrics and the worst mistakes on the validation rows, written to evaluation.json."""
     evaluation = evaluate_predictions(logits, labels, text.labels, scoring)
     scoring = dataclasses.replace(scoring, threshold=evaluation.threshold)
     mistakes = worst_mistakes(logits, labels, text.labels, text.validation["text"], scoring)
@@ -198,23 +200,33 @@ def train_classifier(
     config = with_absolute_paths(config)
     check_model_folder(config.model)
     check_training(config.training)
-    say = announcements.voice(quiet)
-    if resume and (finished := _finished(Path(str(config.output_dir)))):
-        say(
-            t(
-                "the run in {folder} has already finished; nothing is left to do",
-                folder=config.output_dir,
+    folder = Path(str(config.output_dir))
+    with joined(on_cpu=_on_cpu(config)) as group, contextlib.ExitStack() as held:
+        quiet = quiet or not group.is_first
+        say = announcements.voice(quiet)
+        if resume and (finished := group.share(lambda: _finished(folder))):
+            say(
+                t(
+                    "the run in {folder} has already finished; nothing is left to do",
+                    folder=folder,
+                )
             )
+            return finished
+        held.enter_context(telling(quiet=quiet))
+        claimed = claim_output_folder(folder, resume=resume)
+        claim = group.share(lambda: held.enter_context(claimed))
+        if group.is_first:
+            held.enter_context(followed(claim, watch=watch))
+        run = _Run(
+            config.asked, claim, say, quiet, resume, tuple(callbacks), group, given_plan=plan
         )
-        return finished
-    with (
-        telling(quiet=quiet),
-        claim_output_folder(str(config.output_dir), resume=resume) as claim,
-        followed(claim, watch=watch),
-    ):
-        run = _Run(config.asked, claim, say, quiet, resume, tuple(callbacks), given_plan=plan)
         run.named_plan = config.named_plan
         return run.finish()
+
+
+def _on_cpu(config: RunConfig) -> bool:
+    """Whether the run was asked to leave the GPU alone."""
+    return any(config.training.get(name) for name in ("use_cpu", "no_cuda"))
 
 
 def _finished(folder: Path) -> RunResult | None:
@@ -248,6 +260,7 @@ class _Run:
     quiet: bool
     resume: bool
     callbacks: tuple[Any, ...]
+    group: RankGroup
     clock: _Clock = field(default_factory=_Clock)
     given_plan: Plan | None = None
     named_plan: Mapping[str, Any] = field(default_factory=dict)
@@ -279,10 +292,17 @@ class _Run:
     def finish(self) -> RunResult:
         """Everything, in order; what stops it says how to go on."""
         try:
-            with self.report:
+            with self.report, self.group.failing_together():
                 return self._finish()
         except RunStoppedError as error:
             raise self._with_command(error) from error
+        except RankError as error:
+            if not self.claim.kept:
+                raise
+            stopped = RunStoppedError(error.reason, self._last_good())
+            stopped.exit_code = error.exit_code
+            stopped.model_in = getattr(error.__cause__, "model_in", None)
+            raise self._with_command(stopped) from error
         except Exception as error:
             if not is_disk_problem(error):
                 raise
@@ -306,42 +326,53 @@ class _Run:
         start_reading_weights(self.config.model)
         if self.resume:
             with doing(t("loading libraries …")):
-                self.found = last_checkpoint(self.claim.folder, self.say)
-        with self.clock.measure("data"), doing(t("reading the table …")):
-            text = self._read()
-        with self.clock.measure("import"), doing(t("loading libraries …")):
-            on_cpu = any(self.config.training.get(name) for name in ("use_cpu", "no_cuda"))
-            preloading.load_libraries(card=not on_cpu)
+                folder, say = self.claim.folder, self.say
+                self.found = self.group.share(lambda: last_checkpoint(folder, say))
+        with self.group.agreed():
+            with self.clock.measure("data"), doing(t("reading the table …")):
+                text = self._read()
+            with self.clock.measure("import"), doing(t("loading libraries …")):
+                preloading.load_libraries(card=not _on_cpu(self.config))
         with announcements.no_progress_bars():
             self._prepare(text)
             tokens = self.prepared.tokens
             trainer = self._trained(text)
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
-                    evaluation = evaluate_trained(
-                        trainer, text, tokens, self.prepared.scoring, self.claim.path
-                    )
-                self.report.draw(
-                    self._summary(trainer, text, tokens, evaluation), trainer.state.log_history
-                )
-                with self.clock.measure("save"), doing(t("saving the model …")):
-                    tuned = dataclasses.replace(
-                        self.prepared.scoring, threshold=evaluation.threshold
-                    )
-                    save_model(trainer, self.claim.path, tuned)
-                    self._settle(trainer)
+                    predicted = predictions_of(trainer, tokens)
+                evaluation = self.group.share(partial(self._saved, trainer, text, predicted))
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
         total = time.perf_counter() - started + self.elapsed.earlier_seconds
         self.clock.seconds["total"] = total
-        summary = self._summary(trainer, text, tokens, evaluation)
+        summarize = partial(self._summary, trainer, text, tokens, evaluation)
+        summary = self.group.share(summarize)
+        del summarize, trainer
+        if self.group.is_first:
+            self._write(summary)
+        return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
+
+    def _saved(
+        self, trainer: BudgetTrainer, text: TextData, predicted: tuple[Any, Any]
+    ) -> Evaluation:
+        """Evaluates what the trained model predicts, and saves it."""
+        scoring = self.prepared.scoring
+        with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
+            evaluation = evaluate_trained(*predicted, text, scoring, self.claim.path)
+        summary = self._summary(trainer, text, self.prepared.tokens, evaluation)
+        self.report.draw(summary, trainer.state.log_history)
+        with self.clock.measure("save"), doing(t("saving the model …")):
+            tuned = dataclasses.replace(scoring, threshold=evaluation.threshold)
+            save_model(trainer, self.claim.path, tuned)
+            self._settle(trainer)
+        return evaluation
+
+    def _write(self, summary: RunSummary) -> None:
         write_summary(self.claim.path, summary)
-        del trainer
         with doing(t("writing the report …")):
             if is_cuda(self.arguments.device):
                 _give_back_pinned_memory()
             self.report.write()
-        return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
 
     @contextlib.contextmanager
     def _model_kept(self, trainer: BudgetTrainer, *, ended: bool = False) -> Iterator[None]:
@@ -386,6 +417,8 @@ class _Run:
 
     def _is_saved(self, trainer: BudgetTrainer) -> bool:
         """Tries to save the model; where that fails too, what went wrong first says more."""
+        if not self.group.is_first:
+            return False
         try:
             save_model(trainer, self.claim.path, self.prepared.scoring)
         except Exception:
@@ -399,10 +432,12 @@ class _Run:
 
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""
-        with self.clock.measure("load"):
-            self.prepared = prepare(self.config, self.claim.folder.checkpoints_dir, text)
+        folder = self.claim.folder.checkpoints_dir
+        with self.clock.measure("load"), self.group.agreed():
+            self.prepared = prepare(self.config, folder, text)
         with self.clock.measure("plan"):
             with doing(t("planning …")):
+                self._meet_all_budgets()
                 self.choosing = Choosing(
                     config=self.config,
                     task=self.prepared.task,
@@ -414,11 +449,22 @@ class _Run:
                 )
             self.plan = self._plan()
 
+    def _meet_all_budgets(self) -> None:
+        """One plan runs on all ranks, so it is made for the rank with the least memory."""
+        if self.group.is_alone:
+            return
+        with self.group.agreed():
+            own_bytes = budget_of_rank(self.prepared, self.group.ranks)
+        self.prepared = dataclasses.replace(
+            self.prepared, most_bytes=self.group.smallest(own_bytes)
+        )
+
     def _trained(self, text: TextData) -> BudgetTrainer:
         """Trains by the plan; by another where its rehearsal runs out of memory."""
         while True:
-            self._write_settings()
-            trainer = self._trainer(text)
+            self.group.share(self._write_settings)
+            with self.group.agreed():
+                trainer = self._trainer(text)
             self._announce(trainer, text, self.prepared.tokens)
             self.record.begin(self._summary(trainer, text, self.prepared.tokens, None))
             try:
@@ -440,7 +486,7 @@ class _Run:
                 )
             )
             with self.clock.measure("plan"):
-                self.choosing.leave_free(short_bytes)
+                self.choosing.leave_free(self.group.largest(short_bytes))
                 self.plan = self._plan()
 
     def _trainer(self, text: TextData) -> BudgetTrainer:
@@ -505,7 +551,7 @@ class _Run:
         )
         from memfit.training.progress import MemfitProgress
 
-        self.stop, self.probe = StopAfterStep(self.say), MeasureOneStep()
+        self.stop, self.probe = StopAfterStep(self.say, self.group.largest), MeasureOneStep()
         self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
         self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
@@ -520,8 +566,12 @@ class _Run:
 
     def _plan(self) -> Plan | None:
         with doing(t("planning …")):
-            plan = self.choosing.choose()
-        return self.prepared.signed(plan) if plan else None
+            plan = self.group.share(self._chosen)
+        return None if plan is None else dataclasses.replace(plan, args=self.arguments)
+
+    def _chosen(self) -> Plan | None:
+        plan = self.choosing.choose()
+        return self.prepared.signed(dataclasses.replace(plan, args=None)) if plan else None
 
     def _announce(self, trainer: BudgetTrainer, text: TextData, tokens: TokenizedData) -> None:
         """What will be done, before it is."""
@@ -575,7 +625,8 @@ class _Run:
                 else t("no checkpoint was written yet; starting from the beginning")
             )
         if preloading.processes_to_use() > 1 and trainer.is_world_process_zero():
-            self.report.start()
+            if self.group.is_first:
+                self.report.start()
         try:
             with self.stop.listening():
                 trainer.train(resume_from_checkpoint=checkpoint or None)
