@@ -34,6 +34,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not debugging():
         # Each retry of a hub that cannot be reached would be told; the error says it once.

@@ -123,11 +123,13 @@ def batch_sentence(trainer: BudgetTrainer) -> str:
         most_rows=f"{micro.max_rows or 0:,}",
         most_tokens=f"{micro.max_tokens or 0:,}",
     )
-    return (
-        t("{batch}, packed without padding", batch=said)
-        if trainer.setup.packing is not None
-        else said
-    )
+    if trainer.setup.packing is not None:
+        said = t("{batch}, packed without padding", batch=said)
+    ranks = trainer.args.world_size
+    if ranks == 1:
+        return said
+    each = f"{trainer.effective_rows // ranks:,}"
+    return t("{batch}; {rows} rows on each of {ranks} ranks", batch=said, rows=each, ranks=ranks)
 
 
 def metric_sentence(scoring: Scoring, trainer: BudgetTrainer) -> str:

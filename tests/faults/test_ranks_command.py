@@ -1,0 +1,126 @@
+"""`memfit train` as several ranks: one run, one voice, one end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from small_run import in_child
+from transformers import TrainerCallback
+
+import memfit
+from memfit.cli import run
+from memfit.records.results import read_summary
+from memfit.training.checkpoints import problem_with
+
+
+class Signalled(TrainerCallback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):  # noqa: ARG002
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def as_rank(
+    root: Path, words: list[str], number: int, port: int, callbacks: list[TrainerCallback]
+) -> None:
+    """One of two ranks, as torchrun starts them."""
+    from memfit import api
+
+    os.environ |= {
+        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    real = memfit.finetune
+    api.finetune = lambda *args, **named: real(*args, **named, callbacks=callbacks)
+    code = run(words)
+    (root / "code").write_text(str(code))
+    os._exit(code)
+
+
+def two_ranks(
+    root: Path, *words: list[str], callback: TrainerCallback | None = None
+) -> tuple[list[int | None], list[str]]:
+    """Exit codes and words of both; rank 1 may have other words, and has the callback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root.mkdir(exist_ok=True)
+    folders = [root / f"rank{number}-{len(list(root.iterdir()))}" for number in (0, 1)]
+    started: list[Any] = [
+        in_child(as_rank, folder, words[min(number, len(words) - 1)], number, port,
+                 [callback] if callback is not None and number == 1 else [])
+        for number, folder in enumerate(folders)
+    ]  # fmt: skip
+    for process in started:
+        process.join(300)
+    said = [(folder / "said.txt").read_text() for folder in folders]
+    return [process.exitcode for process in started], said
+
+
+def test_two_ranks_are_one_training(tmp_path: Path, by_plan: list[str]) -> None:
+    out = tmp_path / "out"
+    codes, said = two_ranks(tmp_path, [*by_plan, "--epochs", "2", "--output-dir", str(out)])
+    assert codes == [0, 0], said
+    assert "16 rows a step" in said[0]
+    assert "8 rows on each of 2 ranks" in said[0]
+    assert [line for line in said[1].splitlines() if "[rank1]:[W" not in line] == []
+    summary = read_summary(out)
+    # 54 rows: 7 steps of 8 rows by one rank.
+    assert (summary.training["steps"], summary.training["effective_batch"]) == (8, 16)
+    assert sorted(one.name for one in (out / "checkpoints").iterdir()) == [
+        "checkpoint-4",
+        "checkpoint-8",
+    ]
+    assert memfit.load(out).predict(["服務人員都很親切"])[0].label in ("0", "1")
+
+
+def test_what_is_wrong_on_one_rank_ends_all_in_its_words(
+    tmp_path: Path, by_plan: list[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*by_plan, "--epochs", "1", "--output-dir", str(out)]
+    other = ["train", str(tmp_path / "missing.csv"), *words[2:]]
+    codes, said = two_ranks(tmp_path, words, other)
+    assert codes == [2, 2], said
+    assert said[0].count("missing.csv") == 1
+    assert "memfit: rank 1: " in said[0]
+    assert "Traceback" not in said[0]
+    assert not out.exists()
+
+
+def test_a_rank_that_is_killed_ends_the_other_which_says_how_to_go_on(
+    tmp_path: Path, by_plan: list[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*by_plan, "--epochs", "3", "--output-dir", str(out)]
+    codes, said = two_ranks(tmp_path, words, callback=Signalled(signal.SIGKILL, 5))
+    assert codes == [1, -signal.SIGKILL], said
+    assert "memfit: rank 1: it ended without a word" in said[0]
+    assert f"go on with: memfit train --resume --output-dir {out}" in said[0]
+    assert "Traceback" not in said[0]
+    last = json.loads((out / "progress.jsonl").read_text().splitlines()[-1])
+    assert last["ended"] == "failed"
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    tmp_path: Path, by_plan: list[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*by_plan, "--epochs", "3", "--output-dir", str(out)]
+    codes, said = two_ranks(tmp_path, words, callback=Signalled(signal.SIGTERM, 5))
+    assert codes == [143, 143], said
+    assert "stopped at step 6 of 12" in said[0]
+    assert problem_with(out / "checkpoints" / "checkpoint-6") == ""
+    codes, said = two_ranks(tmp_path, ["train", "--resume", "--output-dir", str(out)])
+    assert codes == [0, 0], said
+    assert "resuming from the last checkpoint, checkpoint-6" in said[0]
+    assert read_summary(out).training["steps"] == 12
