@@ -625,8 +625,7 @@ class _Run:
                 else t("no checkpoint was written yet; starting from the beginning")
             )
         if preloading.processes_to_use() > 1 and trainer.is_world_process_zero():
-            if self.group.is_first:
-                self.report.start()
+            self.report.start()
         try:
             with self.stop.listening():
                 trainer.train(resume_from_checkpoint=checkpoint or None)
