@@ -54,7 +54,7 @@ class RankError(MemfitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """How a rank ended: with which words and exit code, or by which signal."""
 
     rank: int
@@ -63,7 +63,7 @@ class Failure:
     signal_number: int = 0
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
         """What the other ranks are told of an error."""
         if isinstance(error, KeyboardInterrupt):
             stopped = error if isinstance(error, Stopped) else Stopped()
@@ -74,11 +74,11 @@ class Failure:
         return cls(rank, f"{type(error).__name__}: {error}", 1)
 
     @classmethod
-    def unexplained(cls, rank: int) -> Failure:
+    def unexplained(cls, rank: int) -> RankFailure:
         """The failure of a rank whose connections closed before it said why."""
         return cls(rank, t("it ended without a word: it was killed, or its machine was lost"), 1)
 
-    def shortened(self) -> Failure:
+    def shortened(self) -> RankFailure:
         """With words that fit a message, whose characters may take six bytes each."""
         return replace(self, sentence=self.sentence[: _MESSAGE_BYTES // 8])
 
@@ -100,12 +100,12 @@ class RankGroup:
         self.ranks = ranks
         self.is_first = ranks.is_first
         self.is_alone = ranks.world_size == 1
-        self._watch: _Watch | None = None
+        self._watch: _RankWatch | None = None
         if not self.is_alone:
             import torch.distributed as dist
 
             self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
-            self._watch = _Watch(ranks, dist.new_group(backend="gloo", timeout=_FOREVER))
+            self._watch = _RankWatch(ranks, dist.new_group(backend="gloo", timeout=_FOREVER))
 
     def gathered(self, value: T) -> list[T]:
         """Returns what each rank gives, in the order of ranks."""
@@ -144,7 +144,7 @@ class RankGroup:
             try:
                 sent[1] = make()
             except Exception as raised:
-                error, sent[0] = raised, Failure.of(0, raised)
+                error, sent[0] = raised, RankFailure.of(0, raised)
         dist.broadcast_object_list(sent, src=0, group=self._group)
         if error is not None:
             raise error
@@ -164,7 +164,7 @@ class RankGroup:
             yield
         except Exception as raised:
             error = raised
-        mine = None if error is None else Failure.of(self.ranks.rank, error)
+        mine = None if error is None else RankFailure.of(self.ranks.rank, error)
         failures = [one for one in self.gathered(mine) if one is not None]
         if not failures:
             return
@@ -233,12 +233,12 @@ def _initialize(*, on_cpu: bool, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-class _Watch:
+class _RankWatch:
     """Threads that hear how other ranks end: rank 0 of each, the others of rank 0."""
 
     def __init__(self, ranks: Ranks, group: Any) -> None:
         self._ranks, self._group = ranks, group
-        self._verdict: Failure | None = None
+        self._verdict: RankFailure | None = None
         """The first failure of any rank."""
         self._told, self._ending = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -265,7 +265,7 @@ class _Watch:
         self._ending.set()
         if _is_lost_connection(error):
             self._told.wait(_VERDICT_SECONDS)
-        verdict, mine = self._verdict, Failure.of(self._ranks.rank, error)
+        verdict, mine = self._verdict, RankFailure.of(self._ranks.rank, error)
         if verdict is not None and verdict.signal_number != mine.signal_number:
             return verdict.error()
         if verdict is not None and verdict.sentence != mine.sentence:
@@ -285,13 +285,13 @@ class _Watch:
         try:
             dist.recv(heard, src=rank, group=self._group)
             values = json.loads(bytes(heard.tolist()).rstrip(b"\0"))
-            failure = None if values is None else Failure(**values)
+            failure = None if values is None else RankFailure(**values)
         except RuntimeError:
-            failure = Failure.unexplained(rank)
+            failure = RankFailure.unexplained(rank)
         if failure is not None:
             self._judge(failure)
 
-    def _judge(self, failure: Failure) -> None:
+    def _judge(self, failure: RankFailure) -> None:
         """Takes a failure for the first one; rank 0 passes it on."""
         with self._lock:
             if self._verdict is not None:
@@ -304,7 +304,7 @@ class _Watch:
         if threading.current_thread() in self._threads and not self._ending.wait(_END_SECONDS):
             self._leave(failure)
 
-    def _send(self, rank: int, failure: Failure | None) -> None:
+    def _send(self, rank: int, failure: RankFailure | None) -> None:
         import torch
         import torch.distributed as dist
 
@@ -313,7 +313,7 @@ class _Watch:
         with contextlib.suppress(RuntimeError):  # the rank is gone
             dist.send(message, dst=rank, group=self._group)
 
-    def _leave(self, failure: Failure) -> None:
+    def _leave(self, failure: RankFailure) -> None:
         """Ends a process that waits in a library for a rank that is gone."""
         if self._ranks.is_first:
             make_way()
