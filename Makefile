@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Compiled modules are kept for the processes that the tests start, and for the next run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env demo messages test test-fast test-faults test-differential lint types coverage docs test-oldest test-trainer clean
 
 env: $(STAMP)

@@ -6,6 +6,7 @@ arenas, the same files. Graphs and workspaces are a card's own, in tests/gpu/tes
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -23,17 +24,19 @@ from strategy_combinations import (
 )
 
 CLIP = 1.0
+SLICES = 12
 
 
-CLIPPED = covering_pairs(every_combination(CLIP, without=CUDA_ONLY))
-# What only a training without clipping may choose.
-UNCLIPPED = covering_pairs(
-    {
-        each
-        for each in every_combination(0.0, without=CUDA_ONLY)
-        if set(each) - {one for chosen in CLIPPED for one in chosen}
-    }
-)
+@functools.cache
+def covering() -> list[tuple[Combination, float]]:
+    """The combinations, and at which norm each is clipped; the planner takes seconds to name them.
+
+    Those without clipping have what only such a training may choose.
+    """
+    clipped = covering_pairs(every_combination(CLIP, without=CUDA_ONLY))
+    known = {one for each in clipped for one in each}
+    more = {each for each in every_combination(0.0, without=CUDA_ONLY) if set(each) - known}
+    return [*((each, CLIP) for each in clipped), *((each, 0.0) for each in covering_pairs(more))]
 
 
 @pytest.fixture(autouse=True)
@@ -43,32 +46,27 @@ def _as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_strategy_is_saved_here_or_on_a_card() -> None:
-    here = {one.name for each in [*CLIPPED, *UNCLIPPED] for one in each}
+    here = {one.name for each, _ in covering() for one in each}
     # A model's attention is fused where nothing can be packed: it has no state.
     assert here | CUDA_ONLY | {"fused_attention"} == {kind.name for kind in ORDER}
 
 
-@pytest.mark.parametrize(
-    ("strategies", "clip"),
-    [
-        pytest.param(each, clip, id=name_of(each))
-        for clip, chosen in ((CLIP, CLIPPED), (0.0, UNCLIPPED))
-        for each in chosen
-    ],
-)
-def test_it_is_saved_resumed_and_exported(
-    tmp_path: Path, strategies: Combination, clip: float
-) -> None:
-    whole = trained(tmp_path / "run", strategies, clip=clip, use_cpu=True)
-    assert whole.state.global_step == STEPS
-    weights = exported(whole, tmp_path / "whole")
-    expected = torch.as_tensor(whole.predict(whole.train_dataset).predictions)
-    resumed = trained(tmp_path / "run", strategies, clip=clip, resume=True, use_cpu=True)
-    assert losses(resumed) == losses(whole)
-    again = exported(resumed, tmp_path / "resumed")
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert all(value.dtype == torch.float32 for value in weights.values())
-    assert (logits_of(tmp_path / "whole") - expected).abs().max() < 0.05
+@pytest.mark.parametrize("number", range(SLICES))
+def test_each_is_saved_resumed_and_exported(tmp_path: Path, number: int) -> None:
+    assert len(covering()) >= SLICES
+    for strategies, clip in covering()[number::SLICES]:
+        name = name_of(strategies)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        whole = trained(folder / "run", strategies, clip=clip, use_cpu=True)
+        assert whole.state.global_step == STEPS, name
+        weights = exported(whole, folder / "whole")
+        expected = torch.as_tensor(whole.predict(whole.train_dataset).predictions)
+        resumed = trained(folder / "run", strategies, clip=clip, resume=True, use_cpu=True)
+        assert losses(resumed) == losses(whole), name
+        again = exported(resumed, folder / "resumed")
+        assert all(torch.equal(again[one], weights[one]) for one in weights), name
+        assert all(value.dtype == torch.float32 for value in weights.values()), name
+        assert (logits_of(folder / "whole") - expected).abs().max() < 0.05, name
 
 
 @pytest.mark.parametrize("beside", [(), (Lora(),)], ids=["all weights", "adapters"])

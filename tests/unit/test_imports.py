@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def imports_in(source: str, by: str) -> Iterator[Import]:
     yield from visit(ast.parse(source), When.IMPORT)
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [
         found
@@ -102,9 +104,6 @@ def all_imports() -> list[Import]:
             path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix()
         )
     ]
-
-
-IMPORTS = all_imports()
 
 
 def blocks() -> tuple[str, str]:
@@ -155,7 +154,7 @@ def test_the_reader_tells_when_an_import_is_made() -> None:
         ("memfit.engine.loss", "run"), ("h.i", "import"), ("j", "import"),
         ("memfit.x.y.k", "import"), ("memfit.x.l.m", "import"),
     ]  # fmt: skip
-    assert len(IMPORTS) > 300
+    assert len(all_imports()) > 300
 
 
 def test_imports_point_one_way() -> None:
@@ -163,7 +162,7 @@ def test_imports_point_one_way() -> None:
     expected = {name.removesuffix(".py").removesuffix("/") for name in entries()} - {"locale"}
     assert set(rank) == expected
     wrong = []
-    for item in IMPORTS:
+    for item in all_imports():
         here, parts = part_of(item.by), item.module.split(".")
         target = parts[1] if parts[0] == "memfit" and len(parts) > 1 else ""
         if here in FOR_EVERYBODY or target not in rank or target == here:
@@ -179,7 +178,7 @@ def test_imports_point_one_way() -> None:
 def test_what_is_only_asked_for_when_it_runs(part: str) -> None:
     wrong = [
         str(item)
-        for item in IMPORTS
+        for item in all_imports()
         if part_of(item.by) == part
         and item.when is When.IMPORT
         and any(reaches(item.module, later) for later in NOT_AT_IMPORT[part])
