@@ -137,9 +137,13 @@ def test_ctrl_c_keeps_what_is_there_and_leaves_no_process(
 
 
 def test_a_table_that_is_not_there_is_one_sentence_and_exit_code_2(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["ladder", str(tmp_path / "none.csv"), "--model", str(tiny_model_dir)]
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))  # nor is a process started
     assert run([*words, "--output-dir", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "none.csv" in said

@@ -34,7 +34,7 @@ from memfit.text import telling
 
 
 def asked_run(**options: Any) -> RunConfig:
-    return RunConfig.build(**{"data": "reviews.csv", "model": "some/model", **options})
+    return RunConfig.build(**{"data": "some/reviews", "model": "some/model", **options})
 
 
 def by_name(config: RunConfig) -> dict[str, Rung]:
@@ -202,8 +202,8 @@ def test_a_folder_with_something_else_in_it_and_a_model_that_is_not_there_are_re
     quiet = lambda _: None  # noqa: E731
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    model, data = str(tmp_path / "model"), str(tmp_path / "a.csv")
-    config = asked_run(data=data, model=model, from_scratch=True, output_dir=str(tmp_path))
+    model = str(tmp_path / "model")
+    config = asked_run(model=model, from_scratch=True, output_dir=str(tmp_path))
     with pytest.raises(OutputError, match="holds something else"):
         climb.climb(config, asked(), quiet)
     file = dataclasses.replace(config, output_dir=str(tmp_path / "mine.txt"))

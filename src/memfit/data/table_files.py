@@ -508,6 +508,13 @@ def open_source(
     return open_hub(name)
 
 
+def check_source(name: str) -> None:
+    """What a look at the path can tell, before anything is read."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and (path.exists() or not _may_be_hub_id(name, path)):
+        _check_file(path)
+
+
 def open_file(
     path: Path, encoding: str | None, header: bool | None = None, *, only_texts: bool = False
 ) -> Table:

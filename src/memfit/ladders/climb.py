@@ -26,6 +26,7 @@ from typing import Any
 from memfit.config import RunConfig
 from memfit.config.files import atomic_writer, read_json, why_not_written, write_json
 from memfit.config.training_fields import check_training
+from memfit.data.table_files import check_source
 from memfit.errors import ConfigError, InputError, OutputError
 from memfit.ladders import show
 from memfit.ladders import show as picture
@@ -180,6 +181,7 @@ def climb(config: RunConfig, asked: LadderRequest, say: Say) -> Ladder:
     config = with_absolute_paths(config).asked
     _check_options(config)
     check_model_folder(config.model)
+    check_source(config.data.path)  # the first rung's process would take seconds to say it
     check_training(config.training)
     folder = Path(config.output_dir or "ladder")
     is_new = not folder.exists()
