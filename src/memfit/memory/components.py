@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.text import N_
 
@@ -65,8 +65,7 @@ class MemoryPeak:
         return self.reserved_bytes + self.components.get(Component.CONTEXT, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One storage is born or dies.
 
     `block` names the storage: its birth and its death carry the same number.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memfit.memory.allocator import Allocator, Block
 from memfit.memory.cards import DeviceProfile
@@ -94,7 +94,8 @@ def peaks(
     """
     books = books or Books(device, expandable_segments=expandable_segments)
     highest = [(-1, -1, 0, 0)] * len(stretches)
-    for index in range(len(run.events) + 1):
+
+    def look(index: int) -> None:
         for number, (start, stop) in enumerate(stretches):
             if start <= index <= stop:
                 allocated, at, reserved, asked = highest[number]
@@ -102,16 +103,21 @@ def peaks(
                     allocated, at = books.allocated, index
                 reserved, asked = max(reserved, books.reserved), max(asked, books.asked)
                 highest[number] = (allocated, at, reserved, asked)
-        if index < len(run.events):
-            before = books.allocated
-            books.enter(run.events[index])
-            books.sizes.append(abs(books.allocated - before))
+
+    starts = {start for start, _ in stretches}
+    look(0)
+    for index, event in enumerate(run.events, 1):
+        before = books.allocated
+        books.enter(event)
+        books.sizes.append(abs(books.allocated - before))
+        if event.birth or index in starts:  # inside a stretch a death is no peak
+            look(index)
     return [_peak(run.events, books.sizes, *found, device) for found in highest]
 
 
 def served(events: Sequence[Event], books: Books) -> list[Event]:
     """The same events, each of the size that the allocator gave: whole blocks on a card."""
-    return [replace(event, nbytes=size) for event, size in zip(events, books.sizes, strict=False)]
+    return [event._replace(nbytes=size) for event, size in zip(events, books.sizes, strict=False)]
 
 
 class Books:

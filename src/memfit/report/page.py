@@ -7,11 +7,12 @@ script is small, inline and the only one its content security policy lets run.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.config.files import atomic_writer
 from memfit.records.results import RunFolder
@@ -20,6 +21,9 @@ from memfit.report import sections as quality
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
 from memfit.report.verdict import verdict
 from memfit.text import chosen_language, clean, language, pt, speaking, t
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 HERE = Path(__file__).resolve().parent
 
@@ -123,12 +127,8 @@ def _filled(*, live: bool, served: bool, **values: Any) -> str:
 
 def filled(template: str, *, reaches_itself: bool = False, **values: Any) -> str:
     """A template of this folder with the report's own style, script and policy."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined
-    )
     script = own_file("page.js")
     # The style sheet, the script and the drawings are our own; all else is escaped.
     shared = {
@@ -140,7 +140,15 @@ def filled(template: str, *, reaches_itself: bool = False, **values: Any) -> str
         "pt": pt,
         "lang": LANG_TAGS[language()],
     }
-    return environment.get_template(template).render(**shared, **values)
+    return _templates().get_template(template).render(**shared, **values)
+
+
+@functools.cache
+def _templates() -> Environment:
+    """This folder's templates; each is compiled once."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
 
 
 def own_file(name: str) -> str:

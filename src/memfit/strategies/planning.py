@@ -160,12 +160,15 @@ class Combination:
 def _effects_of(strategies: Option) -> Effects:
     found: dict[str, Any] = {}
     for one in reversed(strategies):
-        found.update(_changed(one.effects))
+        found.update(_changed(one))
     return Effects(**found)
 
 
-def _changed(effects: Effects) -> dict[str, Any]:
-    return {name: value for name, value in vars(effects).items() if value != _PLAIN[name]}
+@lru_cache(maxsize=2**10)
+def _changed(strategy: Strategy) -> Mapping[str, Any]:
+    """Its effects, without those that a plain step has too."""
+    effects = vars(strategy.effects)
+    return {name: value for name, value in effects.items() if value != _PLAIN[name]}
 
 
 _PLAIN: Mapping[str, Any] = {one.name: one.default for one in dataclasses.fields(Effects)}
