@@ -141,6 +141,12 @@ def m3e_small() -> Path:
     return assets.m3e_small()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no drawings, as where matplotlib is missing: a fifth of a small run's time."""
+    monkeypatch.setattr("memfit.report.plots.available", lambda: False)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that changes how plans are made gets a plan that is made, not one that was kept.

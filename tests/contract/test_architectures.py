@@ -21,7 +21,10 @@ from memfit.planner.space import PlanRequest, candidates
 from memfit.planner.this_machine import task_for
 from memfit.units import Budget
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+    pytest.mark.usefixtures("undrawn"),
+]
 
 CARD = find_card("RTX 3060")
 WIDTH = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}

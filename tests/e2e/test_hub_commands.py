@@ -283,34 +283,6 @@ def test_an_upload_that_was_killed_sends_what_arrived_no_second_time(
     assert all(files[shard.name] == shard.read_bytes() for shard in shards)
 
 
-# ---- the Trainer's own push ----
-
-TRAINER = """
-import sys
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from memfit import BudgetTrainer, TrainingArguments
-model, token = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(model)
-trainer = BudgetTrainer(
-    AutoModelForSequenceClassification.from_pretrained(model),
-    TrainingArguments("reviews", hub_token=token, use_cpu=True, report_to="none"),
-)
-trainer.push_to_hub()
-tokenizer.push_to_hub("anna/reviews", token=token)
-"""
-
-
-def test_the_trainers_push_leaves_the_token_out_of_what_it_uploads(
-    desk: Desk, tiny_model_dir: Path
-) -> None:
-    desk.run("-c", TRAINER, str(tiny_model_dir), TOKEN, token=None)
-    files = desk.hub.repos["anna/reviews"].files
-    assert {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"} <= set(files)
-    assert [name for name, content in files.items() if TOKEN.encode() in content] == []
-    assert kept_tokens(desk.home) == set()
-    assert TOKEN not in desk.said
-
-
 # ---- download ----
 
 

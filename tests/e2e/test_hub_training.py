@@ -24,11 +24,12 @@ TRAINING = """
 import sys
 from pathlib import Path
 import torch, transformers
-from memfit import BudgetTrainer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from memfit import BudgetTrainer, TrainingArguments
 from memfit.strategies import LowBitAdamW
 from small_training import collate, model_of, texts
 
-folder, token = Path(sys.argv[1]), sys.argv[2]
+folder, token, saved = Path(sys.argv[1]), *sys.argv[2:]
 for strategy in ("checkpoint", "end"):
     args = transformers.TrainingArguments(
         str(folder / strategy), per_device_train_batch_size=4, gradient_accumulation_steps=2,
@@ -47,6 +48,12 @@ for strategy in ("checkpoint", "end"):
     torch.save(masters, folder / f"{strategy}.pt")
     if strategy == "end":
         trainer.push_to_hub()
+
+# As a tutorial has it: a model and its tokenizer, pushed without a training.
+model = AutoModelForSequenceClassification.from_pretrained(saved)
+args = TrainingArguments(str(folder / "untrained"), hub_token=token, use_cpu=True, report_to="none")
+BudgetTrainer(model, args).push_to_hub()
+AutoTokenizer.from_pretrained(saved).push_to_hub("anna/untrained", token=token)
 """
 
 
@@ -56,18 +63,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(folder: Path) -> Iterator[HubServer]:
-    """A hub after two trainings: one uploaded its checkpoints, one was pushed at its end too."""
+def hub(folder: Path, tiny_model_dir: Path) -> Iterator[HubServer]:
+    """A hub after two trainings: one uploaded its checkpoints, one was pushed at its end too.
+
+    A model that was not trained and its tokenizer were pushed as well.
+    """
     plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
     path = os.pathsep.join([str(TESTS), *filter(None, [plain.get("PYTHONPATH")])])
     with HubServer() as server:
         server.users[TOKEN] = "anna"
         done = subprocess.run(
-            [sys.executable, "-c", TRAINING, str(folder), TOKEN],
+            [sys.executable, "-c", TRAINING, str(folder), TOKEN, str(tiny_model_dir)],
             env={**plain, **server.environment(folder), "PYTHONPATH": path},
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert TOKEN not in done.stdout + done.stderr
         yield server
 
 
@@ -103,3 +114,13 @@ def test_an_upload_that_is_asked_for_at_the_end_is_in_float32(hub: HubServer, fo
     masters = torch.load(folder / "end.pt", weights_only=True)
     for name, value in load(files["model.safetensors"]).items():
         assert torch.equal(value, masters[name])
+
+
+def test_a_push_leaves_the_token_out_of_what_it_uploads_and_keeps(
+    hub: HubServer, folder: Path
+) -> None:
+    files = hub.repos["anna/untrained"].files
+    assert {"model.safetensors", "config.json", "tokenizer.json", "training_args.bin"} <= set(files)
+    assert [name for name, content in files.items() if TOKEN.encode() in content] == []
+    kept = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in kept if TOKEN.encode() in path.read_bytes()] == []

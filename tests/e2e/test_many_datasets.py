@@ -13,6 +13,8 @@ from memfit.cli import run
 from memfit.errors import OutputError
 from memfit.run.several_datasets import folder_names, train_many
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def write_table(path: Path, rows: int = 40) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)

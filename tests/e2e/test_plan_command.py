@@ -14,6 +14,8 @@ import memfit
 from memfit.cli import run
 from memfit.planner.plans import Plan
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PRAISE, BLAME = "服務人員都很親切", "房間很髒，空調太吵，再也不會來了"
 
 

@@ -149,16 +149,11 @@ def test_it_trains_and_predicts_and_finds_its_environment_in_order(
 ) -> None:
     rows = [f"{n % 2},{('服務人員都不親切', '服務人員都很親切')[n % 2]}" for n in range(40)]
     (tmp_path / "reviews.csv").write_text("label,review\n" + "\n".join(rows), encoding="utf-8")
-    memfit = installed / "memfit"
-    quick = (
-        "--max-length", "64", "--max-steps", "2", "--batch-size", "8", "--budget", "1GB", "--exact",
-        "--quiet",
-    )  # fmt: skip
-    call(memfit, "train", "reviews.csv", "--model", tiny_model_dir, "--output-dir", "run", *quick,
-         cwd=tmp_path)  # fmt: skip
-    assert (tmp_path / "run" / "report.html").is_file()
-    # The other commands one after the other in one process: torch is imported once.
+    # One command after the other in one process: torch is imported once.
     commands = [
+        ["train", "reviews.csv", "--model", str(tiny_model_dir), "--output-dir", "run",
+         "--max-length", "64", "--max-steps", "2", "--batch-size", "8", "--budget", "1GB",
+         "--exact", "--quiet"],
         ["predict", "run", "服務人員", "--json"],
         ["doctor", "--json", "--no-table"],
         ["estimate", "--model", str(tiny_model_dir), "--max-length", "64", "--gpu", "T4",
@@ -170,8 +165,9 @@ def test_it_trains_and_predicts_and_finds_its_environment_in_order(
     )
     mark = "---- done ----"
     printed = call(installed / "python", "-c", script, json.dumps(commands), mark, cwd=tmp_path)
-    predicted, found, _, rest = printed.split(f"{mark}\n")
+    _, predicted, found, _, rest = printed.split(f"{mark}\n")
     assert rest == ""
+    assert (tmp_path / "run" / "report.html").is_file()
     (answer,) = json.loads(predicted)
     assert answer["label"] in ("0", "1")
     environment = json.loads(found)

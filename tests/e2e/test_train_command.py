@@ -141,6 +141,7 @@ def test_before_training_it_says_what_it_will_do(
     assert "true ↓ predicted →" in captured.out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_json_is_all_there_is_on_stdout(
     reviews: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +252,7 @@ def test_the_stock_pipeline_and_load_answer_alike(trained: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_stored_configuration_reruns_to_the_same_weights(trained: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     words = ["train", "--config", str(trained / "run.toml"), "--output-dir", str(again), "--quiet"]
@@ -270,6 +272,7 @@ class CtrlC(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_run_resumes_to_the_same_weights(
     trained: Path, reviews: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -322,6 +325,7 @@ def test_resuming_with_another_configuration_is_refused_with_what_differs(traine
         memfit.finetune(output_dir=trained, resume=True, learning_rate=0.1, max_length=32)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_small_budget_is_kept_with_smaller_micro_batches(
     trained: Path, reviews: Path, tiny_model_dir: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -364,6 +368,7 @@ def test_a_budget_nothing_fits_is_exit_code_3_and_leaves_nothing(
         ("multi_label", ("服務|房間", "早餐"), {"f1", "f1_macro"}),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_the_other_tasks_go_the_same_way(
     tiny_model_dir: Path, tmp_path: Path, task: str, labels: tuple[str, str], metrics: set[str]
 ) -> None:
@@ -379,6 +384,7 @@ def test_the_other_tasks_go_the_same_way(
     assert len(memfit.load(result.output_dir).predict(["服務人員"])) == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_pairs_of_texts_go_through_every_command(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +411,7 @@ def test_pairs_of_texts_go_through_every_command(
     assert json.loads(target.read_text("utf-8"))["label"] == answers[0]["label"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lora_is_merged_into_the_saved_model(
     reviews: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
