@@ -10,6 +10,7 @@ import torch
 from optim_fixtures import SMALL, batches, flat_masters, flat_weights, lowbit, make_model, train
 from torch import nn
 
+from memfit.strategies.lowbit import lowbit_optimizer
 from memfit.strategies.lowbit.gradient_release import make_sink
 from memfit.strategies.lowbit.lowbit_kernels import BLOCK, SMALL_NUMEL, blocks_of
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -222,11 +223,25 @@ def test_seeds_change_the_rounding_and_nothing_else() -> None:
     assert (results[0] - results[2]).norm() / results[0].norm() < 0.01
 
 
-def test_masters_join_on_the_device_asked_for() -> None:
+def test_masters_join_piece_by_piece_and_without_room_where_they_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = make_model()
     optimizer = lowbit(model)
     train(model, optimizer, batches(2))
     weight = model[0].weight
     state = optimizer.state[weight]
     expected = join_master(weight.detach().view(-1), state["correction"]).view(weight.shape)
+    pieces: list[int] = []
+
+    def join(low: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        pieces.append(low.numel())
+        if len(pieces) == 2:
+            raise torch.OutOfMemoryError("no room for the second piece")
+        return join_master(low, rest)
+
+    monkeypatch.setattr(lowbit_optimizer, "PIECE", weight.numel() // 2 + 1)
+    monkeypatch.setattr(lowbit_optimizer, "join_master", join)
     assert torch.equal(optimizer.fp32_state_dict(model, "cpu")["0.weight"], expected)
+    assert pieces[:2] == pieces[2:4]
+    assert sum(pieces[:2]) == weight.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from memfit import BudgetTrainer
 from memfit.errors import OutputError, SaveError
 from memfit.strategies import GradientRelease, Lora, LowBitAdamW, Strategy
 from memfit.training import saving
+from memfit.training.checkpoints import problem_with
 from memfit.training.saving import _serialised_bytes
 from small_training import collate, model_of, texts
 
@@ -85,6 +87,16 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(
     # Headers of safetensors, the configuration and the manifest are not counted.
     assert trainer.checkpoints.size_bytes == pytest.approx(written, abs=15_000)
     assert written > 100_000
+
+
+def test_only_the_manifest_has_checksums(tmp_path: Path) -> None:
+    trainer_in(tmp_path).train()
+    optimizer = tmp_path / "checkpoint-1" / "optimizer.pt"
+    with zipfile.ZipFile(optimizer) as file:
+        assert file.testzip() is not None
+    assert torch.load(optimizer, weights_only=True)["state"]
+    assert problem_with(optimizer.parent) == ""
+    assert torch.serialization.get_crc32_options()
 
 
 def test_a_callback_whose_state_cannot_be_written_is_named_before_the_first_step(

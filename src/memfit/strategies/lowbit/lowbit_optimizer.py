@@ -29,7 +29,7 @@ from memfit.strategies.lowbit.lowbit_kernels import (
     flat,
     pick_kernels,
 )
-from memfit.strategies.lowbit.number_formats import Remainders, join_master
+from memfit.strategies.lowbit.number_formats import PIECE, Remainders, join_master
 from memfit.strategies.lowbit.small_parameters import SmallParameters, fp32_of
 from memfit.strategies.lowbit.step_scalars import StepClock
 from memfit.strategies.offload.host_memory import HostMemory, apart
@@ -439,22 +439,31 @@ def _copy(target: Tensor, value: Tensor, name: str) -> None:
 def fp32_state_dict(
     optimizer: LowBitOptimizer, model: nn.Module, device: torch.device
 ) -> dict[str, Tensor]:
-    """Masters for trained parameters, plain casts for the rest; joined on `device`, one by one."""
-    result: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        tensor = value.detach().to(device)
-        if value.dtype in (torch.bfloat16, torch.float16):
-            tensor = _master(optimizer, value, tensor, device)
-        result[name] = tensor
-    return result
+    """Masters for trained parameters, plain casts for the rest; on `device`, one by one."""
+    return {
+        name: _master(optimizer, value, device)
+        if value.dtype in (torch.bfloat16, torch.float16)
+        else value.detach().to(device)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
 
 
-def _master(
-    optimizer: LowBitOptimizer, param: Tensor, moved: Tensor, device: torch.device
-) -> Tensor:
-    state = optimizer.state.get(param, {})
-    if "remainder" in state:
-        return fp32_of(moved, state["remainder"].to(device))
+def _master(optimizer: LowBitOptimizer, param: Tensor, device: torch.device) -> Tensor:
+    state, weight = optimizer.state.get(param, {}), param.detach()
     if "correction" in state:
-        return join_master(flat(moved), state["correction"].to(device)).view(moved.shape)
-    return moved.float()
+        try:
+            return _joined(weight, state["correction"], device)
+        except torch.OutOfMemoryError:  # another program may have taken what was free on the card
+            return _joined(weight.to(device), state["correction"].to(device), device)
+    if "remainder" in state:
+        return fp32_of(weight.to(device), state["remainder"].to(device))
+    return weight.to(device).float()
+
+
+def _joined(weight: Tensor, correction: Tensor, device: torch.device) -> Tensor:
+    """Joined where the weight lies, a piece at a time: the whole crosses to `device` once."""
+    master = torch.empty(weight.numel(), dtype=torch.float32, device=device)
+    pieces = (torch.split(part, PIECE) for part in (master, flat(weight), correction))
+    for full, low, rest in zip(*pieces, strict=True):
+        full.copy_(join_master(low, rest.to(low.device)))
+    return master.view(weight.shape)

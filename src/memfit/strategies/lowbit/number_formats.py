@@ -216,7 +216,8 @@ def _signed_fp16(bits: Tensor, like: Tensor) -> Tensor:
     return torch.where(like < 0, bits | -0x8000, bits).view(torch.float16)
 
 
-_CHUNK = 2**20
+PIECE = 2**20
+"""Elements of a weight that are split or joined at once."""
 
 
 @dataclass(slots=True)
@@ -278,7 +279,7 @@ def _split(p: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
     correction = torch.empty_like(p, dtype=torch.int8)
     if isinstance(p, FakeTensor):
         return weight, correction  # a trace has no values to split
-    chunks = (torch.split(flat(t), _CHUNK) for t in (p, weight, correction))
+    chunks = (torch.split(flat(t), PIECE) for t in (p, weight, correction))
     for full, low, rest in zip(*chunks, strict=True):
         new, units = split_master(full.to(device), dtype, correct=True)
         assert units is not None
