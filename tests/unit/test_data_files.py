@@ -158,6 +158,20 @@ def test_json_keys_may_be_missing_in_some_rows(tmp_path: Path) -> None:
     assert rows_of(path) == [(1, None), (None, "x")]
 
 
+def test_a_parquet_file_of_one_row_group_streams(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"{row} " + "x" * 1000 for row in range(20_000)]})
+    parquet.write_table(table, path, row_group_size=20_000, compression="none")
+    del table
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in open_file(path, None).read(["text"])]
+    assert len(held) == 20_000
+    assert max(held) < 12 << 20 < path.stat().st_size  # two batches and a buffer, not the file
+
+
 def test_parquet_reads_types_and_lists(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet

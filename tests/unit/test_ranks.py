@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memfit.cli import run
 from memfit.errors import ConfigError
-from memfit.run.ranks import Ranks, count_of, ranks_of_environment, start_ranks
+from memfit.run.ranks import Ranks, _tell, count_of, ranks_of_environment, start_ranks
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,43 @@ def test_the_first_rank_that_fails_gives_the_code(
     out, err = capfd.readouterr()
     assert err == said
     assert out == f"rank 0 of 2 says ['train', '{word}'], {threads()} threads\ntold\n"
+
+
+def failure(folder: Path, rank: int, code: int, word: str = "", second: float = 0.0) -> Any:
+    """How torch's agent describes a rank that failed, in its own objects and files."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = folder / "memfit_x" / "attempt_0" / str(rank) / "error.json"
+    path.parent.mkdir(parents=True)
+    if word:
+        path.write_text(json.dumps({"message": word, "timestamp": 1e9 + second}))
+    return ProcessFailure(rank, 1, code, str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "code", "said"),
+    [
+        (("no file", "no file"), (2, 2), 2, ""),
+        (("no file", "others ended"), (2, 1), 2, ""),
+        (("others ended", "no room"), (1, 2), 2, "memfit: rank 1: no room\n"),
+        (("others ended", ""), (1, -9), 137, "memfit: rank 1: signal 9 ended it\n"),
+        (("", "others ended"), (-11, 1), 139, "memfit: rank 0: signal 11 ended it\n"),
+    ],
+)
+def test_the_cause_is_said_and_not_what_followed_from_it(
+    words: tuple[str, str],
+    codes: tuple[int, int],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    later = words.index("others ended") if "others ended" in words else -1
+    failures = {
+        rank: failure(tmp_path, rank, codes[rank], words[rank], 0.2 * (rank == later))
+        for rank in (0, 1)
+    }
+    assert _tell(ChildFailedError("memfit", failures), tmp_path) == code
+    assert capsys.readouterr().err == said

@@ -35,7 +35,7 @@ from memfit.cli import (
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
 from memfit.run.preloading import own_process
-from memfit.run.ranks import kept_for_launcher, ranks_of_environment
+from memfit.run.ranks import end_with_launcher, kept_for_launcher, ranks_of_environment
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -92,6 +92,7 @@ def _root(
 def main() -> NoReturn:
     """The entry point."""
     own_process()
+    end_with_launcher()
     console.set_up_streams()
     console.quiet_libraries()
     _leave(run(sys.argv[1:]))

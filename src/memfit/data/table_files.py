@@ -365,6 +365,8 @@ def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
 
 _BATCH_ROWS = 2000
 
+_BUFFER_BYTES = 1 << 20
+
 VALIDATION_SPLITS = ("validation", "valid", "dev")
 
 
@@ -386,7 +388,8 @@ def open_parquet(path: Path) -> Table:
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
         try:
-            with parquet.ParquetFile(path) as file:
+            # Read ahead, a whole row group lies in memory, and some files are one group.
+            with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
                 for batch in file.iter_batches(_BATCH_ROWS, columns=list(wanted)):
                     columns = [batch.column(name).to_pylist() for name in wanted]
                     yield from _named(zip(*columns, strict=True), wanted, class_names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,10 @@ SHARE_CARDS = "MEMFIT_SHARE_GPU"
 
 SHUTDOWN_SECONDS = 600
 """How long ranks may take to save and end after a signal, before they are killed."""
+
+_LAUNCHER = "MEMFIT_LAUNCHER"
+
+_PR_SET_PDEATHSIG = 1
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -159,6 +164,7 @@ def _environment_for(count: int) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[LANGUAGE] = language()
+    os.environ[_LAUNCHER] = str(os.getpid())
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -167,6 +173,18 @@ def _environment_for(count: int) -> Iterator[None]:
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(before)
+
+
+def end_with_launcher() -> None:
+    """Has Linux send this rank SIGTERM when the process that started it dies, however it dies.
+
+    Ranks that are left over would go on writing what the same command, given again, writes.
+    """
+    if sys.platform != "linux" or os.environ.get(_LAUNCHER) != str(os.getppid()):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def kept_for_launcher(sentence: str) -> bool:
@@ -178,38 +196,41 @@ def kept_for_launcher(sentence: str) -> bool:
     if not path:
         return False
     with suppress(OSError):
-        word = {"message": sentence, "timestamp": int(time.time())}
+        word = {"message": sentence, "timestamp": time.time()}
         Path(path).write_text(json.dumps(word), encoding="utf-8")
         return os.environ.get("RANK", "0") != "0"
     return False
 
 
 def _tell(failed: ChildFailedError, logs: Path) -> int:
-    """Says why a rank failed, unless rank 0 has said so itself; returns the exit code."""
+    """Says why the first rank that failed did so, unless rank 0 has said it; returns its code.
+
+    The others fail when their connection to it ends, often before anybody has seen it end.
+    """
     rank, failure = failed.get_first_failure()
-    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    if failure.exitcode < 0:
-        words = t("signal {number} ended it", number=-failure.exitcode)
-    elif rank == 0:
-        return code
-    elif words := _words(logs, failure.local_rank):
-        if words in _words(logs, 0):
-            return code
+    words = {
+        int(path.parent.name): json.loads(path.read_text(encoding="utf-8"))
+        for path in logs.glob("*/attempt_0/*/error.json")
+    }
+    killed = {one: found for one, found in failed.failures.items() if found.exitcode < 0}
+    if killed:
+        rank, failure = next(iter(killed.items()))
+        said = t("signal {number} ended it", number=-failure.exitcode)
+    elif words:
+        rank = min(words, key=lambda one: float(words[one]["timestamp"]))
+        said = words[rank]["message"]
+        failure = failed.failures.get(rank, failure)
     else:
-        words = "\n".join(_last_lines(logs, failure.local_rank))
-    said = t("rank {rank}: {words}", rank=rank, words=words or t("exit code {code}", code=code))
-    print(printable(f"memfit: {said}"), file=sys.stderr, flush=True)
+        said = "\n".join(_last_lines(logs, rank))
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    told = words.get(0, {}).get("message", "")  # it may quote another rank's
+    if killed or (rank != 0 and not (said and said in told)):
+        said = t("rank {rank}: {words}", rank=rank, words=said or t("exit code {code}", code=code))
+        print(printable(f"memfit: {said}"), file=sys.stderr, flush=True)
     return code
 
 
-def _words(logs: Path, local_rank: int) -> str:
-    """What `kept_for_launcher` kept of a rank."""
-    for path in logs.glob(f"*/attempt_0/{local_rank}/error.json"):
-        return str(json.loads(path.read_text(encoding="utf-8"))["message"])
-    return ""
-
-
-def _last_lines(logs: Path, local_rank: int) -> list[str]:
-    for path in logs.glob(f"*/attempt_0/{local_rank}/stderr.log"):
+def _last_lines(logs: Path, rank: int) -> list[str]:
+    for path in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
     return []
