@@ -74,6 +74,7 @@ def test_where_it_cannot_start_or_dies_the_report_is_written_all_the_same(
     with ReportProcess(run) as report:
         report.start()
         report.draw(read_summary(run), [])
+        report.begin_writing()
         report.write()
     assert RunFolder(run).report.is_file()
 

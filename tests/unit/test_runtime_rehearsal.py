@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,31 @@ def test_the_time_it_took_is_announced(tmp_path):
     assert trainer.guard.rehearsal is not None
     assert 0 < trainer.guard.rehearsal.step_seconds < 60
     assert "training: 4 steps, about" in written.getvalue()
+
+
+def test_evaluations_between_steps_are_said_as_long_as_a_usual_batch_took(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching(), eval_dataset=ROWS)
+    trainer.args.eval_strategy, batches = "steps", []
+
+    def predict(_: Any, batch: Any, prediction_loss_only: bool) -> None:
+        assert not prediction_loss_only
+        batches.append(batch["input_ids"])
+
+    monkeypatch.setattr(trainer, "prediction_step", predict)
+    moments = iter([0.0, 9.0, 10.0, 10.5])  # the longest rows, which may compile; usual ones
+    monkeypatch.setattr(rehearsal, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    evaluation = rehearsal._Stage(trainer.guard, ROWS, collate)._evaluate()
+    assert evaluation == 0.5 * len(ROWS) / 8
+    assert [len(rows) for rows in batches] == [8, 8]
+    assert batches[0].shape[1] == max(len(row["input_ids"]) for row in ROWS)
+    assert batches[1].tolist() == collate([ROWS[6 * row] for row in range(8)])["input_ids"].tolist()
+    assert trainer.model.training
+    trainer.state = transformers.TrainerState(max_steps=4, num_train_epochs=1, eval_steps=1)
+    found = rehearsal.Rehearsal(0.3, 0, (), evaluation_seconds=evaluation)
+    assert rehearsal.seconds_between_steps(trainer, found) == 3 * evaluation
+    not_tried = rehearsal.Rehearsal(0.3, 0, ())
+    by_share = 3 * len(ROWS) / 8 * 0.3 / 3
+    assert rehearsal.seconds_between_steps(trainer, not_tried) == pytest.approx(by_share)
 
 
 @pytest.mark.parametrize("name", ["kept", "kept8", "release"])

@@ -62,9 +62,12 @@ class ReportProcess:
         """Has everything drawn that is known before the run's files are complete."""
         self._send({"summary": summary.to_dict(), "trainer_state": {"log_history": history}})
 
-    def write(self) -> None:
-        """Writes the page from the complete folder and returns when it is there."""
+    def begin_writing(self) -> None:
+        """Has the page written from the folder, which is complete by now; `write` waits for it."""
         self._send({})
+
+    def write(self) -> None:
+        """Returns when the page is there, whoever writes it."""
         if not self._is_written():
             from memfit.report.page import write_report
 

@@ -369,6 +369,7 @@ class _Run:
 
     def _write(self, summary: RunSummary) -> None:
         write_summary(self.claim.path, summary)
+        self.report.begin_writing()
         with doing(t("writing the report …")):
             if is_cuda(self.arguments.device):
                 _give_back_pinned_memory()

@@ -68,14 +68,16 @@ def update_seconds(trainer: GuardedTrainer) -> float:
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
 
 
-def seconds_between_steps(trainer: GuardedTrainer, step_seconds: float) -> float:
+def seconds_between_steps(trainer: GuardedTrainer, found: Rehearsal) -> float:
     """Evaluations and checkpoints that come before the last step."""
     args, state = trainer.args, trainer.state
     steps = state.max_steps - state.global_step
     an_epoch = max(round(state.max_steps / max(state.num_train_epochs, 1)), 1)
-    rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
-    batches = rows / max(args.per_device_train_batch_size, 1)
-    evaluation = batches * step_seconds * _FORWARD_SHARE
+    evaluation = found.evaluation_seconds
+    if evaluation is None:
+        rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
+        batches = rows / max(args.per_device_train_batch_size, 1)
+        evaluation = batches * found.step_seconds * _FORWARD_SHARE
     saving = trainer.checkpoints.size_bytes / _SAVED_BYTES_PER_SECOND
     evaluations = _before_the_last(args.eval_strategy, state.eval_steps, steps, an_epoch)
     saves = _before_the_last(args.save_strategy, state.save_steps, steps, an_epoch)
@@ -118,6 +120,8 @@ class Rehearsal:
     worst_lengths: tuple[int, ...]
     capture_seconds: float = 0.0
     """What capturing the graphs takes that the steps will still need."""
+    evaluation_seconds: float | None = None
+    """All rows of one evaluation; None where none was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +169,11 @@ class _Stage:
             if is_cuda(self._device) or tried.seconds <= _QUICK_SECONDS:
                 self._dress(worst, lengths)
             self._dress_fullest()
-            self._evaluate()
+            evaluating = self._evaluate() if is_cuda(self._device) else None
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
             capturing = self._capture_seconds(seconds)
-        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing)
+        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating)
 
     def learn_if_tight(self) -> None:
         """Find out what a token takes, once the limit could make a difference."""
@@ -274,24 +278,37 @@ class _Stage:
         if pieces_of(lengths, limits, packed=self._packed).tokens > parts.tokens:
             self._dress(batch, lengths)
 
-    def _evaluate(self) -> None:
-        """The longest rows that an evaluation will see; it is cut smaller where it must be."""
+    def _evaluate(self) -> float | None:
+        """The longest rows that an evaluation will see; it is cut smaller where it must be.
+
+        Returns the seconds of a whole evaluation, by a batch of rows from all over the data.
+        """
         trainer = self._trainer
-        if not is_cuda(self._device) or trainer.args.eval_strategy == "no":
-            return
+        if trainer.args.eval_strategy == "no":
+            return None
         dataset = trainer.eval_dataset
-        if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__"):
-            return
+        if isinstance(dataset, dict) or not has_rows(dataset):
+            return None
         loader: Any = trainer.get_eval_dataloader(dataset)
-        rows = longest_rows(loader.dataset, trainer.args.per_device_eval_batch_size)
-        batch = loader.collate_fn([loader.dataset[row] for row in rows])
+        size = len(loader.dataset)
+        count = min(trainer.args.per_device_eval_batch_size, size)
         model: Any = trainer.model
         model.eval()
         try:
-            with torch.no_grad():
-                trainer.prediction_step(model, batch, prediction_loss_only=False)
+            self._predict(loader, longest_rows(loader.dataset, count))
+            usual = [index * size // count for index in range(count)]
+            return self._predict(loader, usual) * size / max(count, 1)
         finally:
             model.train()
+
+    def _predict(self, loader: Any, rows: list[int]) -> float:
+        """The seconds that these rows take in an evaluation."""
+        started = time.perf_counter()
+        batch = loader.collate_fn([loader.dataset[row] for row in rows])
+        with torch.no_grad():
+            self._trainer.prediction_step(self._trainer.model, batch, prediction_loss_only=False)
+        synchronize(self._device)
+        return time.perf_counter() - started
 
     def _try(
         self, batch: Batch, way: Way, *, dressed: int = 0, metered: bool = True

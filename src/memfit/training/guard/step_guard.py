@@ -258,7 +258,7 @@ class Guard:
             self.rehearsal = found = rehearse(self, loader)
         for bar in bars:
             if found is not None and bar.step_seconds is None:
-                between = seconds_between_steps(trainer, found.step_seconds)
+                between = seconds_between_steps(trainer, found)
                 bar.step_seconds = found.step_seconds
                 bar.between_seconds = between + found.capture_seconds
 
