@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from memfit.doctor.reach import other_processes, reaches, well_known
+from memfit.doctor.reach import reaches, well_known
 from memfit.memory.cards import find_card
+from memfit.run.preloading import other_processes
 from memfit.text import telling
 
 

@@ -139,7 +139,8 @@ class FormulaPricer:
             self.known[candidate] = self._price(candidate, 1.0)
         return self.known[candidate]
 
-    def full(self, candidate: Candidate) -> Price:
+    def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
+        del budget_bytes
         self.traced.append(candidate)
         noise = random.Random(repr(candidate)).uniform(-self.off, self.off)
         price = self._price(candidate, 1 + noise)

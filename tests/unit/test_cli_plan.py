@@ -16,6 +16,7 @@ from planner_fixtures import FormulaPricer, bert, h200, planned, task
 from rich.console import Console
 
 from memfit.cli import run
+from memfit.memory.cards import find_card
 from memfit.planner.advice import Alternatives, NothingFitsError, alternatives
 from memfit.planner.pricing import pricer as compose
 from memfit.planner.search import Planning
@@ -148,13 +149,14 @@ def test_a_run_takes_its_steps_and_its_evaluations(made: Planning) -> None:
 
 
 def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:
-    workload = task(bert(layers=2))
-    pricer = FormulaPricer(workload, h200())
+    workload, card = task(bert(layers=2)), find_card("GTX 1050 Ti")
+    pricer = FormulaPricer(workload, card)
     with pytest.raises(NothingFitsError) as caught:
-        planned(workload, 10**8, h200(), pricer=pricer, host_bytes_free=0)
-    text = shown(plan_terminal.smallest_view(caught.value.smallest))
+        planned(workload, 10**8, card, pricer=pricer, host_bytes_free=0)
+    text = shown(plan_terminal.smallest_view(caught.value.smallest, caught.value.notes))
     assert "The smallest plan found" in text
     assert "too much" in text
+    assert "are kept for what is not known of it" in " ".join(text.split())
 
 
 # ---- the command; tests/e2e has it with real traces ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +23,18 @@ from memfit.cli.options import (
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError, OutputError
+from memfit.run.preloading import other_processes, processes_to_use
 from memfit.text import doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
+
     from memfit.memory.cards import CardPlace
-    from memfit.planner.advice import NothingFitsError
+    from memfit.planner.advice import FindOtherWays, NothingFitsError, OtherWays
+    from memfit.planner.candidates import PlanTask, Pricer
+    from memfit.planner.space import PlanRequest
     from memfit.run.prepare import Prepared
 
 EPILOG = (
@@ -90,19 +97,23 @@ def _plan(
 ) -> None:
     began = time.perf_counter()
     run = RunConfig.build(config, **options)
-    with console.working():
+    # A second process finds what else could be done while this one plans; on the machine's own
+    # devices there is nothing to plan ahead of a training, which begins with the same work.
+    count = min(processes_to_use() - 1, 1) if gpu not in (None, "cpu") else 0
+    with console.working(), other_processes(count) as others:
         from memfit.planner.advice import NothingFitsError, alternatives
         from memfit.report import plan_terminal, terminal
         from memfit.run import prepare
 
         prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
+            find = _find_beside(prepared.task, others)
             try:
-                made = prepared.plan()
+                made = prepared.plan(find)
             except NothingFitsError as error:
                 failed: NothingFitsError | None = error
             else:
-                failed, other = None, alternatives(made)
+                failed, other = None, alternatives(made, find)
     if failed is not None:
         raise _nothing_fits(prepared, failed, as_json)
     if target is not None:
@@ -123,6 +134,23 @@ def _plan(
         console.say(t("written to {path}", path=target))
 
 
+def _find_beside(task: PlanTask, others: Sequence[Executor]) -> FindOtherWays:
+    """Returns what `other_ways` would, found by another process from now on if there is one."""
+    from concurrent.futures import BrokenExecutor
+
+    from memfit.planner.advice import other_ways, other_ways_for
+
+    found = [process.submit(other_ways_for, task) for process in others]
+
+    def find(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
+        for future in found:
+            with suppress(BrokenExecutor):  # what a dead process began is done here
+                return future.result()
+        return other_ways(asked, pricer, budget_bytes)
+
+    return find
+
+
 def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
     """Shows the smallest plan; the sentence itself is the error's."""
     from memfit.report import plan_terminal, terminal
@@ -131,7 +159,7 @@ def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) ->
     if as_json:
         console.show_json(prepare.missing_json(prepared, error))
     else:
-        terminal.console().print(plan_terminal.smallest_view(error.smallest))
+        terminal.console().print(plan_terminal.smallest_view(error.smallest, error.notes))
     return DoesNotFitError(error.text(language()))
 
 

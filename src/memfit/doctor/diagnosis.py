@@ -13,11 +13,11 @@ from memfit.doctor.reach import (
     Cell,
     Reach,
     Readiness,
-    other_processes,
     reaches,
     readiness,
 )
 from memfit.memory.nvml import Driver
+from memfit.run.preloading import other_processes
 from memfit.text import N_, t
 from memfit.units import Budget, format_bytes
 

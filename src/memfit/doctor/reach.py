@@ -12,8 +12,8 @@ import tempfile
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import BrokenExecutor, Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -212,26 +212,6 @@ def reaches(
             feeder.join()
     for number in range(len(every)):
         yield found.get(number) or line(number)
-
-
-@contextmanager
-def other_processes(count: int) -> Iterator[list[Executor]]:
-    """So many, which load their libraries while this one does."""
-    from multiprocessing import get_context
-
-    spawn = get_context("spawn")
-    others = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(count)]
-    try:
-        for process in others:
-            process.submit(_load)
-        yield list(others)
-    finally:
-        for process in others:
-            process.shutdown(wait=False, cancel_futures=True)
-
-
-def _load() -> None:
-    import memfit.planner.pricing.pricer  # noqa: F401
 
 
 def _line_in(spoken: str, model: KnownModel, *given: Any) -> Reach:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from memfit.errors import DoesNotFitError
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.stock_estimate import no_collection
 from memfit.memory.tracing.depth import with_layers
-from memfit.planner.candidates import Candidate, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
@@ -243,6 +243,34 @@ class Smaller:
 
 
 @dataclass(frozen=True)
+class OtherWays:
+    """What could be done instead of any plan for the task as it was asked for."""
+
+    allow: tuple[WithinReach, ...]
+    smaller: tuple[Smaller, ...]
+
+
+FindOtherWays = Callable[[PlanRequest, Pricer, int], OtherWays]
+
+
+def other_ways(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
+    """What each permission would reach, and smaller models."""
+    return OtherWays(
+        allow=tuple(reaches(asked, pricer, budget_bytes)),
+        smaller=tuple(smaller_models(asked, pricer, budget_bytes)),
+    )
+
+
+@no_collection()
+def other_ways_for(task: PlanTask) -> OtherWays:
+    """The same for a process that has made no plan for the task."""
+    from memfit.planner.search import ask
+
+    asked, pricer = ask(task.workload, task.card, None, exact=task.exact, allow=task.allow)
+    return other_ways(asked, pricer, task.budget_bytes)
+
+
+@dataclass(frozen=True)
 class Alternatives:
     """All of it."""
 
@@ -252,16 +280,12 @@ class Alternatives:
 
 
 @no_collection()
-def alternatives(planning: Planning) -> Alternatives:
+def alternatives(planning: Planning, find: FindOtherWays = other_ways) -> Alternatives:
     """What else could be done than what is planned."""
-    budget_bytes = planning.chosen.digest.budget_bytes
     chosen = planning.chosen.price
     assert chosen is not None
-    return Alternatives(
-        allow=tuple(reaches(planning.asked, planning.pricer, budget_bytes)),
-        more=more_budget(planning.prices, chosen),
-        smaller=tuple(smaller_models(planning.asked, planning.pricer, budget_bytes)),
-    )
+    found = find(planning.asked, planning.pricer, planning.chosen.digest.budget_bytes)
+    return Alternatives(found.allow, more_budget(planning.prices, chosen), found.smaller)
 
 
 def reaches(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[WithinReach]:
@@ -383,11 +407,18 @@ class Help:
 class NothingFitsError(DoesNotFitError):
     """No plan stays inside the budget."""
 
-    def __init__(self, smallest: Plan, missing_bytes: int, helps: Sequence[Help]) -> None:
+    def __init__(
+        self,
+        smallest: Plan,
+        missing_bytes: int,
+        helps: Sequence[Help],
+        notes: Sequence[Decision] = (),
+    ) -> None:
         self.smallest = smallest
         self.budget_bytes = smallest.digest.budget_bytes
         self.missing_bytes = missing_bytes
         self.helps = tuple(helps)
+        self.notes = tuple(notes)
         super().__init__(self.text())
 
     def text(self, language: Language | None = None) -> str:
@@ -413,7 +444,12 @@ class NothingFitsError(DoesNotFitError):
 
 
 def does_not_fit(
-    asked: PlanRequest, pricer: Pricer, prices: Sequence[Price], budget_bytes: int, host_free: int
+    asked: PlanRequest,
+    pricer: Pricer,
+    prices: Sequence[Price],
+    budget_bytes: int,
+    host_free: int,
+    find: FindOtherWays = other_ways,
 ) -> NothingFitsError:
     """The error for a budget nothing fits."""
     possible = [one for one in prices if fits_host(one, host_free)]
@@ -427,11 +463,13 @@ def does_not_fit(
         decisions=explain(price, asked, pricer, budget_bytes),
         args=asked.workload.args,
     )
-    helps = list(_helps(asked, pricer, price, budget_bytes))
-    return NothingFitsError(smallest, missing_bytes, helps)
+    helps = list(_helps(asked, pricer, price, budget_bytes, find))
+    return NothingFitsError(smallest, missing_bytes, helps, margin_note(asked.card))
 
 
-def _helps(asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int) -> Iterator[Help]:
+def _helps(
+    asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int, find: FindOtherWays
+) -> Iterator[Help]:
     """What would make it fit, each by itself."""
     needs = -(-price.device_bytes // 10**8) * 10**8
     pasted = gb(needs).replace(" ", "")  # as the command line takes it
@@ -441,12 +479,13 @@ def _helps(asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int) 
         least = min(pricer.quick(one).device_bytes for one in candidates(wider))
         if least <= budget_bytes:
             yield _help("inexact", "", least, bytes=gb(least))
-    for reach in reaches(asked, pricer, budget_bytes):
+    found = find(asked, pricer, budget_bytes)
+    for reach in found.allow:
         size = reach.smallest.device_bytes
         if size <= budget_bytes:
             yield _help("allow", reach.name, size, permission=reach.name, bytes=gb(size))
     yield from _shorter(asked, pricer, budget_bytes)
-    for model in smaller_models(asked, pricer, budget_bytes):
+    for model in found.smaller:
         size = model.price.device_bytes
         if size <= budget_bytes:
             shape = {"layers": str(model.layers), "width": str(model.width)}

@@ -185,8 +185,11 @@ class Pricer(Protocol):
     def quick(self, candidate: Candidate) -> Price:
         """Composed from traced layers."""
 
-    def full(self, candidate: Candidate) -> Price:
-        """The whole step traced; its seconds are those of the quick price."""
+    def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
+        """The whole step traced; its seconds are those of the quick price.
+
+        A price above `budget_bytes` may be that of one large batch, and not of the largest.
+        """
 
     def problem(self, strategies: tuple[Strategy, ...]) -> str:
         """Why these cannot be used for the task on the card; empty where they can."""

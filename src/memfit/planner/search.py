@@ -21,12 +21,14 @@ from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_estimate import no_collection
 from memfit.planner.advice import (
+    FindOtherWays,
     disk_note,
     does_not_fit,
     fits_host,
     guess_note,
     host_note,
     margin_note,
+    other_ways,
 )
 from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Timed, Workload
 from memfit.planner.explain import explain
@@ -81,10 +83,12 @@ def make_plan(
     host_bytes_free: int | None = None,
     disk_bytes_free: int | None = None,
     pricer: Pricer | None = None,
+    find: FindOtherWays = other_ways,
 ) -> Planning:
     """Returns the fastest plan inside the budget, or raises DoesNotFitError with the smallest one.
 
-    `pricer` comes from an earlier plan for the same workload, with the traces it has made.
+    `pricer` comes from an earlier plan for the same workload, with the traces it has made. Where
+    nothing fits, `find` finds what would.
     """
     started = time.perf_counter()
     workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
@@ -102,7 +106,7 @@ def make_plan(
             search = _Search(possible, budget_bytes, pricer)
             found = search.run()
         if found is None:
-            raise does_not_fit(asked, pricer, every, budget_bytes, host_free)
+            raise does_not_fit(asked, pricer, every, budget_bytes, host_free, find)
     found = search.decide_tie(found)
     digest = digest_of(workload, budget_bytes, card)
 
@@ -347,7 +351,7 @@ class _Search:
 
     def _trace(self, price: Price) -> Price:
         self.traces += 1
-        return self._pricer.full(price.candidate)
+        return self._pricer.full(price.candidate, self._budget_bytes)
 
 
 def fit_strategies(task: PlanTask, strategies: Sequence[Strategy]) -> Plan:

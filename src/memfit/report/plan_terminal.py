@@ -17,7 +17,7 @@ from memfit.units import format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memfit.planner.advice import Alternatives
-    from memfit.planner.plans import Plan
+    from memfit.planner.plans import Decision, Plan
     from memfit.planner.search import Planning
     from memfit.records.results import RunSeconds
 
@@ -81,8 +81,7 @@ def plan_view(
         parts += _section(t("What more budget would buy"), more)
         smaller = [one.decision().sentence(spoken) for one in other.smaller]
         parts += _section(t("Smaller models of the family"), smaller)
-    notes = [one.sentence(language()) for one in planning.notes]
-    parts += _section(t("Notes"), notes)
+    parts += _notes(planning.notes)
     figures = t(
         "planned in {seconds}: {considered} ways priced, {traced} traced in full",
         seconds=format_seconds(planned_seconds),
@@ -92,11 +91,12 @@ def plan_view(
     return Group(*parts, Text(), Text(figures, style="dim"))
 
 
-def smallest_view(smallest: Plan) -> RenderableType:
+def smallest_view(smallest: Plan, notes: Iterable[Decision]) -> RenderableType:
     """The plan that comes nearest to a budget nothing fits."""
     return Group(
         _bar(smallest, t("The smallest plan found")),
         *_section(t("Decisions"), _decisions(smallest)),
+        *_notes(notes),
     )
 
 
@@ -135,6 +135,10 @@ def _bar(plan: Plan, title: str) -> RenderableType:
 
 def _decisions(plan: Plan) -> list[str]:
     return [one.sentence(language()) for one in plan.decisions if one.about not in _SAID_ELSEWHERE]
+
+
+def _notes(notes: Iterable[Decision]) -> Iterator[RenderableType]:
+    return _section(t("Notes"), [one.sentence(language()) for one in notes])
 
 
 def _section(title: str, sentences: Iterable[str]) -> Iterator[RenderableType]:

@@ -20,7 +20,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 _FIRST = ("transformers.trainer", "memfit.training.trainer")
 
@@ -64,6 +67,31 @@ _MOST_PROCESSES = 4
 def processes_to_use() -> int:
     """How many processes may share work: one, unless this is memfit's own, which others follow."""
     return min(os.cpu_count() or 1, _MOST_PROCESSES) if _process.own else 1
+
+
+@contextlib.contextmanager
+def other_processes(count: int) -> Iterator[list[Executor]]:
+    """So many, which load what planning needs while this one does; they end when this is left."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import active_children, get_context
+
+    spawn = get_context("spawn")
+    before = active_children()
+    others = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(count)]
+    try:
+        for process in others:
+            process.submit(_load_to_plan)
+        yield list(others)
+    finally:
+        started = [one for one in active_children() if one not in before] if others else ()
+        for process in others:
+            process.shutdown(wait=False, cancel_futures=True)
+        for child in started:  # or this process would wait for what it does
+            child.terminate()
+
+
+def _load_to_plan() -> None:
+    importlib.import_module("memfit.planner.pricing.pricer")
 
 
 def load_to_answer() -> None:

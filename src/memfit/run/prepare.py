@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import CardPlace, DeviceProfile
-    from memfit.planner.advice import Alternatives, NothingFitsError
+    from memfit.planner.advice import Alternatives, FindOtherWays, NothingFitsError
     from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
     from memfit.planner.plans import Checked, Plan
     from memfit.planner.search import Planning
@@ -169,11 +169,12 @@ class Prepared:
             return task
         return replace(task, budget_bytes=min(task.budget_bytes, self.most_bytes))
 
-    def plan(self) -> Planning:
-        """The fastest plan inside the budget, or DoesNotFitError."""
+    def plan(self, find: FindOtherWays | None = None) -> Planning:
+        """The fastest plan inside the budget, or DoesNotFitError with what `find` finds instead."""
+        from memfit.planner.advice import other_ways
         from memfit.planner.search import make_plan
 
-        planning = make_plan(self.task)
+        planning = make_plan(self.task, find=find or other_ways)
         return replace(planning, chosen=self.signed(planning.chosen))
 
     def signed(self, plan: Plan) -> Plan:
@@ -371,6 +372,7 @@ def missing_json(prepared: Prepared, error: NothingFitsError) -> dict[str, Any]:
             }
             for one in error.helps
         ],
+        "notes": [one.sentence() for one in error.notes],
     }
 
 

@@ -91,6 +91,7 @@ class TracedPricer:
         self._reference = cache(self._find_reference)
         self._evaluated = cache(self._count_evaluated)
         self._quick = cache(self._compose)
+        self._full = cache(self._trace_whole)
 
     def of(self, workload: Workload) -> TracedPricer:
         """The same for another task; of one with the same layers nothing is traced again."""
@@ -119,9 +120,17 @@ class TracedPricer:
             return 0.0
         return least_seconds(tier, prices, self.learning_parameters(prices[0].candidate), self.card)
 
-    def full(self, candidate: Candidate) -> Price:
-        """The whole step traced; its seconds are those of the quick price."""
-        peak, phases, trace = price_memory(self.workload, candidate, self.card)
+    def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
+        """The whole step traced; its seconds are those of the quick price.
+
+        A price above `budget_bytes` may be that of one large batch, and not of the largest.
+        """
+        return self._full(candidate, budget_bytes)
+
+    def _trace_whole(self, candidate: Candidate, budget_bytes: int | None) -> Price:
+        peak, phases, trace = price_memory(
+            self.workload, candidate, self.card, budget_bytes=budget_bytes
+        )
         quick = self.quick(candidate)
         return dataclasses.replace(
             quick, peak=peak, phases=phases, host_bytes=trace.host_bytes, traced=True

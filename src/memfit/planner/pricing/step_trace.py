@@ -306,14 +306,20 @@ def price_memory(
     card: DeviceProfile | None,
     *,
     tokens: int | None = None,
+    budget_bytes: int | None = None,
 ) -> tuple[MemoryPeak, dict[str, MemoryPeak], StepTrace]:
-    """The highest peak of all phases, each phase's own, and the trace they come from."""
+    """The highest peak of all phases, each phase's own, and the trace they come from.
+
+    Of several large batches, none is traced after one that exceeds `budget_bytes`.
+    """
     sized = _largest(workload, candidate, card) if tokens is None else [(tokens, False)]
     found = []
     for size, whole in sized:
         trace = trace_step(workload, candidate, card, tokens=size, whole=whole)
         phases = price(priced(trace, candidate, workload), card)
         found.append((highest(phases.values()), phases, trace))
+        if budget_bytes is not None and found[-1][0].device_bytes > budget_bytes:
+            break
     return max(found, key=lambda one: one[0].device_bytes)
 
 
