@@ -19,6 +19,7 @@ OWNED = (
     "T4", "P100", "V100 16GB", "L4", "A10 24GB",
 )  # fmt: skip
 LENGTHS = (64,) * 96
+TINY = task(bert(2, 64, 100), lengths=(16,) * 8, per_device_train_batch_size=4)
 SMALL, HUGE = task(bert(2, 256), lengths=LENGTHS), task(bert(2, 12288), lengths=LENGTHS)
 
 
@@ -42,6 +43,34 @@ def test_a_model_is_planned_inside_what_the_card_gives(name: str, windows: bool)
     assert notes == ["note.margin", "note.system"] if windows else ["note.margin"]
     low = made.chosen.candidate.get("lowbit_adamw")
     assert low is None or low.dtype == ("bfloat16" if card.has_bf16 else "float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "windows", "exact"),
+    [
+        ("P100", False, False),
+        ("GTX 1050 Ti", False, True),
+        ("GTX 1080 Ti", False, True),
+        ("MX450", True, True),
+        ("RTX 3060 12GB", True, True),
+    ],
+)
+def test_without_triton_a_plan_is_traced_by_the_kernels_of_torch(
+    name: str, windows: bool, exact: bool
+) -> None:
+    card = find_card(name, CardPlace(windows=windows))
+    assert not card.has_triton
+    asked = task_for(TINY, Budget(), card, exact=exact)
+    made = make_plan(asked, host_bytes_free=2**36)
+    price = made.chosen.price
+    assert price is not None
+    assert price.traced
+    assert card.context_bytes < price.device_bytes < card.context_bytes + 0.2e9
+    assert "fused_layers" in made.left_out
+    assert made.chosen.candidate.get("packing") is not None
+    low = made.chosen.candidate.get("lowbit_adamw")
+    assert (low is None) == exact
+    assert low is None or low.dtype == "float16"
 
 
 def test_a_model_that_no_plan_can_train_there_is_refused_with_its_size() -> None:

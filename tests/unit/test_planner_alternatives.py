@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
+from concurrent.futures import BrokenExecutor, Future
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, planned, task
+from planner_fixtures import FormulaPricer, bert, h200, planned, task, to_plan
 
-from memfit.planner.advice import Alternatives, alternatives, more_budget
-from memfit.planner.search import Planning
+from memfit.planner.advice import (
+    Alternatives,
+    OtherWays,
+    alternatives,
+    find_in,
+    more_budget,
+    other_ways_for,
+)
+from memfit.planner.search import Planning, ask
 from memfit.strategies import Fidelity
 
 BUDGET = 2_600_000_000
@@ -35,6 +44,19 @@ def test_each_permission_is_shown_with_what_it_reaches(found: Alternatives) -> N
         assert one.fastest is None or one.fastest.device_bytes <= BUDGET
     lora = next(one for one in found.allow if one.name == "lora")
     assert lora.smallest.candidate.get("lora") is not None
+
+
+def test_another_process_finds_the_same_and_is_not_missed_when_it_dies() -> None:
+    workload = task(bert(2, 64, 100), lengths=(16,) * 8, per_device_train_batch_size=4)
+    asked = to_plan(workload, 10**9, None, allow=frozenset(("optimizer", "lora", "freeze")))
+    request, pricer = ask(workload, None, None, exact=False, allow=asked.allow)
+    beside, dead = (Future[OtherWays]() for _ in range(2))
+    sent = pickle.loads(pickle.dumps(asked))
+    beside.set_result(pickle.loads(pickle.dumps(other_ways_for(sent))))
+    dead.set_exception(BrokenExecutor())
+    found = [find_in(one)(request, pricer, asked.budget_bytes) for one in (beside, dead)]
+    assert [one.name for one in found[0].allow] == ["truncate"]
+    assert found[0] == found[1]
 
 
 def test_permission_is_said_with_its_fidelity_and_speed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,18 +22,13 @@ from memfit.cli.options import (
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError, OutputError
-from memfit.run.preloading import other_processes, processes_to_use
+from memfit.run.preloading import load_to_plan, other_processes, processes_to_use
 from memfit.text import doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Executor
-
     from memfit.memory.cards import CardPlace
-    from memfit.planner.advice import FindOtherWays, NothingFitsError, OtherWays
-    from memfit.planner.candidates import PlanTask, Pricer
-    from memfit.planner.space import PlanRequest
+    from memfit.planner.advice import NothingFitsError
     from memfit.run.prepare import Prepared
 
 EPILOG = (
@@ -101,13 +95,20 @@ def _plan(
     # devices there is nothing to plan ahead of a training, which begins with the same work.
     count = min(processes_to_use() - 1, 1) if gpu not in (None, "cpu") else 0
     with console.working(), other_processes(count) as others:
-        from memfit.planner.advice import NothingFitsError, alternatives
+        load_to_plan()
+        from memfit.planner.advice import (
+            NothingFitsError,
+            alternatives,
+            find_in,
+            other_ways_for,
+        )
         from memfit.report import plan_terminal, terminal
         from memfit.run import prepare
 
         prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
-            find = _find_beside(prepared.task, others)
+            found = [process.submit(other_ways_for, prepared.task) for process in others]
+            find = find_in(*found)
             try:
                 made = prepared.plan(find)
             except NothingFitsError as error:
@@ -132,23 +133,6 @@ def _plan(
             console.say(t("there is no GPU here; plan for one with --gpu NAME"))
     if target is not None:
         console.say(t("written to {path}", path=target))
-
-
-def _find_beside(task: PlanTask, others: Sequence[Executor]) -> FindOtherWays:
-    """Returns what `other_ways` would, found by another process from now on if there is one."""
-    from concurrent.futures import BrokenExecutor
-
-    from memfit.planner.advice import other_ways, other_ways_for
-
-    found = [process.submit(other_ways_for, task) for process in others]
-
-    def find(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-        for future in found:
-            with suppress(BrokenExecutor):  # what a dead process began is done here
-                return future.result()
-        return other_ways(asked, pricer, budget_bytes)
-
-    return find
 
 
 def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) -> DoesNotFitError:

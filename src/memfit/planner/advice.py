@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -268,6 +270,18 @@ def other_ways_for(task: PlanTask) -> OtherWays:
 
     asked, pricer = ask(task.workload, task.card, None, exact=task.exact, allow=task.allow)
     return other_ways(asked, pricer, task.budget_bytes)
+
+
+def find_in(*beside: Future[OtherWays]) -> FindOtherWays:
+    """Returns what `other_ways` does; taken from another process, if one was asked before."""
+
+    def find(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
+        for found in beside:
+            with suppress(BrokenExecutor):  # what a dead process began is done here
+                return found.result()
+        return other_ways(asked, pricer, budget_bytes)
+
+    return find
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
     others = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(count)]
     try:
         for process in others:
-            process.submit(_load_to_plan)
+            process.submit(_load_alone)
         yield list(others)
     finally:
         started = [one for one in active_children() if one not in before] if others else ()
@@ -90,8 +90,15 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
             child.terminate()
 
 
-def _load_to_plan() -> None:
-    importlib.import_module("memfit.planner.pricing.pricer")
+def _load_alone() -> None:
+    own_process()
+    load_to_plan()
+
+
+def load_to_plan() -> None:
+    """Loads what planning needs; in memfit's own process without what transformers never calls."""
+    with left_out() if _process.own else contextlib.nullcontext():
+        importlib.import_module("memfit.planner.pricing.pricer")
 
 
 def load_to_answer() -> None:
