@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def context_bytes(run: Priced, card: DeviceProfile) -> int:
     return run_context_bytes(
         card.context_bytes,
         card.capability,
-        {} if card.here else {VARIABLE: SMALL, **os.environ},
+        {} if card.here else ChainMap(os.environ, {VARIABLE: SMALL}),
         streams=run.streams or run.graphs > 0,
         graphed_kernels=run.graphs * run.graphed_kernels,
     )

@@ -190,9 +190,10 @@ class Updating:
         self._deeper = None if simple else tracing.trace(used, family.layers)
         offloads = Combination(strategies).effects.updates_on_host
         self._host_bytes_each = _HOST_ADAMW_BYTES if offloads else family.gradient_bytes
+        self.static = cache(self._find_static)
+        """What lies on the device between two steps, by the model's depth."""
 
-    def static(self, depth: int) -> Static:
-        """What lies on the device between two steps."""
+    def _find_static(self, depth: int) -> Static:
         mine = Static.of(self._shallow)
         if self._deeper is not None:
             return mine.grown(Static.of(self._deeper), depth - self._layers)
