@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +22,12 @@ os.environ["MEMFIT_LANG"] = "en"  # whatever the locale of who runs them
 import pytest
 
 from sentences import SENTENCES
+
+# In memory where there is room: tests write thousands of small files, sync and delete them, and
+# on a disk each of these takes milliseconds.
+_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 4 * 2**30
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES:
+    tempfile.tempdir = os.environ.setdefault("TMPDIR", str(_MEMORY))
 
 # What runs keep for the next ones is kept as long as the tests run, and is nobody's own.
 _CACHE = tempfile.TemporaryDirectory(prefix="memfit-tests-", ignore_cleanup_errors=True)
@@ -69,9 +77,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return done
 
 
-def pytest_unconfigure() -> None:
-    """Extensions complain at the exit about what is left."""
-    gc.unfreeze()
+# Extensions complain at the exit about what is left.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
