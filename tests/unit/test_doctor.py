@@ -31,7 +31,7 @@ from memfit.doctor.diagnosis import (
     torch_command,
 )
 from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
-from memfit.doctor.reach import Readiness, model_config, reaches, readiness, well_known
+from memfit.doctor.reach import Reach, Readiness, model_config, reaches, readiness, well_known
 from memfit.errors import ConfigError, TraceError
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
@@ -343,12 +343,17 @@ def test_a_larger_budget_never_trains_less_or_slower() -> None:
     assert large.allowed is small.allowed is None
 
 
-def test_a_cell_that_does_not_fit_says_what_the_smallest_plan_needs() -> None:
-    models = [one for one in well_known() if one.name == "BERT-large"]
+@pytest.fixture(scope="module")
+def tight() -> list[Reach]:
+    """What a gigabyte of an RTX 3060 trains, without host memory."""
+    models = [one for one in well_known() if one.name in ("BERT-base", "BERT-large")]
+    card = find_card("RTX 3060 12GB")
+    return list(reaches(card, 10**9, models=models, host_bytes_free=0, pricer_for=formula))
+
+
+def test_a_cell_that_does_not_fit_says_what_the_smallest_plan_needs(tight: list[Reach]) -> None:
     budget = 10**9
-    (row,) = reaches(
-        find_card("RTX 3060"), budget, models=models, host_bytes_free=0, pricer_for=formula
-    )
+    (row,) = (one for one in tight if one.model.name == "BERT-large")
     assert row.exact
     assert row.rounding
     assert not row.exact.fits
@@ -572,12 +577,15 @@ def test_chinese_tables_are_aligned_within_eighty_columns(
     assert re.search(r"紧密拼接 +一致 +可用", text)
 
 
-def test_the_table_of_models_is_aligned_and_wrapped_in_chinese(here: Environment) -> None:
-    card = find_card("RTX 3060 12GB")
-    models = [one for one in well_known() if one.name in ("BERT-base", "BERT-large")]
-    rows = reaches(card, 10**9, models=models, host_bytes_free=0, pricer_for=formula)
+def test_the_table_of_models_is_aligned_and_wrapped_in_chinese(
+    here: Environment, tight: list[Reach]
+) -> None:
     found = Diagnosis(
-        environment=here, findings=(), card=card, budget_bytes=10**9, trains=tuple(rows)
+        environment=here,
+        findings=(),
+        card=find_card("RTX 3060 12GB"),
+        budget_bytes=10**9,
+        trains=tuple(tight),
     )
     out = Console(width=80, record=True, file=io.StringIO())
     with speaking("zh"):

@@ -243,6 +243,7 @@ def test_many_classes_long_texts_and_a_hundred_thousand_steps_stay_small(tmp_pat
     assert "the first 50 of 2,000" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_peak_over_the_budget_is_said_loudly(tmp_path: Path) -> None:
     peak = MemoryPeak({Component.WEIGHTS: 300}, 300, 300, 400)
     found = shown(make_run(tmp_path, memory=MemorySummary(200, None, peak)))
@@ -319,6 +320,7 @@ def test_the_best_checkpoint_and_the_epochs_are_on_the_curves(tmp_path: Path) ->
     assert "swatch star" in html
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_keeps_the_language_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
