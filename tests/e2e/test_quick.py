@@ -181,6 +181,7 @@ class Counting(TrainerCallback):
         self.predicted += 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_after_the_last_step_nothing_is_done_twice(
     reviews: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_after_the_last_step_nothing_is_done_twice(
     assert model.config.id2label == {0: "0", 1: "1"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_best_model_that_is_not_the_last_is_loaded_and_not_evaluated_again(
     reviews: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -323,6 +323,7 @@ def test_texts_and_labels_given_apart_are_told_how_to_go_together(function: Any)
         function(texts=TEXTS, labels=LABELS)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_frame_is_trained_on_resumed_evaluated_and_predicted(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_step_that_finds_no_memory_is_run_again_in_smaller_pieces(
     assert apple.shares[-1] == 1.0  # given back at the end
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_whole_run_plans_inside_the_working_set_and_ends_with_a_model(
     apple: Apple, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

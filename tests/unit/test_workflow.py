@@ -154,6 +154,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untraceable")
+@pytest.mark.usefixtures("undrawn")
 def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
     assert not (tmp_path / "promised").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
     tiny_model_dir: Path,
     tmp_path: Path,
@@ -226,6 +228,7 @@ def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(
         )  # fmt: skip
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_now(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
