@@ -289,7 +289,7 @@ def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
     ]
     table = write_csv(tmp_path / "a.csv", rows)
     options: dict[str, Any] = {"model": tiny_model_dir, "max_length": 16}
-    options |= {"max_steps": 12, "learning_rate": 3e-3}
+    options |= {"max_steps": 12, "learning_rate": 3e-3, "exact": True}
     result = memfit.finetune(table, output_dir=tmp_path / "run", quiet=True, **options)
     assert next(iter(result.metrics)) == "f1"
     assert result.metrics["f1"] < 0.5 < 0.98 < result.metrics["accuracy"]
@@ -415,6 +415,7 @@ def test_weights_threshold_and_early_stopping_hold_for_a_run_and_its_resumption(
         "model": tiny_model_dir, "max_length": 16, "learning_rate": 3e-3, "epochs": 30,
         "class_weights": "balanced", "threshold": "auto", "early_stopping": 1, "quiet": True,
         "positive_label": "投诉", "validation_file": checked, "batch_size": 64,
+        "exact": True,
     }  # fmt: skip
     folder = tmp_path / "run"
     with pytest.raises(RuntimeError, match="the machine went away"):

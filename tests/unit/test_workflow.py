@@ -200,7 +200,7 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
     monkeypatch.setattr(rehearsal._Stage, "_try", fail_twice)
     result = finetune(
         table, output_dir=tmp_path / "run", budget="1GB", model=tiny_model_dir, max_length=16,
-        max_steps=2,
+        max_steps=2, exact=True,
     )  # fmt: skip
     said = capsys.readouterr().err
     assert said.count("planned again with") == 2
@@ -235,7 +235,7 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
     table = tmp_path / "a.csv"
     table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
     options: dict[str, Any] = {
-        "model": tiny_model_dir, "max_length": 16, "max_steps": 2, "budget": "1GB",
+        "model": tiny_model_dir, "max_length": 16, "max_steps": 2, "budget": "1GB", "exact": True,
     }  # fmt: skip
     task = prepare(RunConfig.build(data=table, **options), tmp_path).task
     slower = Candidate((Packing(), Checkpointing()), MicroBatching(max_tokens=64))
