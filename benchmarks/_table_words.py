@@ -52,6 +52,7 @@ INFERENCE_ROWS: dict[str, dict[str, str]] = {
         for size in (1, 8, 32, 64)
     },
 }
+INFERENCE_MEMORY_HEAD = {"en": "{rows} rows", "zh": "{rows} 行"}
 PLAN_HEADS: Words = {
     "en": (
         "budget", "the plan chosen", "predicted GB", "measured GB", "off", "step ms", "best other",

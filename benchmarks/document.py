@@ -35,7 +35,7 @@ PAGES = (
     *(
         f"docs/{folder}{name}.md"
         for name in ("installing", "quickstart", "estimating", "planning", "memory",
-                     "from-the-tutorials", "ladder", "surviving", "whole-runs")
+                     "predicting", "from-the-tutorials", "ladder", "surviving", "whole-runs")
         for folder in ("", "zh/")
     ),
 )  # fmt: skip
@@ -350,6 +350,17 @@ def inference_table(language: str) -> str:
     return table(words.INFERENCE_HEADS[language], rows)
 
 
+def inference_memory_table(language: str) -> str:
+    """Peak memory of `memfit predict --file` by the rows of the file."""
+    cases = read(accuracy.RESULTS / "inference_memory.json")["cases"]
+    counts = sorted({case["rows"] for case in cases})
+    peaks = {(case["ending"], case["rows"]): case["peak_bytes"] for case in cases}
+    heads = [words.INFERENCE_MEMORY_HEAD[language].format(rows=f"{rows:,}") for rows in counts]
+    endings = dict.fromkeys(case["ending"] for case in cases)
+    rows = [(f"`.{one}`", *(f"{peaks[one, n] / 2**20:.0f} MiB" for n in counts)) for one in endings]
+    return table(("", *heads), rows)
+
+
 def recipe_table(language: str) -> str:
     """What each rung of the recipe holds and takes, and what was predicted of it."""
     pictures = {"en": chart.ENGLISH, "zh": chart.CHINESE}
@@ -406,6 +417,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "families": family_table,
     "guard": guard_table,
     "inference": inference_table,
+    "inference-memory": inference_memory_table,
     "ladder": ladder_table,
     "no-bf16": no_bf16_table,
     "plans": plan_table,
