@@ -75,6 +75,7 @@ def finetune(
     watch: bool = False,
     callbacks: Sequence[Any] = (),
     plan: PathLike | Plan | None = None,
+    gpus: int | str | None = None,
     **options: Any,
 ) -> RunResult:
     """Trains a classifier on a table inside a memory budget and saves it with its report.
@@ -83,27 +84,41 @@ def finetune(
     `options` are fields of DataConfig, ModelConfig and TrainingArguments under their own
     names. What is given here wins over the TOML file `config`; None means not given.
     `plan` is one that `memfit.plan` made, or its file; without it the fastest inside the budget
-    is made. `resume` continues the run that `output_dir` holds. `watch` serves the report on
-    localhost while it trains.
+    is made. `resume` continues the run that `output_dir` holds, and begins it where there is none
+    if data and model are named. `watch` serves the report on
+    localhost while it trains. `gpus` is a number or `auto`: so many processes train together, in a
+    script as in a notebook.
     """
-    from memfit.run.prepare import resumed_config
-    from memfit.run.workflow import train_classifier
+    from memfit.run.launching import ranks_to_start, train_on_ranks
+    from memfit.run.prepare import is_begun, is_finished, resumed_config, with_absolute_paths
+    from memfit.run.workflow import finished_run, train_classifier
 
     made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
     given = {
         **_sources(data, options), "model": model, "budget": budget, "output_dir": output_dir,
+        "gpus": gpus,
     }  # fmt: skip
     if made is None:
         given["plan"] = plan
     if resume:
         if output_dir is None:
             raise OutputError(t("name the run to resume with --output-dir"))
+        is_named = config is not None or (data is not None and model is not None)
+        # So that a scheduler may run the same command again and again.
+        resume = not is_named or is_begun(output_dir)
+    if resume and output_dir is not None:
         run = resumed_config(os.fspath(output_dir), config, given)
     else:
         run = RunConfig.build(config, **given)
-    return train_classifier(
-        run, resume=resume, quiet=quiet, watch=watch, callbacks=callbacks, plan=made
-    )
+    how: dict[str, Any] = {
+        "resume": resume, "quiet": quiet, "watch": watch, "callbacks": callbacks, "plan": made,
+    }  # fmt: skip
+    ranks = ranks_to_start(run)
+    if ranks == 1 or (resume and is_finished(str(run.output_dir))):
+        return train_classifier(run, **how)
+    run = with_absolute_paths(run)
+    train_on_ranks(ranks, run, **how)
+    return finished_run(Path(str(run.output_dir)))
 
 
 def finetune_many(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_run import in_child
 from transformers import TrainerCallback
 
@@ -46,13 +51,17 @@ def as_rank(
     os._exit(code)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def two_ranks(
     root: Path, *words: list[str], callback: TrainerCallback | None = None
 ) -> tuple[list[int | None], list[str]]:
     """Exit codes and words of both; rank 1 may have other words, and has the callback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     root.mkdir(exist_ok=True)
     folders = [root / f"rank{number}-{len(list(root.iterdir()))}" for number in (0, 1)]
     started: list[Any] = [
@@ -81,6 +90,21 @@ def test_two_ranks_are_one_training(tmp_path: Path, by_plan: list[str]) -> None:
         "checkpoint-8",
     ]
     assert memfit.load(out).predict(["服務人員都很親切"])[0].label in ("0", "1")
+
+
+# torch's agent leaves the log files it opened to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_gpus_starts_the_ranks_and_prints_what_they_made(
+    tmp_path: Path, by_plan: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--epochs", "1", "--output-dir", str(out), "--resume", "--gpus", "2", "--json"]
+    assert run([*by_plan, *words]) == 0
+    printed, said = capfd.readouterr()
+    assert json.loads(printed)["training"]["steps"] == 4
+    assert "8 rows on each of 2 ranks" in said
+    assert run([*by_plan, *words]) == 0  # the same command, of a run that has finished
+    assert "already finished" in capfd.readouterr().err
 
 
 def test_what_is_wrong_on_one_rank_ends_all_in_its_words(
@@ -124,3 +148,53 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert codes == [0, 0], said
     assert "resuming from the last checkpoint, checkpoint-6" in said[0]
     assert read_summary(out).training["steps"] == 12
+
+
+class TwoMachines:
+    """Two agents of torchrun with one rank each, as on two machines; one command for all."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        self.said = [folder / f"machine{number}.txt" for number in (0, 1)]
+        self.agents = []
+        for number, file in enumerate(self.said):
+            with file.open("w") as said:
+                command = [*agent, "--node-rank", str(number), *where, "-m", "memfit", *words]
+                self.agents.append(subprocess.Popen(command, stdout=said, stderr=said))
+
+    def signal_after(self, words: str, number: int) -> None:
+        """Sends a signal to both agents once rank 0 has said this."""
+        deadline = time.monotonic() + 240
+        while words not in self.said[0].read_text() and time.monotonic() < deadline:
+            assert self.agents[0].poll() is None, self.said[0].read_text()
+            time.sleep(0.1)
+        for agent in self.agents:
+            agent.send_signal(number)
+
+    def codes(self) -> list[int]:
+        return [agent.wait(240) for agent in self.agents]
+
+
+def test_a_scheduler_runs_the_same_command_on_two_machines_until_it_is_done(
+    tmp_path: Path, by_plan: list[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*by_plan, "--epochs", "30", "--eval-strategy", "no", "--save-steps", "1000"]
+    words += ["--output-dir", str(out), "--resume", "--logging-steps", "1"]
+    machines = TwoMachines(tmp_path, words)
+    machines.signal_after("training will take about", signal.SIGTERM)
+    codes, said = machines.codes(), machines.said[0].read_text()
+    assert 0 not in codes
+    assert said.count("stopping after this step") == 1, said
+    stopped = re.search(r"stopped at step (\d+) of 120", said)
+    assert stopped is not None, said
+    assert problem_with(out / "checkpoints" / f"checkpoint-{stopped[1]}") == ""
+    machines = TwoMachines(tmp_path, words)
+    assert machines.codes() == [0, 0], machines.said[0].read_text()
+    assert f"resuming from the last checkpoint, checkpoint-{stopped[1]}" in (
+        machines.said[0].read_text()
+    )
+    assert machines.said[1].read_text() == ""
+    assert read_summary(out).training["steps"] == 120
+    assert memfit.load(out).predict(["服務人員都很親切"])[0].label in ("0", "1")

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from memfit.api import finetune
 from memfit.cli import run
+from memfit.config import RunConfig
 from memfit.errors import ConfigError
+from memfit.run.launching import ranks_to_start
 from memfit.run.ranks import Ranks, _tell, count_of, ranks_of_environment, start_ranks
 
 
@@ -199,3 +202,27 @@ def test_the_cause_is_said_and_not_what_followed_from_it(
     }
     assert _tell(ChildFailedError("memfit", failures), tmp_path) == code
     assert capsys.readouterr().err == said
+
+
+def test_gpus_is_an_option_of_a_run_like_any_other(tmp_path: Path) -> None:
+    settings = tmp_path / "run.toml"
+    settings.write_text("gpus = 2\n[data]\npath = 'a.csv'\n[model]\nmodel = 'm'\n")
+    config = RunConfig.from_toml(settings)
+    assert config.gpus == "2"
+    settings.write_text(config.to_toml())
+    assert RunConfig.from_toml(settings) == config
+    with pytest.raises(ConfigError, match="such as 2, or auto"):
+        RunConfig.build(settings, gpus="two")
+
+
+def test_ranks_are_started_once_and_by_one_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.build(data="a.csv", model="m", gpus=3)
+    assert ranks_to_start(config) == 3
+    assert ranks_to_start(RunConfig.build(data="a.csv", model="m")) == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ranks_to_start(config) == 1
+
+
+def test_callbacks_cannot_be_sent_to_other_processes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
+        finetune("a.csv", model="m", output_dir=tmp_path / "out", gpus=2, callbacks=[object()])

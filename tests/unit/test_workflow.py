@@ -115,6 +115,7 @@ def test_a_resumed_run_may_get_another_budget_and_nothing_else(run_folder: Path)
     same = resumed_config(str(run_folder), None, {})
     assert same == RunConfig.from_toml(run_folder / "run.toml")
     assert resumed_config(str(run_folder), None, {"budget": "3GB"}).budget == "3GB"
+    assert resumed_config(str(run_folder), None, {"gpus": 4}).gpus == "4"
     assert resumed_config(str(run_folder), None, {"data": "a.csv", "epochs": 2}) == same
     with pytest.raises(OutputError, match=r"data\.path: b\.csv, not a\.csv"):
         resumed_config(str(run_folder), None, {"data": "b.csv"})

@@ -34,6 +34,7 @@ from memfit.cli import (
 )
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.errors import MemfitError
+from memfit.run.launching import RanksEndedError
 from memfit.run.preloading import own_process
 from memfit.run.ranks import end_with_launcher, kept_for_launcher, ranks_of_environment
 from memfit.run.signals import INTERRUPTED
@@ -136,6 +137,8 @@ def _run(words: list[str]) -> int:
         return _interrupted(stopped.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(INTERRUPTED)
+    except RanksEndedError as ended:
+        return ended.exit_code  # they have said why
     except MemfitError as error:
         return _failed(str(error), error.exit_code)
     except Exception as error:

@@ -35,6 +35,7 @@ def add_to(app: typer.Typer) -> None:
     # What changes no memory and no speed.
     leave_out=(
         "path", "plan", "on_nan", "class_weights", "threshold", "early_stopping", "positive_label",
+        "gpus",
     ),
 )  # fmt: skip
 def ladder(

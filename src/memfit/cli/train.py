@@ -41,7 +41,12 @@ def train(
         str | None, typer.Option(help="A TOML file with any of these; options win over it.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that --output-dir holds.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run that --output-dir holds; begin it if there is none and data "
+            "and model are named.",
+        ),
     ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report on localhost while it trains.")

@@ -186,6 +186,10 @@ class RunConfig:
     model: ModelConfig
     output_dir: str | None = option("The folder the result is written to.", default=None)
     budget: str = option("Device memory: 4GB, 4GiB, 80% or auto.", default="auto")
+    gpus: str | None = option(
+        "How many GPUs to train on: a number, or auto for all; on a CPU so many processes.",
+        default=None,
+    )
     plan: str | None = option("A plan.toml to train by, as memfit plan wrote it.", default=None)
     exact: bool = option(
         "Only exact plans: the same numbers in the precision you chose, no fewer bits.",
@@ -217,6 +221,10 @@ class RunConfig:
             raise ConfigError(t("{flag} is {value}; write a whole number from 1 on", **said))
         _check_path("--output-dir", self.output_dir)
         parse_budget(self.budget)
+        if self.gpus not in (None, "auto") and not re.fullmatch("[1-9][0-9]*", self.gpus):
+            raise ConfigError(
+                t("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(self.gpus))
+            )
         _check_choice("on_nan", self.on_nan, ON_NAN)
         for name in sorted(self.allowed):
             if name not in ALLOWABLE:
@@ -263,7 +271,8 @@ class RunConfig:
         if self.output_dir is not None:
             tables["output_dir"] = self.output_dir
         for name in (
-            "on_nan", "plan", "exact", "allow", "class_weights", "threshold", "early_stopping",
+            "gpus", "on_nan", "plan", "exact", "allow", "class_weights", "threshold",
+            "early_stopping",
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in ("stop", None, False, ""):

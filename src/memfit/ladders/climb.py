@@ -163,6 +163,7 @@ def _check_options(config: RunConfig) -> None:
         "class_weights": config.class_weights,
         "threshold": config.threshold,
         "early_stopping": config.early_stopping,
+        "gpus": config.gpus,
         "positive_label": config.data.positive_label,
     }
     for name, value in not_used.items():

@@ -24,6 +24,8 @@ from memfit.memory.device import is_cuda
 from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
+from memfit.run.rank_group import RankGroup
+from memfit.run.ranks import Ranks
 from memfit.run.signals import Stopped, handled
 from memfit.text import t
 from memfit.training.progress import MemoryMeter
@@ -274,6 +276,10 @@ def _ends_epoch(step: int, args: TrainingArguments, batches: Any) -> bool:
     return an_epoch > 1 and step % an_epoch == 0
 
 
+_SAME_SECONDS = 5.0
+"""A scheduler signals the launcher and the ranks, and the launcher the ranks once more."""
+
+
 class StopAfterStep(TrainerCallback):
     """Saves at the end of the step in which it was asked to stop, then stops.
 
@@ -282,21 +288,21 @@ class StopAfterStep(TrainerCallback):
     step ends an epoch, its evaluation still belongs to it: it is saved before and after that.
     """
 
-    def __init__(
-        self, say: Callable[[str], None], agree: Callable[[int], int] = lambda asked: asked
-    ) -> None:
-        """`agree` returns the largest value of all ranks: a signal may reach one a step later."""
+    def __init__(self, say: Callable[[str], None], group: RankGroup | None = None) -> None:
         self.say = say
-        self.agree = agree
+        self.group = group or RankGroup(Ranks())
         self.asked: int | None = None
+        self._asked_at = 0.0
         self._epoch_ends = False
 
     def ask(self, signal_number: int = signal.SIGINT, *_: Any) -> None:
         """What the signal calls."""
-        if self.asked is not None:
+        now = time.monotonic()
+        if self.asked is None:
+            self.asked, self._asked_at = signal_number, now
+            self.say(t("stopping after this step; press Ctrl-C again to stop at once"))
+        elif self.group.is_alone or now - self._asked_at > _SAME_SECONDS:
             raise Stopped(signal_number)
-        self.asked = signal_number
-        self.say(t("stopping after this step; press Ctrl-C again to stop at once"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -326,7 +332,7 @@ class StopAfterStep(TrainerCallback):
 
     def _stops(self) -> int:
         """The signal by which all ranks stop; 0 while none has reached any of them."""
-        return self.agree(self.asked or 0)
+        return self.group.largest(self.asked or 0)
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Takes the signals for as long as it lasts."""

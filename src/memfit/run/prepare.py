@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memfit.training.checkpoints import Search
 
 # It changes how the run is done, or what happens where it could not have gone on.
-RESUME_MAY_CHANGE = ("budget:", "output_dir:", "on_nan:", "plan.")
+RESUME_MAY_CHANGE = ("budget:", "gpus:", "output_dir:", "on_nan:", "plan.")
 
 
 def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
@@ -53,6 +53,16 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
     for note in found.notes():
         say(fact_line("note", note))
     return found
+
+
+def is_begun(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that can be resumed."""
+    return RunFolder(Path(output_dir)).config.is_file()
+
+
+def is_finished(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that came to its end; its summary is written last."""
+    return RunFolder(Path(output_dir)).summary.is_file()
 
 
 def resumed_config(

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -114,11 +115,12 @@ def count_of(gpus: str | int) -> int:
     return count
 
 
-def start_ranks(count: int, argv: Sequence[str]) -> int:
+def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int:
     """Runs `memfit argv...` as so many ranks on this machine; returns the exit code.
 
-    Rank 0 has the terminal, the others write into files that are removed. SIGINT and SIGTERM go on
-    to all ranks. When a rank fails the others are stopped, and its code and words are passed on.
+    Rank 0 has the terminal, the others write into files that are removed; without `results` only
+    its stderr is shown. SIGINT and SIGTERM go on to all ranks. When a rank fails the others are
+    stopped, and its code and words are passed on.
     """
     from torch.distributed.elastic.multiprocessing import (
         DefaultLogsSpecs,
@@ -128,8 +130,15 @@ def start_ranks(count: int, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as logs, _environment_for(count):
-        silent: dict[int, Any] = dict.fromkeys(range(1, count), Std.ALL)
+    with (
+        tempfile.TemporaryDirectory(prefix="memfit-ranks-") as logs,
+        _environment_for(count),
+        _signals_given_back(),
+    ):
+        kept: dict[int, Any] = dict.fromkeys(range(1, count), Std.ALL)
+        kept[0] = Std.NONE if results else Std.OUT
+        # What a process of a notebook writes to its terminal is not shown in the notebook.
+        shown: dict[int, Any] = {0: Std.ERR} if "ipykernel" in sys.modules else {}
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -142,7 +151,8 @@ def start_ranks(count: int, argv: Sequence[str]) -> int:
             max_restarts=0,
             signals_to_handle="SIGINT,SIGTERM",
             shutdown_timeout=SHUTDOWN_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=silent),
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=shown),
+            log_line_prefix_template=" ",
         )
         try:
             # -P: what lies in the folder one works in is data, and no module.
@@ -152,6 +162,20 @@ def start_ranks(count: int, argv: Sequence[str]) -> int:
         except ChildFailedError as failed:
             return _tell(failed, Path(logs))
     return 0
+
+
+@contextmanager
+def _signals_given_back() -> Iterator[None]:
+    """Puts the handlers back that torch's agent replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

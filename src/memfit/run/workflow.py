@@ -229,6 +229,14 @@ def _on_cpu(config: RunConfig) -> bool:
     return any(config.training.get(name) for name in ("use_cpu", "no_cuda"))
 
 
+def finished_run(folder: Path) -> RunResult:
+    """The result that lies in a folder."""
+    found = _finished(folder)
+    if found is None:
+        raise OutputError(t("there is no finished run in {folder}", folder=folder))
+    return found
+
+
 def _finished(folder: Path) -> RunResult | None:
     """The result of a run that came to its end; the summary is written after all else."""
     from memfit.report.page import write_report
@@ -552,7 +560,7 @@ class _Run:
         )
         from memfit.training.progress import MemfitProgress
 
-        self.stop, self.probe = StopAfterStep(self.say, self.group.largest), MeasureOneStep()
+        self.stop, self.probe = StopAfterStep(self.say, self.group), MeasureOneStep()
         self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
         self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
