@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 # In the order a reader meets them: a command may use what one before it has left.
 WITH_COMMANDS = (
-    README, *(DOCS / f"{name}.md" for name in ("estimating", "planning", "ladder", "cards"))
+    README, *(DOCS / f"{name}.md" for name in ("estimating", "planning", "ladder", "cards", "several-cards"))
 )  # fmt: skip
 WITH_PYTHON = (
     README, *(DOCS / f"{name}.md" for name in ("from-the-tutorials", "planning", "python"))
@@ -103,6 +103,8 @@ def test_the_commands_shown_run_one_after_the_other(
             words += ["--max-steps", "1", "--output-dir", "first"]
         if words[0] == "ladder":
             continue  # each rung has a process of its own: tests/e2e/test_ladder_command.py runs it
+        if "--gpus" in words:
+            continue  # it starts processes: tests/faults/test_ranks_command.py runs it
         if "--measure" in words:
             continue  # it takes a minute: tests/unit/test_doctor_measure.py runs it
         assert run(words) == 0, f"{command}: {capsys.readouterr().err}"
