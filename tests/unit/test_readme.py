@@ -17,9 +17,8 @@ from memfit.cli import run
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 # In the order a reader meets them: a command may use what one before it has left.
-WITH_COMMANDS = (
-    README, *(DOCS / f"{name}.md" for name in ("estimating", "planning", "ladder", "cards", "several-cards"))
-)  # fmt: skip
+_PAGES = ("estimating", "planning", "ladder", "cards", "several-cards")
+WITH_COMMANDS = (README, *(DOCS / f"{name}.md" for name in _PAGES))
 WITH_PYTHON = (
     README, *(DOCS / f"{name}.md" for name in ("from-the-tutorials", "planning", "python"))
 )  # fmt: skip
