@@ -5,6 +5,7 @@
     ├── RunStoppedError      training ended early, and what was saved of it is good
     │   ├── SaveError        a checkpoint or result could not be written
     │   ├── DeviceLostError  the GPU no longer answers
+    │   ├── RankLostError    another process of the training has ended
     │   └── LossError        the loss or its gradient is not a finite number
     ├── InputError           exit code 2: what was given is wrong
     │   ├── ConfigError      an option, a TOML key or a value
@@ -124,6 +125,10 @@ class SaveError(RunStoppedError):
 
 class DeviceLostError(RunStoppedError):
     """The GPU no longer answers."""
+
+
+class RankLostError(RunStoppedError):
+    """Another process of the training has ended."""
 
 
 class LossError(RunStoppedError):

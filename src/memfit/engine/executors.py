@@ -29,6 +29,7 @@ from memfit.engine.packed_batch import (
     text_lengths,
     weighted_loss,
 )
+from memfit.engine.ranks import ExchangedGrads, Ranks
 from memfit.engine.step_state import Buffers, preserved_rng
 from memfit.errors import DataError, MemfitError
 from memfit.memory.device import is_cuda
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from memfit.engine.sinks import GradientSink
 
 
-def _no_context(model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG001
-    return nullcontext()
+def _sum_of(losses: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
+    if losses:
+        return torch.stack(losses).sum()
+    return torch.zeros((), device=next(model.parameters()).device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,9 @@ class StepExecutor:
     """Runs effective batches so that their gradient is the one of the whole batch at once.
 
     `weigh` says what a micro-batch's mean loss is a mean of (engine/loss.py); `loss` gets the
-    prepared inputs and that weight; `mean_over_ranks` averages the weight of whole batches over
-    data-parallel ranks, so that ranks with fewer rows count less. Each of `around` is entered
-    around the loss and the backward of every micro-batch.
+    prepared inputs and that weight. Each of `around` is entered around the loss and the backward of
+    every micro-batch. Where several `ranks` train, each runs its share of the rows, and leaves the
+    gradient of the whole batch; its share may be nothing.
     """
 
     micro_batching: MicroBatching
@@ -67,34 +70,38 @@ class StepExecutor:
     prepare: Callable[[Batch], Batch]
     loss: Callable[[nn.Module, Batch, float], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
-    no_sync: Callable[[nn.Module], AbstractContextManager[None]] = _no_context
-    mean_over_ranks: Callable[[float], float] = float
+    ranks: Ranks = field(default_factory=Ranks)
+    exchange: ExchangedGrads | None = None
+    """Sums gradients that stay in `.grad`; a sink sums its own."""
     around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
     packed: bool = False
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
-        return self.run_parts(model, self.split(batch))
+        return self.ranks.summed(self.run_parts(model, self.split(batch)))
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """Runs the micro-batches that an effective batch was cut into."""
         losses = []
         weighted = self.weighted(parts)
+        exchange = self.exchange if self.ranks.together else None
+        if exchange is not None:
+            exchange.begin()
         for index, (part, share) in enumerate(weighted):
-            # Ranks exchange gradients once, with the last micro-batch.
-            is_last = index == len(weighted) - 1
-            with ExitStack() as contexts:
-                contexts.enter_context(nullcontext() if is_last else self.no_sync(model))
-                losses.append(self.micro_step(model, part, share))
-        return torch.stack(losses).sum()
+            if exchange is not None and index == len(weighted) - 1:
+                exchange.arm()
+            losses.append(self.micro_step(model, part, share))
+        if exchange is not None:
+            exchange.finish()
+        return _sum_of(losses, model)
 
     def weighted(self, parts: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Share]]:
         """The micro-batches that count, each with its share in the batch's mean."""
         weights = [(part, self.weigh(part.inputs)) for part in parts]
         # A micro-batch of ignored labels only has no mean, and no share in the whole one.
         weights = [(part, weight) for part, weight in weights if weight > 0]
-        total = self.mean_over_ranks(sum(weight for _, weight in weights))
-        if not weights:
+        total = self.ranks.total(sum(weight for _, weight in weights))
+        if not total:
             raise DataError(
                 t("a training batch has no label that counts: all are -100 or of weight zero")
             )
@@ -167,7 +174,7 @@ class SinkExecutor(StepExecutor):
         weighted = self.weighted(parts)
         self._check(len(weighted))
         sink = self.sink()
-        sink.begin(len(weighted))
+        sink.begin(max(len(weighted), 1))
         for phase in sink.phases:
             losses = []
             with self._counting(model, phase == sink.phases[-1]):
@@ -175,7 +182,10 @@ class SinkExecutor(StepExecutor):
                     sink.arm(index, phase)
                     losses.append(self.micro_step(model, part, share))
                     self._end_backward(sink)
-        return torch.stack(losses).sum()
+                if not weighted:  # the other ranks have rows
+                    sink.arm(0, phase)
+                    self._end_backward(sink)
+        return _sum_of(losses, model)
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
         """As in the base; finished from where it failed once weights have moved."""
@@ -250,14 +260,18 @@ class GraphedExecutor(SinkExecutor):
         weighted = self.weighted(parts)
         self._check(len(weighted))
         sink = self.sink()
-        if not sink.capturable or (len(weighted) > 1 and not sink.hooked):
+        shared = self.ranks.world_size > 1
+        several = len(weighted) > 1 or shared  # ranks do not meet inside a graph
+        if not sink.capturable or not weighted or (several and not sink.hooked):
             # Gradients left in `.grad` would be the graph's own memory, written anew each time.
+            return super().run_parts(model, parts)
+        if shared and sink.updates_in_backward:
             return super().run_parts(model, parts)
         if not all(padded_on_the_right(part.inputs) for part, _ in weighted):
             # Such a batch stays padded; graphs are of packed ones.
             return super().run_parts(model, parts)
         packed = [self._packed(part, share) for part, share in weighted]
-        if len(weighted) == 1:
+        if not several:
             sink.prepare(0)
             return self._cache_of("whole", model).run(packed[0])
         micro = self._cache_of("micro", model)

@@ -403,11 +403,8 @@ class Health:
         loss, self._step_loss = self._step_loss, None
         if loss is None:
             return False
-        trainer, accelerator = self._trainer, self._trainer.accelerator
-        scaler = getattr(accelerator, "scaler", None)
-        if self.watch.skips and accelerator.num_processes > 1:
-            # All ranks must decide alike; the norm is that of all of them already.
-            loss = accelerator.reduce(loss.detach().clone(), reduction="mean")
+        trainer = self._trainer
+        scaler = getattr(trainer.accelerator, "scaler", None)
         sink: Any = trainer.setup.sink
         if (scale := getattr(sink, "loss_scale", None)) is not None:
             norm = scale.judged(norm)

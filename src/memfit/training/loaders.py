@@ -7,11 +7,13 @@ tensors; all others still go through the tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import (
     BatchEncoding,
@@ -20,6 +22,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from memfit.engine.ranks import Ranks
 
 _TOKENS = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -100,6 +104,82 @@ class QuickPadding:
             if any(len(row[name]) != len(ids) for name in names if name in _TOKENS):
                 return False
         return True
+
+
+class ShareOfRank:
+    """Collates the rows of an effective batch that are this rank's: about the same tokens for each.
+
+    A rank that gets no row has a batch without rows.
+    """
+
+    def __init__(self, collator: Any, ranks: Ranks) -> None:
+        self._collator = collator
+        self._rank, self._count = ranks.rank, ranks.world_size
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        """The batch of this rank's rows, in their order."""
+        own = shares([_length_of(row) for row in rows], self._count)[self._rank]
+        if own:
+            return self._collator([rows[index] for index in own])
+        return _without_rows(self._collator([rows[0]]))
+
+
+def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Rows for each of so many ranks: the longest first, each to the one with fewest tokens.
+
+    None gets more rows than an even share, for which the plan was made.
+    """
+    groups: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    most = -(-len(lengths) // count)
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        open_ = [rank for rank in range(count) if len(groups[rank]) < most]
+        least = min(open_, key=tokens.__getitem__)
+        groups[least].append(row)
+        tokens[least] += lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def _length_of(row: Any) -> int:
+    """The tokens of a row; 1 where it has none."""
+    ids = row.get("input_ids") if isinstance(row, Mapping) else None
+    return len(ids) if ids is not None and hasattr(ids, "__len__") else 1
+
+
+def _without_rows(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {name: _without_rows(value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_without_rows(value) for value in batch)
+    return batch
+
+
+@contextlib.contextmanager
+def read_whole(accelerator: Any) -> Iterator[None]:
+    """Inside, accelerate prepares loaders that read all rows in every process."""
+
+    def prepare(loader: DataLoader[Any]) -> DataLoader[Any]:
+        prepared = prepare_data_loader(
+            loader,
+            num_processes=1,
+            process_index=0,
+            put_on_device=False,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared  # type: ignore[no-any-return]
+
+    accelerator.prepare = prepare
+    try:
+        yield
+    finally:
+        del accelerator.prepare
 
 
 def kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:

@@ -108,10 +108,10 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
         )
         task = this_machine.task_for(workload, budget, trainer.setup.args.device)
         with preserved_rng():
-            if asked.given is None and trainer.setup.args.world_size == 1:
-                return this_machine.choose(task).plan
-            # Ranks that measure their cards would come to different plans.
-            return fit_strategies(task, asked.given or ())
+            if asked.given is None:
+                # Ranks that measure their cards would come to different plans.
+                return trainer.ranks.from_first(lambda: this_machine.choose(task).plan)
+            return fit_strategies(task, asked.given)
     except (DoesNotFitError, ConfigError):
         raise
     except Exception as error:  # a model may be anything, and fail in any way without weights
@@ -210,6 +210,7 @@ class ModelChanges:
         smooths = trainer.user_args.label_smoothing_factor != 0
         return {
             "device": trainer.user_args.device,
+            "ranks": trainer.ranks,
             "train_dataset": named.get("train_dataset"),
             "stock_loss": not (
                 sees_inputs or self.asked.own_loss or self.asked.weighted_loss or smooths

@@ -46,6 +46,7 @@ from memfit.engine.micro_batches import (
     logits_and_labels,
     trimming_for,
 )
+from memfit.engine.ranks import ExchangedGrads, Ranks
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.memory.allocator import use_expandable_segments
@@ -64,7 +65,14 @@ from memfit.training.export import MasterWeights
 from memfit.training.guard.step_guard import Guard
 from memfit.training.guard.updates import allocate_state, careful
 from memfit.training.health import Health, StallWatch
-from memfit.training.loaders import in_order, kept_on_cpu, quick, repeatable
+from memfit.training.loaders import (
+    ShareOfRank,
+    in_order,
+    kept_on_cpu,
+    quick,
+    read_whole,
+    repeatable,
+)
 from memfit.training.model_changes import (
     ModelChanges,
     TrainerChoices,
@@ -79,6 +87,11 @@ from memfit.units import Budget, parse_budget
 
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan
+
+_WANTED = (
+    "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log",
+)  # fmt: skip
+"""What a TrainerControl says is to be done after a step."""
 
 _STOCK_BARS = ("ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
 
@@ -133,6 +146,10 @@ class BudgetTrainer(transformers.Trainer):
         effective = effective_arguments(self.user_args)
         if kind_of(effective.device) == "cpu":
             leave_out_refused_half(effective)
+        self.ranks = Ranks.here() if effective.world_size > 1 else Ranks()
+        """The processes that train this model together."""
+        if model is not None:
+            self.ranks.same_weights(model)
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """By step: of the last evaluation, and of the best one."""
         if budget is not None and not isinstance(budget, Budget):
@@ -267,8 +284,8 @@ class BudgetTrainer(transformers.Trainer):
             prepare=self._prepare_inputs,
             loss=self._micro_batch_loss,
             backward=lambda loss: self.accelerator.backward(loss),
-            no_sync=lambda model: self.accelerator.no_sync(model),
-            mean_over_ranks=self._mean_over_ranks,
+            ranks=self.ranks,
+            exchange=self._exchange(),
             around=tuple(self.setup.around_micro_batch),
             packed=self.setup.packing is not None,
         )
@@ -330,8 +347,19 @@ class BudgetTrainer(transformers.Trainer):
             for bar in bars:
                 bar.close()
 
+    def _exchange(self) -> ExchangedGrads | None:
+        """Sums what stays in `.grad` over the ranks."""
+        if self.ranks.world_size == 1:
+            return None
+        exchange = ExchangedGrads(self.ranks, self.model)
+        self.setup.undo.append(exchange.remove)
+        return exchange
+
     def prepare_steps(self, loader: Any) -> None:
         """All that is done between loading and the first step."""
+        if self.ranks.rank > 0 and self.state.global_step == 0:
+            # Other rows get other dropout; the order of the rows has its own generator.
+            torch.manual_seed(self.args.seed + self.ranks.rank)
         if self.optimizer is not None:
             allocate_state(unwrapped(self.optimizer))
         self.checkpoints.check()
@@ -372,6 +400,13 @@ class BudgetTrainer(transformers.Trainer):
         self._folded = steps
         self._train_batch_size = self.args.train_batch_size
         self.accelerator.gradient_accumulation_steps = 1
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; gradients are exchanged here, so no model is wrapped for that."""
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            prepare = self.accelerator.prepare_model
+            self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the Trainer's, called once a training; the plan may have needed the model earlier."""
@@ -539,12 +574,23 @@ class BudgetTrainer(transformers.Trainer):
 
     # ---- loading rows ----
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """As the Trainer's, on the CPU, from the rows a strategy has put in the place of these."""
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
+        """As the Trainer's, on the CPU, from the rows a strategy has put in the place of these.
+
+        Every rank reads the whole effective batch and keeps its share.
+        """
         own = self.data_collator
         dataset, self.data_collator = self.setup.data_for(dataset, own)
+        loads = super()._get_dataloader
         try:
-            return kept_on_cpu(super()._get_dataloader(dataset, *args, **kwargs))
+            if self.ranks.world_size == 1 or description.lower() != "training":
+                return kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
+            self.data_collator = ShareOfRank(self.data_collator, self.ranks)
+            with read_whole(self.accelerator):
+                rows = batch_size * self.ranks.world_size
+                return kept_on_cpu(loads(dataset, description, rows, *args, **kwargs))
         finally:
             self.data_collator = own
 
@@ -609,6 +655,17 @@ class BudgetTrainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         self.checkpoints.load_best(super()._load_best_model, self.masters.load)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; what one rank wants after a step, all do.
+
+        A signal or a clock may be seen by one of them only, and the others would wait.
+        """
+        control = self.control
+        wanted = self.ranks.highest([int(getattr(control, flag)) for flag in _WANTED])
+        for flag, value in zip(_WANTED, wanted, strict=True):
+            setattr(control, flag, bool(value))
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, once the numbers of all steps have been looked at."""
@@ -695,12 +752,6 @@ class BudgetTrainer(transformers.Trainer):
         """As the Trainer's, without counting: every micro-batch counts its own."""
         del device
         return list(itertools.islice(epoch_iterator, num_batches)), None
-
-    def _mean_over_ranks(self, total: float) -> float:
-        if self.accelerator.num_processes == 1:
-            return total
-        value = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-        return float(self.accelerator.reduce(value, reduction="mean"))
 
     def _compare_micro_batching(self, checkpoint: str) -> None:
         recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching

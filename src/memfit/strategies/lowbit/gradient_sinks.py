@@ -19,6 +19,9 @@ Every sink runs the same loop, and none ever waits for the host:
     sink.measure()              # the global norm; no large weight has moved for it
     sink.finish()               # or optimizer.step(): the updates
 
+Between ranks (engine/ranks.py) a gradient is summed once it is whole here, with the last
+micro-batch; the sink takes the sum in the place of what it has kept of this rank's own.
+
 A plain loop (backward, step) works too: what is not called is inferred. For a captured
 graph: `begin`, `arm`, `end_backward` and `finish` put only device work into it; before each
 replay call `sink.prepare(index)`, which is the host's part. A step whose micro-batches are
@@ -33,10 +36,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from memfit.engine.ranks import GradientExchange, Ranks
 from memfit.engine.step_state import on_gradient
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
@@ -45,6 +48,7 @@ from memfit.strategies.lowbit.lowbit_kernels import (
     new_coded,
     pick_kernels,
 )
+from memfit.strategies.lowbit.lowbit_kernels_torch import decoded
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.step_scalars import GlobalNorm, LossScale
 from memfit.strategies.offload.host_memory import HostMemory
@@ -70,13 +74,8 @@ class LowBitSink(ABC):
         *,
         max_grad_norm: float = 0.0,
         loss_scale: LossScale | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():  # noqa: SIM102
-            if torch.distributed.get_world_size() > 1:
-                raise RuntimeError(
-                    "gradients would be used before they are reduced over the processes; "
-                    "train in one process or with another optimizer"
-                )
         if optimizer.sink is not None:
             optimizer.sink.remove()
         self.optimizer = optimizer
@@ -90,6 +89,10 @@ class LowBitSink(ABC):
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._counted: Tensor | None = None
         self._rehearsing = False
+        self._exchange = GradientExchange(ranks) if ranks and ranks.world_size > 1 else None
+        self._is_last, self._exchanged = True, False
+        self._summed: dict[Tensor, None] = {}
+        """The parameters whose gradient over all ranks was taken in this step."""
         self.touched = False
         """Whether this step has changed anything that `abandon` cannot take back."""
         optimizer.sink = self
@@ -129,12 +132,15 @@ class LowBitSink(ABC):
             )
         self._count = micro_batches
         self._begun, self._armed, self._measured = True, replayed, False
+        self._exchanged = False
+        if self._exchange is not None and self._exchange.begin(self._exchanged_alone()):
+            self._summed.clear()
         self.touched = False
         self._taken.clear()
         self.prepare(0)
         # A capture counts nothing, so there is nothing to take back.
         self._counted = None if self.capturing else self.optimizer.clock.counters.clone()
-        self._norm.begin()
+        self._norm.begin(keep=self._summed)
         if replayed:
             for arena in self.optimizer.small:
                 arena.expect_all()
@@ -153,6 +159,9 @@ class LowBitSink(ABC):
         self._taken.clear()
         self.prepare(index)
         self.optimizer.begin_step()
+        self._is_last = index == self._count - 1
+        if self._is_last and not self.capturing:
+            self._align()
 
     def end_backward(self) -> None:
         """After a backward: gather the small gradients, and large ones that have no hook yet."""
@@ -164,6 +173,8 @@ class LowBitSink(ABC):
                         self._receive(p)
         for arena in self.optimizer.small:
             arena.gather()
+        if self._is_last:
+            self._exchange_rest()
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -178,6 +189,7 @@ class LowBitSink(ABC):
         if not self._measured:
             if not self._armed:
                 self.arm(0)
+            self._is_last = True
             self.end_backward()
             self._norm.measure_small()
             self._decide()
@@ -295,6 +307,9 @@ class LowBitSink(ABC):
         if self._rehearsing:
             p.grad = None
             return
+        if self.is_together and self._exchange is not None and self._exchange.has_sent(p):
+            p.grad = None  # of a step that is run again: the others have it already
+            return
         if not self._armed:
             self.arm(0, self.phases[0])
         self.optimizer.ensure_state(p)
@@ -306,7 +321,65 @@ class LowBitSink(ABC):
                 raise ValueError("sparse gradients are not supported; use sparse=False embeddings")
             grad = flat(p.grad, "gradient")
             p.grad = None
+            if self.is_together and self._is_last and not self.capturing:
+                self._send(p, grad)
+            else:
+                self.take(p, grad)
+
+    # ------------------------------------------------------------------ between ranks
+
+    @property
+    def is_together(self) -> bool:
+        """Whether gradients are summed with those of other ranks."""
+        return self._exchange is not None and self._exchange.ranks.together
+
+    def _align(self) -> None:
+        """Have the noise of every rank, however many micro-batches it has run: weights stay one."""
+        if self.is_together and self._counted is not None:
+            self.optimizer.clock.draw(self._counted[1] + _DRAWS_A_STEP)
+
+    def _send(self, p: Tensor, grad: Tensor) -> None:
+        """A large parameter's last gradient on this rank: sums that have come back are taken."""
+        assert self._exchange is not None
+        kept = self._kept_of(p)
+        self._exchange.offer(p, grad if kept is None else grad.add_(kept))
+        self._take_sums(self._exchange.landed())
+
+    @torch.no_grad()
+    def _exchange_rest(self) -> None:
+        """What was not sent in backward, and the small gradients; once a step."""
+        if self._exchange is None or self._exchanged or self.capturing or not self.is_together:
+            return
+        if self._rehearsing:
+            return
+        self._exchanged = True
+        arenas = self.optimizer.small
+        seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
+        sums, anywhere = self._exchange.finish(
+            self._kept_of, [arena.grad for arena in arenas], seen
+        )
+        self._take_sums(sums)
+        for arena in arenas:
+            arena.see(anywhere[: len(arena.params)])
+            del anywhere[: len(arena.params)]
+
+    def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
+        for p, grad in sums:
+            self._forget(p)
+            self._summed[p] = None
             self.take(p, grad)
+
+    def _exchanged_alone(self) -> list[Tensor]:
+        """The parameters whose gradients travel one by one."""
+        self.optimizer.init_state()
+        return self.optimizer.large
+
+    def _kept_of(self, p: Tensor) -> Tensor | None:  # noqa: ARG002
+        """What is kept of this rank's gradient so far; None where there is nothing."""
+        return None
+
+    def _forget(self, p: Tensor) -> None:
+        """Drops what is kept of this rank's own gradient: the sum follows."""
 
     def _decide(self) -> None:
         """The global norm, then clipping times the inverse loss scale, and the gate."""
@@ -348,6 +421,9 @@ class LowBitSink(ABC):
             self.loss_scale.load_state_dict(state["loss_scale"])
 
 
+_DRAWS_A_STEP = 1024
+"""Of the noise counter, between ranks: more than any of them has micro-batches."""
+
 _KEPT_STREAMS = 1 << 20
 """Noise of kept gradients is numbered after that of any model's parameters."""
 
@@ -360,6 +436,10 @@ class KeptGradients(LowBitSink):
 
     name = "kept"
     hooked = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watched: dict[Tensor, RemovableHandle] = {}
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -387,6 +467,34 @@ class KeptGradients(LowBitSink):
                 if p.grad is not None:
                     self.optimizer.ensure_state(p)
         super().begin(micro_batches, replayed=replayed)
+        if self.is_together:
+            for p in self.optimizer.large:
+                if p not in self._watched:
+                    self._watched[p] = on_gradient(p, self._offer)
+
+    def remove(self) -> None:
+        """As in the base."""
+        super().remove()
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def _offer(self, p: Tensor) -> None:
+        """A gradient that is whole is summed where it lies, beside the rest of backward."""
+        if not self.is_together or self._rehearsing or p.grad is None:
+            return
+        assert self._exchange is not None
+        if self._exchange.has_sent(p):
+            p.grad = None
+        elif self._is_last and self._begun:
+            self._exchange.offer(p, flat(p.grad, "gradient"))
+
+    def _kept_of(self, p: Tensor) -> Tensor | None:
+        return None if p.grad is None else flat(p.grad, "gradient")
+
+    def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
+        for p, grad in sums:
+            p.grad = grad.view_as(p)
 
     def _decide(self) -> None:
         self._norm.measure_many(*self._large_gradients())
@@ -427,7 +535,7 @@ class KeptInt8(LowBitSink):
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Make the buffers once; they live as long as the sink, so graphs may use them."""
         super().begin(micro_batches, replayed=replayed)
-        self._due = dict(self._captured) if replayed else {}
+        self._due = dict(self._captured) if replayed else dict(self._summed)
         self._is_replayed = replayed
         self.allocate()
         if replayed and self._kept:
@@ -477,6 +585,14 @@ class KeptInt8(LowBitSink):
     def _settle(self) -> None:
         self.optimizer.update_many([(p, self._kept[p]) for p in self._due])
         self._due.clear()
+
+    def _kept_of(self, p: Tensor) -> Tensor | None:
+        return decoded(self._buffer(p), self.optimizer.block, p) if p in self._due else None
+
+    def _forget(self, p: Tensor) -> None:
+        self._due.pop(p, None)
+        if self._is_replayed:
+            self._buffer(p).scales.zero_()  # the kernels add to it
 
     def _buffer(self, p: Tensor) -> CodedGradient:
         if p not in self._kept:

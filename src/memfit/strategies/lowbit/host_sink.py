@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from memfit.engine.ranks import Ranks
 from memfit.memory.tracing import traced_device
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -39,8 +40,11 @@ class HostGradients(LowBitSink):
         max_grad_norm: float = 0.0,
         loss_scale: LossScale | None = None,
         dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale)
+        super().__init__(
+            optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks
+        )
         self._dtype = dtype
         self._host: dict[Tensor, Tensor] = {}
         self._filled: dict[Tensor, None] = {}
@@ -50,7 +54,7 @@ class HostGradients(LowBitSink):
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Nothing of the last step is kept."""
         super().begin(micro_batches, replayed=replayed)
-        self._filled.clear()
+        self._filled = dict(self._summed)
         if self._side is None and self.optimizer.clock.device.type == "cuda":
             self._side = torch.cuda.Stream(self.optimizer.clock.device)  # type: ignore[no-untyped-call]
 
@@ -75,6 +79,19 @@ class HostGradients(LowBitSink):
         while sum(size for size, _ in self._in_flight) > IN_FLIGHT_BYTES:
             _, arrived = self._in_flight.popleft()
             torch.cuda.current_stream().wait_event(arrived)
+
+    def _kept_of(self, p: Tensor) -> Tensor | None:
+        if p not in self._filled:
+            return None
+        with self._beside():
+            kept = self._host[p].to(p.device, non_blocking=True)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+            kept.record_stream(torch.cuda.current_stream())
+        return kept.to(p.dtype)
+
+    def _forget(self, p: Tensor) -> None:
+        self._filled.pop(p, None)
 
     def _decide(self) -> None:
         if self._side is not None:

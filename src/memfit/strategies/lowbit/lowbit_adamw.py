@@ -138,8 +138,6 @@ class LowBitAdamW(Strategy):
             return Message(
                 "it stores the weights themselves in half precision; leave bf16 and fp16 off"
             )
-        if setup.args.world_size > 1:
-            return Message("gradients of several processes would be used before they are summed")
         if not any(p.requires_grad and p.dtype == torch.float32 for p in setup.model.parameters()):
             return Message("no float32 weight learns, so there is nothing to store in fewer bits")
         if self.dtype == "bfloat16" and setup.lacks_bf16:
@@ -182,7 +180,10 @@ class LowBitAdamW(Strategy):
             scale = LossScale(setup.device) if self.dtype == "float16" else None
             sink = setup.make_sink or KeptGradients
             setup.sink = made = sink(
-                optimizer, max_grad_norm=args.max_grad_norm or 0.0, loss_scale=scale
+                optimizer,
+                max_grad_norm=args.max_grad_norm or 0.0,
+                loss_scale=scale,
+                ranks=setup.ranks,
             )
             if made.hooked:
                 setup.undo.append(made.remove)

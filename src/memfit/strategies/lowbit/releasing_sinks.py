@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.engine.ranks import Ranks
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.lowbit_kernels import CodedGradient
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -39,10 +40,13 @@ class ReleasedGradients(LowBitSink):
         loss_scale: LossScale | None = None,
         clip: str = "predicted",
         flush_bytes: int = FLUSH_BYTES,
+        ranks: Ranks | None = None,
     ) -> None:
         if clip not in ("predicted", "none"):
             raise ValueError(f"clip is 'predicted' or 'none', not {clip!r}")
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale)
+        super().__init__(
+            optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks
+        )
         self.clip = clip
         self._flush_bytes = flush_bytes
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -104,7 +108,8 @@ class ReleasedGradients(LowBitSink):
         """Update with the next few: one launch for all of them."""
         self._pending.append((p, grad))
         self._pending_bytes += grad.numel() * grad.element_size()
-        waits = self.by_layers and not self.capturing
+        # Between ranks all must make the same updates together, wherever their layers end.
+        waits = self.by_layers and not self.capturing and not self.is_together
         if self._pending_bytes >= self._flush_bytes and not waits:
             self._flush()
 
@@ -116,7 +121,11 @@ class ReleasedGradients(LowBitSink):
     @torch.no_grad()
     def pass_boundary(self) -> None:
         """Backward is through with some layers: make their updates."""
-        self._flush()
+        if self.is_together:
+            assert self._exchange is not None
+            self._take_sums(self._exchange.landed(most_bytes=-1))
+        else:
+            self._flush()
         self._settled = set(self._taken)
 
     def has_settled(self, p: Tensor) -> bool:
@@ -125,7 +134,8 @@ class ReleasedGradients(LowBitSink):
 
     def drop_unsettled(self) -> None:
         """Forget the gradients received since the last boundary; backward will go on from it."""
-        self._pending, self._pending_bytes = [], 0
+        if not self.is_together:  # what has come from the other ranks is whole
+            self._pending, self._pending_bytes = [], 0
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p not in self._settled:

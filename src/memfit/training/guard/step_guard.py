@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
+from memfit.engine.ranks import Ranks
 from memfit.engine.step_state import Buffers, BufferState, RandomState
-from memfit.errors import RunStoppedError
+from memfit.errors import DoesNotFitError, RunStoppedError
 from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
 from memfit.memory.device import is_cuda
@@ -71,6 +72,7 @@ class GuardedTrainer(TrainerParts, Protocol):
     """What the guard and its rehearsal need of a trainer."""
 
     executor: StepExecutor
+    ranks: Ranks
     eval_dataset: Any
     budget: Budget | None
 
@@ -252,10 +254,17 @@ class Guard:
         bars = [bar for bar in callbacks if isinstance(bar, MemfitProgress)]
         if bars:
             self.adjustments.say = bars[0].say
-        if trainer.budget is None or trainer.args.torch_compile or trainer.args.world_size > 1:
-            return  # a compiled step wants the same shapes, and ranks want to fail together
+        if trainer.budget is None or trainer.args.torch_compile:
+            return  # a compiled step wants the same shapes
+        missed: DoesNotFitError | None = None
         with doing(t("compiling, capturing and trying the largest batch …")):
-            self.rehearsal = found = rehearse(self, loader)
+            try:
+                with trainer.ranks.apart():
+                    self.rehearsal = rehearse(self, loader)
+            except DoesNotFitError as error:
+                missed = error
+            trainer.ranks.raised(missed)
+        found = self.rehearsal
         for bar in bars:
             if found is not None and bar.step_seconds is None:
                 between = seconds_between_steps(trainer, found)
@@ -324,6 +333,7 @@ class Guard:
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
         """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
         self.look()
+        self.trainer.ranks.begin_step()
         executor = self.trainer.executor
         with retrying(self._device):  # a stream's batches are on the device already
             lengths = lengths_of(batch, executor.trim)
@@ -446,8 +456,8 @@ class Guard:
             with counting:
                 outcome = run(executor)
         except Exception as error:
-            if self.trainer.args.world_size > 1 or not is_out_of_memory(error):
-                raise  # the other ranks would wait for this one
+            if not is_out_of_memory(error):
+                raise
             return None, let_go(error)
         with self._copying_buffers():
             self._buffers.learn(before)
@@ -556,7 +566,8 @@ class Guard:
         trainer = self.trainer
         step = trainer.state.global_step
         last = trainer.checkpoints.last_good
-        if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
+        alone = trainer.ranks.world_size == 1  # the others are inside the step
+        if alone and step > 0 and (last is None or last.name != f"checkpoint-{step}"):
             trainer._save_checkpoint(model, None)
         raise RunStoppedError(
             t(
