@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,36 +71,6 @@ def test_ignored_labels_do_not_count_even_a_micro_batch_of_nothing_else():
     batch["labels"][:] = -100
     with pytest.raises(DataError, match="no label that counts"):
         executor(2).run(model, batch)
-
-
-def test_ranks_with_fewer_rows_count_less():
-    """Two ranks of 7 and 3 rows, whose gradients are averaged, learn as one with 10."""
-    batch = batch_of(10)
-    loss, gradient = whole_gradient(batch)
-    losses, gradients = [], []
-    for rows in (slice(0, 7), slice(7, 10)):
-        model = model_of()
-        share = {name: value[rows] for name, value in batch.items()}
-        losses.append(executor(2, mean_over_ranks=lambda _: (7 + 3) / 2).run(model, share))
-        gradients.append(model.weight.grad)
-    torch.testing.assert_close(sum(losses) / 2, loss, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(sum(gradients) / 2, gradient, rtol=1e-5, atol=1e-7)
-
-
-def test_ranks_exchange_gradients_once_with_the_last_micro_batch():
-    order: list[str] = []
-
-    @contextmanager
-    def no_sync(_: nn.Module) -> Any:
-        order.append("apart")
-        yield
-
-    def backward(loss: torch.Tensor) -> None:
-        order.append("backward")
-        loss.backward()
-
-    executor(4, no_sync=no_sync, backward=backward).run(model_of(), batch_of(10))
-    assert order == ["apart", "backward", "apart", "backward", "backward"]
 
 
 def test_one_micro_batch_is_on_the_device_at_a_time():

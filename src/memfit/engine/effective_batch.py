@@ -54,8 +54,8 @@ def effective_arguments(args: TrainingArguments) -> TrainingArguments:
         # The reentrant kind finds no gradient below a frozen embedding.
         chosen = dict(ours.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
         ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **chosen}
-    if ours.eval_accumulation_steps is None and (ours.world_size > 1 or ours.include_for_metrics):
-        # Elsewhere prediction_step hands out CPU tensors already.
+    if ours.eval_accumulation_steps is None and ours.include_for_metrics:
+        # What prediction_step hands out is on the CPU already; the inputs are not.
         ours.eval_accumulation_steps = _EVAL_BATCHES_ON_DEVICE
     return ours
 

@@ -235,6 +235,11 @@ def _only_padding_is_cut(batch: Mapping[Any, Any], mask: torch.Tensor) -> bool:
     return True
 
 
+def rows_of(batch: Any, rows: list[int]) -> Any:
+    """These rows of a batch."""
+    return _rows_of(batch, rows, row_count(batch))
+
+
 def _micro_batch(batch: Any, count: int, rows: list[int], spans: list[Span]) -> MicroBatch:
     """These rows, cut to the columns of `spans` where there are any."""
     inputs = batch

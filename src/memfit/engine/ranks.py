@@ -149,12 +149,15 @@ class Ranks:
             self._waiting(lambda: dist.all_reduce(value))
         return value
 
-    @torch.no_grad()
     def same_weights(self, model: nn.Module) -> None:
         """Give every rank the first one's parameters and buffers, where they differ."""
-        if not self.together:
+        self.same_tensors([*model.parameters(), *model.buffers()])
+
+    @torch.no_grad()
+    def same_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the first one's values, where they differ."""
+        if not self.together or not tensors:
             return
-        tensors = [*model.parameters(), *model.buffers()]
         here = [float(one.detach().double().sum()) for one in tensors]
         first = self.from_first(lambda: here)
         differs = [a != b and not (a != a and b != b) for a, b in zip(here, first, strict=True)]
@@ -229,6 +232,8 @@ class GradientExchange:
         self._units: list[tuple[Tensor, ...]] = []
         self._params: list[Tensor] = []
         self._step = -1
+        self._is_open = False
+        """Whether a step is on its way."""
         self._begin([])
 
     def _begin(self, params: Iterable[Tensor]) -> None:
@@ -244,6 +249,7 @@ class GradientExchange:
 
     def begin(self, params: Iterable[Tensor]) -> bool:
         """Start to exchange what these get; False where it is the same step once more."""
+        self._is_open = True
         if self._step == self.ranks.step:
             self._offered.clear()  # made by an attempt that failed
             return False
@@ -253,7 +259,7 @@ class GradientExchange:
 
     def has_sent(self, p: Tensor) -> bool:
         """Whether this rank's gradient of a parameter is with the others already."""
-        return p in self._sent
+        return self._is_open and p in self._sent
 
     @torch.no_grad()
     def offer(self, p: Tensor, gradient: Tensor) -> None:
@@ -307,6 +313,7 @@ class GradientExchange:
         found = [pair for pair in self.landed(most_bytes=-1) if pair[0] in learned]
         for work in works:
             self.ranks.settle(work)
+        self._is_open = False
         return found, [bool(one) for one in anywhere[len(self._params) :]]
 
     def _launch(self, unit: tuple[Tensor, ...], gradients: list[Tensor]) -> None:

@@ -305,9 +305,12 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)
 
 
-def record_micro_batching(folder: str | Path, micro_batching: MicroBatching) -> None:
-    """Write how the batches were run, since dropout's numbers depend on it."""
-    content = json.dumps({"micro_batching": asdict(micro_batching)}, indent=2)
+def record_micro_batching(
+    folder: str | Path, micro_batching: MicroBatching, effective_rows: int
+) -> None:
+    """Write how the batches were run, since dropout's numbers depend on it, and their rows."""
+    ours = {"micro_batching": asdict(micro_batching), "effective_rows": effective_rows}
+    content = json.dumps(ours, indent=2)
     (Path(folder) / _OURS).write_text(content + "\n", encoding="utf-8")
 
 
@@ -317,6 +320,15 @@ def recorded_micro_batching(checkpoint: str | Path) -> MicroBatching | None:
     if not path.is_file():
         return None
     return MicroBatching(**json.loads(path.read_text(encoding="utf-8"))["micro_batching"])
+
+
+def recorded_rows(checkpoint: str | Path) -> int | None:
+    """Rows of each step of this checkpoint's training; None where that is not known."""
+    path = Path(checkpoint) / _OURS
+    if not path.is_file():
+        return None
+    rows: int | None = json.loads(path.read_text(encoding="utf-8")).get("effective_rows")
+    return rows
 
 
 _REPLACED, _REMOVED = "replaced-", "removed-"

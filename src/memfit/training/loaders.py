@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from memfit.engine.micro_batches import Trim, lengths_of, rows_of
 from memfit.engine.ranks import Ranks
 
 _TOKENS = ("input_ids", "token_type_ids", "attention_mask")
@@ -107,9 +108,10 @@ class QuickPadding:
 
 
 class ShareOfRank:
-    """Collates the rows of an effective batch that are this rank's: about the same tokens for each.
+    """Keeps this rank's rows of an effective batch: about the same tokens for each rank.
 
-    A rank that gets no row has a batch without rows.
+    The whole batch is collated, so that rows are as wide as in a process by itself: there are
+    models that see padding. A rank that gets no row has a batch without rows.
     """
 
     def __init__(self, collator: Any, ranks: Ranks) -> None:
@@ -118,10 +120,9 @@ class ShareOfRank:
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         """The batch of this rank's rows, in their order."""
-        own = shares([_length_of(row) for row in rows], self._count)[self._rank]
-        if own:
-            return self._collator([rows[index] for index in own])
-        return _without_rows(self._collator([rows[0]]))
+        batch = self._collator(rows)
+        own = shares(lengths_of(batch, Trim.COUNTED), self._count)[self._rank]
+        return rows_of(batch, own)
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -140,36 +141,24 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _length_of(row: Any) -> int:
-    """The tokens of a row; 1 where it has none."""
-    ids = row.get("input_ids") if isinstance(row, Mapping) else None
-    return len(ids) if ids is not None and hasattr(ids, "__len__") else 1
-
-
-def _without_rows(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {name: _without_rows(value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_without_rows(value) for value in batch)
-    return batch
-
-
 @contextlib.contextmanager
-def read_whole(accelerator: Any) -> Iterator[None]:
-    """Inside, accelerate prepares loaders that read all rows in every process."""
+def prepared_for(accelerator: Any, ranks: Ranks, seed: int) -> Iterator[None]:
+    """Inside, accelerate prepares loaders for these ranks: batches are dealt to them in turn.
+
+    No batch is filled up with rows of another. A rank by itself reads all rows.
+    """
 
     def prepare(loader: DataLoader[Any]) -> DataLoader[Any]:
         prepared = prepare_data_loader(
             loader,
-            num_processes=1,
-            process_index=0,
+            num_processes=ranks.world_size,
+            process_index=ranks.rank,
             put_on_device=False,
+            even_batches=False,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
+            data_seed=seed,  # the order of the rows is the same on all ranks
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
         accelerator._dataloaders.append(prepared)

@@ -302,8 +302,8 @@ class Checkpoints:
             best_before = state.best_model_checkpoint
             with self._undone_if_it_fails(final, best_before):
                 self._with_room(lambda: self._write_beside(final, write))
+            self._written = final  # by one rank for all: they hold the same weights
             if trainer.args.should_save:
-                self._written = final
                 last = state.global_step >= state.max_steps
                 if self.seals_last_later and last and not self.push_due:
                     pool = ThreadPoolExecutor(1, "memfit-sealing")
@@ -450,6 +450,7 @@ class Checkpoints:
         self.loading_best = True
         self._written = None
         self.settle()
+        self._trainer.accelerator.wait_for_everyone()
         with doing(t("loading the best model …")):
             best = Path(str(state.best_model_checkpoint))
             if problem := damage(best):

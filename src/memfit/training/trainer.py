@@ -16,7 +16,7 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -59,6 +59,7 @@ from memfit.training.checkpoints import (
     Search,
     record_micro_batching,
     recorded_micro_batching,
+    recorded_rows,
     step_of,
 )
 from memfit.training.export import MasterWeights
@@ -69,8 +70,8 @@ from memfit.training.loaders import (
     ShareOfRank,
     in_order,
     kept_on_cpu,
+    prepared_for,
     quick,
-    read_whole,
     repeatable,
 )
 from memfit.training.model_changes import (
@@ -83,6 +84,7 @@ from memfit.training.model_changes import (
 from memfit.training.parts import unwrapped
 from memfit.training.progress import MemfitProgress, register_memory_logging
 from memfit.training.saving import Checkpoints, arguments_as_given, reading, same_parameters
+from memfit.training.shared_evaluation import SharedEvaluation
 from memfit.units import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class BudgetTrainer(transformers.Trainer):
             leave_out_refused_half(effective)
         self.ranks = Ranks.here() if effective.world_size > 1 else Ranks()
         """The processes that train this model together."""
+        self.shared_evaluation = SharedEvaluation(self.ranks)
         if model is not None:
             self.ranks.same_weights(model)
         self._predictions: dict[int, tuple[Any, Any]] = {}
@@ -328,6 +331,7 @@ class BudgetTrainer(transformers.Trainer):
         checkpoint = self.checkpoints.continue_from(resume_from_checkpoint)
         if checkpoint is not None:
             self._compare_micro_batching(str(checkpoint))
+            self._keep_effective_batch(str(checkpoint))
         bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
         for bar in bars:
             bar.read_tokens = lambda: self.guard.tokens
@@ -357,9 +361,9 @@ class BudgetTrainer(transformers.Trainer):
 
     def prepare_steps(self, loader: Any) -> None:
         """All that is done between loading and the first step."""
-        if self.ranks.rank > 0 and self.state.global_step == 0:
-            # Other rows get other dropout; the order of the rows has its own generator.
-            torch.manual_seed(self.args.seed + self.ranks.rank)
+        if self.ranks.rank > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
+            # Other rows get other dropout. The host's generator may decide the order of rows.
+            torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
         if self.optimizer is not None:
             allocate_state(unwrapped(self.optimizer))
         self.checkpoints.check()
@@ -510,14 +514,13 @@ class BudgetTrainer(transformers.Trainer):
     ) -> micro_batches.Prediction:
         """The same micro-batches as in training; what comes out does not stay on the device."""
         step = super().prediction_step
+        self.shared_evaluation.note(micro_batches.row_count(inputs))
 
         def predict(parts: list[MicroBatch]) -> micro_batches.Prediction:
             outcomes = []
             for part in parts:
                 outcome = step(model, part.inputs, prediction_loss_only, ignore_keys)
-                # Several ranks gather on the device first; eval_accumulation_steps bounds that.
-                alone = self.accelerator.num_processes == 1
-                outcomes.append(micro_batches.to_cpu(outcome) if alone else outcome)
+                outcomes.append(micro_batches.to_cpu(outcome))
             weights = [self.loss_weight(part.inputs) for part in parts]
             return micro_batches.merged_predictions(parts, weights, outcomes)
 
@@ -540,7 +543,9 @@ class BudgetTrainer(transformers.Trainer):
         rows = len(loader.dataset) if hasattr(getattr(loader, "dataset", None), "__len__") else 0
         said = t("evaluating {rows} rows …", rows=f"{rows:,}")
         with preserved_rng(), self.guard.held(), doing(said):
-            output = super().evaluation_loop(*args, **kwargs)
+            prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+            loop = functools.partial(super().evaluation_loop, *args, **kwargs)
+            output = self.shared_evaluation.run(self, loader, prefix, loop)
         if self._keeps_predictions:
             best = self.state.best_global_step
             kept = {step: one for step, one in self._predictions.items() if step == best}
@@ -585,14 +590,26 @@ class BudgetTrainer(transformers.Trainer):
         dataset, self.data_collator = self.setup.data_for(dataset, own)
         loads = super()._get_dataloader
         try:
-            if self.ranks.world_size == 1 or description.lower() != "training":
+            if self.ranks.world_size == 1:
                 return kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
-            self.data_collator = ShareOfRank(self.data_collator, self.ranks)
-            with read_whole(self.accelerator):
-                rows = batch_size * self.ranks.world_size
-                return kept_on_cpu(loads(dataset, description, rows, *args, **kwargs))
+            dealt = False
+            if description.lower() == "training":
+                self.data_collator = ShareOfRank(self.data_collator, self.ranks)
+                batch_size *= self.ranks.world_size
+            else:
+                dealt = self._may_share_evaluation(dataset)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            with prepared_for(self.accelerator, self.ranks if dealt else Ranks(), seed):
+                loader: Any = kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
+            loader.dealt_to_ranks = dealt
+            return loader  # type: ignore[no-any-return]
         finally:
             self.data_collator = own
+
+    def _may_share_evaluation(self, dataset: Any) -> bool:
+        """Whether ranks evaluate different batches; where not, each evaluates all."""
+        alone = self.args.batch_eval_metrics or self.args.include_for_metrics
+        return not alone and not isinstance(dataset, IterableDataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return repeatable(super()._get_train_sampler(train_dataset), self.args)
@@ -607,7 +624,8 @@ class BudgetTrainer(transformers.Trainer):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             if self.checkpoints.writing:
-                record_micro_batching(str(output_dir), self.guard.used or self.micro_batching)
+                used = self.guard.used or self.micro_batching
+                record_micro_batching(str(output_dir), used, self.effective_rows)
             else:  # an upload saves by an internal call, too
                 self.masters.export(Path(str(output_dir or self.args.output_dir)))
 
@@ -753,6 +771,27 @@ class BudgetTrainer(transformers.Trainer):
         del device
         return list(itertools.islice(epoch_iterator, num_batches)), None
 
+    def _keep_effective_batch(self, checkpoint: str) -> None:
+        """A training that goes on with another number of ranks still learns from the same rows."""
+        recorded, ranks = recorded_rows(checkpoint), self.ranks.world_size
+        if (
+            recorded is None
+            or recorded == self.effective_rows
+            or not _was_shared(checkpoint, ranks)
+        ):
+            return
+        if recorded % ranks:
+            raise ConfigError(
+                t(
+                    "{checkpoint} was trained with {rows} rows a step, which {ranks} processes "
+                    "cannot share evenly; start a number of them that divides it",
+                    checkpoint=checkpoint,
+                    rows=recorded,
+                    ranks=ranks,
+                )
+            )
+        self.args.per_device_train_batch_size = self._train_batch_size = recorded // ranks
+
     def _compare_micro_batching(self, checkpoint: str) -> None:
         recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching
         if recorded not in (None, now):
@@ -779,6 +818,11 @@ class _BeforeTraining(TrainerCallback):
     def on_train_begin(self, *_: Any, **parts: Any) -> None:
         """Called by the Trainer."""
         self._trainer.prepare_steps(parts.get("train_dataloader"))
+
+
+def _was_shared(checkpoint: str, ranks: int) -> bool:
+    """Whether another number of ranks wrote this checkpoint: each keeps its random numbers in it."""
+    return len(list(Path(checkpoint).glob("rng_state*.pth"))) not in (0, ranks)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:

@@ -378,7 +378,7 @@ class LowBitSink(ABC):
         """What is kept of this rank's gradient so far; None where there is nothing."""
         return None
 
-    def _forget(self, p: Tensor) -> None:
+    def _forget(self, p: Tensor) -> None:  # noqa: B027 - most sinks keep nothing
         """Drops what is kept of this rank's own gradient: the sum follows."""
 
     def _decide(self) -> None:

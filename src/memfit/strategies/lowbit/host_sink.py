@@ -42,9 +42,7 @@ class HostGradients(LowBitSink):
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(
-            optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks
-        )
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks)
         self._dtype = dtype
         self._host: dict[Tensor, Tensor] = {}
         self._filled: dict[Tensor, None] = {}

@@ -185,7 +185,7 @@ class LowBitAdamW(Strategy):
                 loss_scale=scale,
                 ranks=setup.ranks,
             )
-            if made.hooked:
+            if made.hooked or setup.ranks.world_size > 1:
                 setup.undo.append(made.remove)
             return optimizer
 

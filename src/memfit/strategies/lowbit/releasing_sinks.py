@@ -44,9 +44,7 @@ class ReleasedGradients(LowBitSink):
     ) -> None:
         if clip not in ("predicted", "none"):
             raise ValueError(f"clip is 'predicted' or 'none', not {clip!r}")
-        super().__init__(
-            optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks
-        )
+        super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks)
         self.clip = clip
         self._flush_bytes = flush_bytes
         self._pending: list[tuple[Tensor, Tensor]] = []

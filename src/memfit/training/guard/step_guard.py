@@ -337,6 +337,8 @@ class Guard:
         executor = self.trainer.executor
         with retrying(self._device):  # a stream's batches are on the device already
             lengths = lengths_of(batch, executor.trim)
+        if not lengths:  # a rank whose share of the rows is nothing
+            return executor.run(model, batch)
         way = self.way_for(lengths)
         start = RandomState.now(self._device)
         while True:

@@ -1,0 +1,76 @@
+"""What every rank of tests/e2e/test_several_ranks.py runs: trainings, one after the other.
+
+    python ranks_program.py FOLDER NAME...      alone, or started by torchrun
+
+Each training is left in FOLDER as NAME-RANKS-RANK.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from memfit import BudgetTrainer
+from memfit.engine.micro_batches import MicroBatching
+from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing, Strategy
+from small_training import collate, wide_model, wide_texts
+
+EFFECTIVE, ROWS = 8, 37
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+CUT = MicroBatching(max_tokens=60)
+WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
+    "kept": ((LowBitAdamW(),), CUT),
+    "kept8": ((LowBitAdamW(), GradientRelease("kept8"), Packing()), CUT),
+    "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
+    "release": ((LowBitAdamW(), GradientRelease(clip="predicted")), None),
+    "recomputed": ((Checkpointing(), Packing()), CUT),
+}
+
+
+class Killed(TrainerCallback):
+    """The last rank ends without a word after three steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.global_step == 3 and RANK == RANKS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(folder: Path, name: str) -> dict[str, Any]:
+    """One training and what became of it."""
+    kind, _, more = name.partition(":")
+    strategies, cut = WAYS.get(kind, ((), CUT))
+    exact = not strategies or kind == "recomputed"
+    args = TrainingArguments(
+        str(folder / "saved"), per_device_train_batch_size=EFFECTIVE // RANKS,
+        num_train_epochs=2, optim="sgd" if exact else "adamw_torch",
+        learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
+        save_strategy="steps" if kind in ("saved", "killed") else "no", save_steps=2,
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    if kind == "resumed" and int(more) != RANKS:
+        # What the command was started with, before the number of ranks changed.
+        args.per_device_train_batch_size = EFFECTIVE // int(more)
+    trainer = BudgetTrainer(
+        wide_model(), args, train_dataset=wide_texts(ROWS), data_collator=collate,
+        strategies=strategies, micro_batching=cut, callbacks=[Killed()] if kind == "killed" else [],
+    )  # fmt: skip
+    checkpoint = str(folder / "saved" / "checkpoint-6") if kind == "resumed" else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    history = trainer.state.log_history
+    return {
+        "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+    }
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    for asked in sys.argv[2:]:
+        torch.save(trained(place, asked), place / f"{asked.replace(':', '-')}-{RANKS}-{RANK}")

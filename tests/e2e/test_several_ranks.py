@@ -1,0 +1,93 @@
+"""BudgetTrainer on several ranks: one training, whatever the strategy; it survives what may happen.
+
+tests/differential/test_several_ranks.py has the breadth: random trainings beside the stock Trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed")
+
+
+def start(ranks: int, folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """Runs trainings on so many ranks, in processes of their own."""
+    python = [sys.executable]
+    if ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*python, str(PROGRAM), str(folder), *names]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def environment() -> dict[str, str]:
+    paths = [str(PROGRAM.parents[1]), *sys.path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
+    seen: dict[str, Any] = torch.load(folder / f"{name}-{ranks}-{rank}", weights_only=True)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    for ranks in (1, 2):
+        done = start(ranks, folder, *WAYS, "saved")
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
+    alone, first, second = found(runs, way, 1), found(runs, way, 2), found(runs, way, 2, 1)
+    exact = way in ("plain", "recomputed")
+    assert alone["losses"].keys() == first["losses"].keys()
+    for step, loss in alone["losses"].items():
+        assert first["losses"][step] == pytest.approx(loss, rel=1e-5 if exact else 5e-3), step
+        assert second["losses"][step] == first["losses"][step]
+    for name, weight in alone["weights"].items():
+        shared = first["weights"][name]
+        torch.testing.assert_close(
+            shared, weight, rtol=0, atol=5e-6 if exact else 2e-2, check_dtype=False
+        )
+        assert torch.equal(shared, second["weights"][name]), f"{name} is not one on both ranks"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks: int) -> None:
+    done = start(ranks, runs, "resumed:2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole, rest = found(runs, "saved", 1), found(runs, "resumed-2", ranks)
+    assert len(rest["losses"]) == len(whole["losses"])
+    for step, loss in whole["losses"].items():
+        assert rest["losses"][step] == pytest.approx(loss, rel=1e-5), step
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(rest["weights"][name], weight, rtol=0, atol=5e-6)
+
+
+def test_a_rank_that_dies_ends_the_others_in_words(tmp_path: Path) -> None:
+    """Without torchrun, which ends them by a signal before they can say anything."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = {**environment(), **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(PROGRAM), str(tmp_path), "killed"]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert "another process of this training has ended" in said[0], said[0][-3000:]
+    assert (tmp_path / "saved" / "checkpoint-2" / "model.safetensors").is_file()
