@@ -821,7 +821,7 @@ class _BeforeTraining(TrainerCallback):
 
 
 def _was_shared(checkpoint: str, ranks: int) -> bool:
-    """Whether another number of ranks wrote this checkpoint: each keeps its random numbers in it."""
+    """Whether another number of ranks wrote this: each keeps its random numbers in a file."""
     return len(list(Path(checkpoint).glob("rng_state*.pth"))) not in (0, ranks)
 
 
