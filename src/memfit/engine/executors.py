@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.graph_cache import GraphCache, GraphMemory, TokenBuckets
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, Trim, split
@@ -29,7 +30,6 @@ from memfit.engine.packed_batch import (
     text_lengths,
     weighted_loss,
 )
-from memfit.engine.ranks import ExchangedGrads, Ranks
 from memfit.engine.step_state import Buffers, preserved_rng
 from memfit.errors import DataError, MemfitError
 from memfit.memory.device import is_cuda
@@ -70,7 +70,7 @@ class StepExecutor:
     prepare: Callable[[Batch], Batch]
     loss: Callable[[nn.Module, Batch, float], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Peers = field(default_factory=Peers)
     exchange: ExchangedGrads | None = None
     """Sums gradients that stay in `.grad`; a sink sums its own."""
     around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import psutil
 
+from memfit.engine.exchange import Peers
 from memfit.engine.half_on_cpu import half_on_cpu
-from memfit.engine.ranks import Ranks
 from memfit.errors import ConfigError
 from memfit.memory import device as device_here
 from memfit.memory.cards import TRITON_FROM
@@ -85,7 +85,7 @@ class Setup:
     model: nn.Module
     args: TrainingArguments
     device: torch.device
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Peers = field(default_factory=Peers)
     """The processes that train together."""
     packing: PackedModel | None = None
     make_optimizer: OptimizerFactory | None = None

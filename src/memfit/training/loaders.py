@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from memfit.engine.exchange import Peers
 from memfit.engine.micro_batches import Trim, lengths_of, rows_of
-from memfit.engine.ranks import Ranks
 
 _TOKENS = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -114,7 +114,7 @@ class ShareOfRank:
     models that see padding. A rank that gets no row has a batch without rows.
     """
 
-    def __init__(self, collator: Any, ranks: Ranks) -> None:
+    def __init__(self, collator: Any, ranks: Peers) -> None:
         self._collator = collator
         self._rank, self._count = ranks.rank, ranks.world_size
 
@@ -142,7 +142,7 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def prepared_for(accelerator: Any, ranks: Ranks, seed: int) -> Iterator[None]:
+def prepared_for(accelerator: Any, ranks: Peers, seed: int) -> Iterator[None]:
     """Inside, accelerate prepares loaders for these ranks: batches are dealt to them in turn.
 
     No batch is filled up with rows of another. A rank by itself reads all rows.

@@ -17,13 +17,13 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.trainer_pt_utils import nested_concat, nested_truncate
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from memfit.engine.ranks import Ranks
+from memfit.engine.exchange import Peers
 
 
 class SharedEvaluation:
     """How one rank takes part in evaluations."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Peers) -> None:
         self._ranks = ranks
         self.rows = 0
         """Of the batch that is predicted now."""

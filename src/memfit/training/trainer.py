@@ -29,6 +29,7 @@ from memfit.engine.effective_batch import (
     leave_out_refused_half,
     warn_of_conflicts,
 )
+from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.executors import StepExecutor
 from memfit.engine.half_on_cpu import TYPES, half_on_cpu
 from memfit.engine.loss import (
@@ -46,7 +47,6 @@ from memfit.engine.micro_batches import (
     logits_and_labels,
     trimming_for,
 )
-from memfit.engine.ranks import ExchangedGrads, Ranks
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
 from memfit.memory.allocator import use_expandable_segments
@@ -148,7 +148,7 @@ class BudgetTrainer(transformers.Trainer):
         effective = effective_arguments(self.user_args)
         if kind_of(effective.device) == "cpu":
             leave_out_refused_half(effective)
-        self.ranks = Ranks.here() if effective.world_size > 1 else Ranks()
+        self.ranks = Peers.here() if effective.world_size > 1 else Peers()
         """The processes that train this model together."""
         self.shared_evaluation = SharedEvaluation(self.ranks)
         if model is not None:
@@ -599,7 +599,7 @@ class BudgetTrainer(transformers.Trainer):
             else:
                 dealt = self._may_share_evaluation(dataset)
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            with prepared_for(self.accelerator, self.ranks if dealt else Ranks(), seed):
+            with prepared_for(self.accelerator, self.ranks if dealt else Peers(), seed):
                 loader: Any = kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
             loader.dealt_to_ranks = dealt
             return loader  # type: ignore[no-any-return]

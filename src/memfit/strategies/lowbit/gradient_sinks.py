@@ -19,7 +19,7 @@ Every sink runs the same loop, and none ever waits for the host:
     sink.measure()              # the global norm; no large weight has moved for it
     sink.finish()               # or optimizer.step(): the updates
 
-Between ranks (engine/ranks.py) a gradient is summed once it is whole here, with the last
+Between ranks (engine/exchange.py) a gradient is summed once it is whole here, with the last
 micro-batch; the sink takes the sum in the place of what it has kept of this rank's own.
 
 A plain loop (backward, step) works too: what is not called is inferred. For a captured
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from memfit.engine.ranks import GradientExchange, Ranks
+from memfit.engine.exchange import GradientExchange, Peers
 from memfit.engine.step_state import on_gradient
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
@@ -74,7 +74,7 @@ class LowBitSink(ABC):
         *,
         max_grad_norm: float = 0.0,
         loss_scale: LossScale | None = None,
-        ranks: Ranks | None = None,
+        ranks: Peers | None = None,
     ) -> None:
         if optimizer.sink is not None:
             optimizer.sink.remove()

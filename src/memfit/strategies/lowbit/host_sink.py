@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from memfit.engine.ranks import Ranks
+from memfit.engine.exchange import Peers
 from memfit.memory.tracing import traced_device
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -40,7 +40,7 @@ class HostGradients(LowBitSink):
         max_grad_norm: float = 0.0,
         loss_scale: LossScale | None = None,
         dtype: torch.dtype | None = None,
-        ranks: Ranks | None = None,
+        ranks: Peers | None = None,
     ) -> None:
         super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks)
         self._dtype = dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.engine.ranks import Ranks
+from memfit.engine.exchange import Peers
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.lowbit_kernels import CodedGradient
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
@@ -40,7 +40,7 @@ class ReleasedGradients(LowBitSink):
         loss_scale: LossScale | None = None,
         clip: str = "predicted",
         flush_bytes: int = FLUSH_BYTES,
-        ranks: Ranks | None = None,
+        ranks: Peers | None = None,
     ) -> None:
         if clip not in ("predicted", "none"):
             raise ValueError(f"clip is 'predicted' or 'none', not {clip!r}")

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from memfit.engine.exchange import Peers
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
-from memfit.engine.ranks import Ranks
 from memfit.engine.step_state import Buffers, BufferState, RandomState
 from memfit.errors import DoesNotFitError, RunStoppedError
 from memfit.memory.available import CudaReader, Read, Watch, reader_of
@@ -72,7 +72,7 @@ class GuardedTrainer(TrainerParts, Protocol):
     """What the guard and its rehearsal need of a trainer."""
 
     executor: StepExecutor
-    ranks: Ranks
+    ranks: Peers
     eval_dataset: Any
     budget: Budget | None
 

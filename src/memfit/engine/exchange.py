@@ -1,9 +1,9 @@
 """The processes that train one model together, each with its share of every effective batch.
 
-    weight     what the whole batch's loss is a mean of, before the step           Ranks.total
+    weight     what the whole batch's loss is a mean of, before the step           Peers.total
     backward   each gradient is summed over the ranks once it is whole here        GradientExchange
-    loss       of the whole batch, on every rank                                   Ranks.summed
-    decisions  stop, save, evaluate: what one rank wants, all do                   Ranks.highest
+    loss       of the whole batch, on every rank                                   Peers.summed
+    decisions  stop, save, evaluate: what one rank wants, all do                   Peers.highest
 
 A rank that runs out of memory runs its own part again, smaller; the others wait for its gradients
 and notice nothing. What it had sent by then was whole, and is not sent again. So a step needs no
@@ -46,7 +46,7 @@ _POOLED = 32
 """So many at most."""
 
 
-class Ranks:
+class Peers:
     """All processes of a training; alone, everything here does nothing and costs nothing."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, control: Any = None) -> None:
@@ -61,7 +61,7 @@ class Ranks:
         """By this process, for the others."""
 
     @classmethod
-    def here(cls) -> Ranks:
+    def here(cls) -> Peers:
         """Those of this process's group; every rank must ask at the same place in its program."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
@@ -216,7 +216,7 @@ class _Flight:
     message: Tensor
     work: Any
 
-    def land(self, ranks: Ranks) -> None:
+    def land(self, ranks: Peers) -> None:
         ranks.settle(self.work)
         if len(self.gradients) > 1:
             parts = torch.split(self.message, [g.numel() for g in self.gradients])
@@ -227,7 +227,7 @@ class _Flight:
 class GradientExchange:
     """Sums the gradients of one step over the ranks, each rank in the same order."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Peers) -> None:
         self.ranks = ranks
         self._units: list[tuple[Tensor, ...]] = []
         self._params: list[Tensor] = []
@@ -344,7 +344,7 @@ def _units(params: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 class ExchangedGrads:
     """The exchange for gradients that stay in `.grad`, where optimizer and callbacks look."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
+    def __init__(self, ranks: Peers, model: nn.Module) -> None:
         self.ranks = ranks
         self._model = model
         self._exchange = GradientExchange(ranks)
