@@ -16,7 +16,7 @@ from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import BudgetError, ConfigError, InputError, ModelError, OutputError
 from memfit.ladders import climb
 from memfit.ladders import climb as process
-from memfit.ladders.run_rung import WARM_STEPS, Job, rows_in_order
+from memfit.ladders.run_rung import WARM_STEPS, Job, rows_in_order, score
 from memfit.ladders.rungs import (
     CLASSIC,
     DOES_NOT_FIT,
@@ -55,6 +55,17 @@ def test_a_rung_of_a_frozen_encoder_trains_as_memfit_train_does(
         trainer = job.trainer({"max_steps": 1}, job.prepared.tokens.train, None, [])
         assert trainer.args.learning_rate == HEAD_LEARNING_RATE
     assert job.prepared.task.budget_bytes == 10**9  # the rung's, not the run's
+
+
+def test_a_classic_rung_is_scored_by_its_whole_training(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    config = asked_run(data=table, model=tiny_model_dir, max_length=16, epochs=2)
+    found = score(Job(config, by_name(config)["shorter"], tmp_path), 7, tmp_path / "no plan")
+    assert (found["status"], found["metric"], found["epochs"]) == (OK, "f1", 2)
+    assert 0 <= found["value"] == found["metrics"]["f1"] <= 1
 
 
 # ---- the classic rungs ----
