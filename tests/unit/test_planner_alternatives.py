@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import re
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
 
 import pytest
 from planner_fixtures import FormulaPricer, bert, h200, planned, task, to_plan
 
-from memfit.planner.advice import (
-    Alternatives,
-    OtherWays,
-    alternatives,
-    find_in,
-    more_budget,
-    other_ways_for,
-)
+from memfit.planner.advice import Alternatives, FoundBeside, alternatives, more_budget
 from memfit.planner.search import Planning, ask
 from memfit.strategies import Fidelity
 
@@ -46,17 +40,27 @@ def test_each_permission_is_shown_with_what_it_reaches(found: Alternatives) -> N
     assert lora.smallest.candidate.get("lora") is not None
 
 
-def test_another_process_finds_the_same_and_is_not_missed_when_it_dies() -> None:
+class _DeadProcess(Executor):
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:
+        broken: Future[Any] = Future()
+        broken.set_exception(BrokenExecutor())
+        return broken
+
+
+def test_another_process_finds_the_same_is_helped_and_not_missed_when_it_dies() -> None:
     workload = task(bert(2, 64, 100), lengths=(16,) * 8, per_device_train_batch_size=4)
     asked = to_plan(workload, 10**9, None, allow=frozenset(("optimizer", "lora", "freeze")))
-    request, pricer = ask(workload, None, None, exact=False, allow=asked.allow)
-    beside, dead = (Future[OtherWays]() for _ in range(2))
-    sent = pickle.loads(pickle.dumps(asked))
-    beside.set_result(pickle.loads(pickle.dumps(other_ways_for(sent))))
-    dead.set_exception(BrokenExecutor())
-    found = [find_in(one)(request, pricer, asked.budget_bytes) for one in (beside, dead)]
+    given = (*ask(workload, None, None, exact=False, allow=asked.allow), asked.budget_bytes)
+    beside, busy, goes_on = ThreadPoolExecutor(1), ThreadPoolExecutor(1), Event()
+    alone = FoundBeside(beside, asked)
+    beside.shutdown()
+    busy.submit(goes_on.wait)
+    found = [one(*given) for one in (alone, FoundBeside(_DeadProcess(), asked))]
+    found.append(FoundBeside(busy, asked)(*given))
+    goes_on.set()
+    busy.shutdown()
     assert [one.name for one in found[0].allow] == ["truncate"]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_permission_is_said_with_its_fidelity_and_speed(

@@ -28,7 +28,7 @@ from memfit.units import format_both
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace
-    from memfit.planner.advice import NothingFitsError
+    from memfit.planner.advice import FindOtherWays, NothingFitsError
     from memfit.run.prepare import Prepared
 
 EPILOG = (
@@ -97,18 +97,19 @@ def _plan(
     with console.working(), other_processes(count) as others:
         load_to_plan()
         from memfit.planner.advice import (
+            FoundBeside,
             NothingFitsError,
             alternatives,
-            find_in,
-            other_ways_for,
+            other_ways,
         )
         from memfit.report import plan_terminal, terminal
         from memfit.run import prepare
 
         prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
-            found = [process.submit(other_ways_for, prepared.task) for process in others]
-            find = find_in(*found)
+            find: FindOtherWays = other_ways
+            if others:
+                find = FoundBeside(others[0], prepared.task)
             try:
                 made = prepared.plan(find)
             except NothingFitsError as error:

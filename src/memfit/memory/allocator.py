@@ -111,8 +111,9 @@ class Pool:
     """The free blocks of one kind, smallest first, and the segments they are cut from."""
 
     def __init__(self, *, small: bool, address: int) -> None:
-        self.small = small
         self.reserved_bytes = 0
+        self._least_rest = ROUND_BYTES if small else SMALL_REQUEST_BYTES + 1
+        """The smallest rest worth a block of its own."""
         # The driver hands out addresses from the top down: the newest segment is the lowest.
         self._lowest_address = address + _RANGE_BYTES
         self._free: list[tuple[int, int]] = []
@@ -156,13 +157,9 @@ class Pool:
     def _best(self, size: int) -> int:
         return bisect_left(self._free, (size, 0))
 
-    def _least_rest(self) -> int:
-        """The smallest rest worth a block of its own."""
-        return ROUND_BYTES if self.small else SMALL_REQUEST_BYTES + 1
-
     def _split(self, block: Block, size: int) -> None:
         rest_bytes = block.size - size
-        if rest_bytes < self._least_rest():
+        if rest_bytes < self._least_rest:
             return
         rest = Block(block.address + size, rest_bytes)
         block.size = size
@@ -201,6 +198,7 @@ class ExpandablePool(Pool):
 
     def __init__(self, *, small: bool, address: int) -> None:
         super().__init__(small=small, address=address)
+        self._least_rest = ROUND_BYTES
         self._start = address
         self._page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         first = Block(address, _RANGE_BYTES, mapped=False)
@@ -228,15 +226,17 @@ class ExpandablePool(Pool):
             if last > first:
                 self._unmap(block, first * self._page_bytes, last * self._page_bytes)
 
-    def _least_rest(self) -> int:
-        return ROUND_BYTES
-
     def _best(self, size: int) -> int:
         """A block that can still grow counts as large as it can grow, and is taken last."""
         place = super()._best(size)
-        while place + 1 < len(self._free) and self._reach(place + 1) < self._reach(place):
+        last = len(self._free) - 1
+        while place < last and self._grows(place) and self._reach(place + 1) < self._reach(place):
             place += 1
         return place
+
+    def _grows(self, place: int) -> bool:
+        after = self._blocks[self._free[place][1]].next
+        return after is not None and not after.mapped
 
     def _reach(self, place: int) -> int:
         block = self._blocks[self._free[place][1]]

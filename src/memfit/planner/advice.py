@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future
-from contextlib import suppress
+from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.schema import FIDELITY_NAMES
@@ -254,34 +255,63 @@ class OtherWays:
 
 FindOtherWays = Callable[[PlanRequest, Pricer, int], OtherWays]
 
+_SMALLER = "smaller"
+"""What is found beside what each permission reaches."""
+
 
 def other_ways(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
     """What each permission would reach, and smaller models."""
-    return OtherWays(
-        allow=tuple(reaches(asked, pricer, budget_bytes)),
-        smaller=tuple(smaller_models(asked, pricer, budget_bytes)),
-    )
+    return _together(lambda name: _found(asked, pricer, budget_bytes, name))
+
+
+def _together(find: Callable[[str], tuple[Any, ...]]) -> OtherWays:
+    smaller = find(_SMALLER)
+    return OtherWays(tuple(one for name in permissions() for one in find(name)), smaller)
 
 
 @no_collection()
-def other_ways_for(task: PlanTask) -> OtherWays:
-    """The same for a process that has made no plan for the task."""
+def _found(asked: PlanRequest, pricer: Pricer, budget_bytes: int, name: str) -> tuple[Any, ...]:
+    if name == _SMALLER:
+        return tuple(smaller_models(asked, pricer, budget_bytes))
+    return tuple(reaches(asked, pricer, budget_bytes, (name,)))
+
+
+class FoundBeside:
+    """Other ways, found by another process while this one plans, and by both at the end."""
+
+    def __init__(self, process: Executor, task: PlanTask) -> None:
+        # Of a workload only its fields travel, without what was computed of them here.
+        given = pickle.dumps(dataclasses.replace(task, workload=dataclasses.replace(task.workload)))
+        names = (_SMALLER, *permissions())
+        self._asked_for = {name: process.submit(_found_there, given, name) for name in names}
+
+    def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
+        """What `other_ways` returns."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for name, one in reversed(self._asked_for.items()):
+            if one.cancel():  # the other process has not begun it
+                found[name] = _found(asked, pricer, budget_bytes, name)
+        for name, one in self._asked_for.items():
+            if name not in found:
+                try:
+                    found[name] = one.result()
+                except BrokenExecutor:  # what a dead process began is done here
+                    found[name] = _found(asked, pricer, budget_bytes, name)
+        return _together(found.__getitem__)
+
+
+def _found_there(given: bytes, name: str) -> tuple[Any, ...]:
+    return _found(*_begun(given), name)
+
+
+@lru_cache(maxsize=1)
+def _begun(given: bytes) -> tuple[PlanRequest, Pricer, int]:
+    """The task as a process was sent it, and its traces."""
     from memfit.planner.search import ask
 
+    task: PlanTask = pickle.loads(given)
     asked, pricer = ask(task.workload, task.card, None, exact=task.exact, allow=task.allow)
-    return other_ways(asked, pricer, task.budget_bytes)
-
-
-def find_in(*beside: Future[OtherWays]) -> FindOtherWays:
-    """Returns what `other_ways` does; taken from another process, if one was asked before."""
-
-    def find(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-        for found in beside:
-            with suppress(BrokenExecutor):  # what a dead process began is done here
-                return found.result()
-        return other_ways(asked, pricer, budget_bytes)
-
-    return find
+    return asked, pricer, task.budget_bytes
 
 
 @dataclass(frozen=True)
@@ -302,14 +332,16 @@ def alternatives(planning: Planning, find: FindOtherWays = other_ways) -> Altern
     return Alternatives(found.allow, more_budget(planning.prices, chosen), found.smaller)
 
 
-def reaches(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[WithinReach]:
-    """What each permission that is not given would reach.
+def reaches(
+    asked: PlanRequest, pricer: Pricer, budget_bytes: int, names: Iterable[str]
+) -> Iterator[WithinReach]:
+    """What each of these permissions that is not given would reach.
 
     Recomputing and the bus are priced only where nothing fits without them: each costs traces.
     """
     if asked.exact:
         return
-    for name in permissions():
+    for name in names:
         if name in asked.allow:
             continue
         wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})

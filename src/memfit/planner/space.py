@@ -166,8 +166,10 @@ class PlanRequest:
     def _good(self) -> set[Strategy]:
         """Those known to work: many are asked for at once, since a question builds a model."""
         good: set[Strategy] = set()
+        triton = self.card is not None and self.card.has_triton
         on_card = self.card is not None
-        for asked, alike in asked_together(self.half, cuda=on_card, exact=self.exact):
+        groups = asked_together(self.half, cuda=on_card, triton=triton, exact=self.exact)
+        for asked, alike in groups:
             if not self.judge(asked):
                 good.update((*asked, *alike))
         return good

@@ -217,7 +217,9 @@ def loses_in_float16(strategy: Strategy) -> str:
     return Message("in float16 it loses {points} points of F1", points=f"{points:.1f}")
 
 
-def asked_together(half: Half, *, cuda: bool, exact: bool) -> list[tuple[Option, Option]]:
+def asked_together(
+    half: Half, *, cuda: bool, triton: bool, exact: bool
+) -> list[tuple[Option, Option]]:
     """Returns strategies that work together on most tasks, and those that then work too.
 
     A question builds a model, so the planner asks for many at once.
@@ -226,7 +228,8 @@ def asked_together(half: Half, *, cuda: bool, exact: bool) -> list[tuple[Option,
     halves: Option = (Packing(), Checkpointing(part="mlp"))
     if not cuda:
         return [(layers, ()), (halves, ())]
-    layers, halves = (*layers, FusedLayers()), (*halves, ActivationOffload())
+    layers = (*layers, FusedLayers()) if triton else layers
+    halves = (*halves, ActivationOffload())
     if exact:
         return [(layers, ()), (halves, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
     stored, kept = usual_update(half)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -143,11 +144,6 @@ class Growth:
             return size - slope * first, slope
         return (0.0, size / first) if size % first == 0 else (float(size), 0.0)
 
-    def at(self, kind: Kind, tokens: int) -> int:
-        """A block's bytes at so many tokens."""
-        constant, slope = self.line(kind)
-        return max(round(constant + slope * tokens), 1)
-
 
 def _births(segments: Segments) -> list[Mark]:
     return [mark for mark in segments.parts["micro"] if mark.birth]
@@ -177,7 +173,8 @@ class Stretch:
         lines = [self.growth.line(mark.kind) for mark in self.marks]
         signs = np.array([1.0 if mark.birth else -1.0 for mark in self.marks])
         gradient = np.array([mark.kind[1] is Component.GRADIENTS for mark in self.marks], bool)
-        sizes = np.array(lines, np.float64).reshape(-1, 2)
+        self._sizes: _Floats = np.array(lines, np.float64).reshape(-1, 2)
+        sizes = self._sizes
         others = np.where(gradient, 0.0, signs)[:, None] * sizes
         self._others: _Floats = np.cumsum(others, axis=0)
         born = np.where(gradient & (signs > 0), sizes[:, 0], 0.0)
@@ -204,17 +201,21 @@ class Stretch:
         top, there = (float(live[at]), float(gradients[at])) if live[at] > 0 else (0.0, 0.0)
         return Rise(float(others[-1]) + stay, top, stay, there)
 
-    def sized(self, tokens: int, *, keeps: bool) -> Iterator[Mark]:
-        """The events themselves, at another number of tokens; blocks are known by size alone."""
-        for mark in self.marks:
-            component = mark.kind[1]
-            sized = Mark(mark.birth, (self.growth.at(mark.kind, tokens), component, ""), "")
-            if component is not Component.GRADIENTS:
-                yield sized
+    def sized(self, tokens: int, *, keeps: bool) -> tuple[list[int], list[int]]:
+        """The events at another number of tokens, as bytes born or, negative, gone.
+
+        The second list has the gradients that stay (`keeps`); they go after the update.
+        """
+        events: list[int] = []
+        stay: list[int] = []
+        exact = self._sizes[:, 0] + self._sizes[:, 1] * tokens
+        for mark, size in zip(self.marks, np.rint(exact).clip(1).astype(int).tolist(), strict=True):
+            if mark.kind[1] is not Component.GRADIENTS:
+                events.append(size if mark.birth else -size)
             elif mark.birth:
-                yield sized
-                if not keeps:
-                    yield sized._replace(birth=False)
+                events.append(size)
+                (stay if keeps else events).append(-size)
+        return events, stay
 
 
 @dataclass(frozen=True)
@@ -336,31 +337,30 @@ def gap_bytes(
 ) -> int:
     """What the allocator reserves beyond what is allocated at the peak of such a micro-batch."""
     allocator = Allocator(expandable_segments=segments_expand())
-    living: dict[int, list[Block]] = {}
+    living: defaultdict[int, list[Block]] = defaultdict(list)
     highest = 0
 
-    def happen(marks: Iterable[Mark]) -> int:
+    def happen(events: Iterable[int]) -> int:
         most = 0
-        for mark in marks:
-            blocks = living.setdefault(mark.kind[0], [])
-            if mark.birth:
-                block = allocator.allocate(mark.kind[0])
+        for nbytes in events:
+            if nbytes > 0:
+                block = allocator.allocate(nbytes)
                 assert block is not None  # there is no cap
-                blocks.append(block)
+                living[nbytes].append(block)
                 most = max(most, allocator.allocated_bytes)
-            elif blocks:  # what was born in another layer may be missing at a seam
+            elif blocks := living[-nbytes]:  # what another layer bore may be missing at a seam
                 allocator.free(blocks.pop())
         return most
 
     for name in ("build", "start"):
-        happen(before.parts.get(name, ()))
-    micro = [(list(one.sized(tokens, keeps=keeps)), times) for one, times in steps]
+        marks = before.parts.get(name, ())
+        happen(mark.kind[0] if mark.birth else -mark.kind[0] for mark in marks)
+    micro = [(*one.sized(tokens, keeps=keeps), times) for one, times in steps]
     for _ in range(2):  # a second step finds what the first one left
-        for marks, times in micro:
+        for events, _, times in micro:
             for _ in range(times):
-                highest = max(highest, happen(marks))
-        for marks, times in micro if keeps else ():
-            for mark in marks:
-                if mark.kind[1] is Component.GRADIENTS:
-                    happen([mark._replace(birth=False)] * times)
+                highest = max(highest, happen(events))
+        for _, gradients, times in micro:
+            for nbytes in gradients:
+                happen([nbytes] * times)
     return allocator.reserved_bytes - highest
