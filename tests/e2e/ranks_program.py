@@ -2,7 +2,7 @@
 
     python ranks_program.py FOLDER NAME...      alone, or started by torchrun
 
-Each training is left in FOLDER as NAME-RANKS-RANK.
+Each training is left in FOLDER as NAME-RANKS-RANK. With RANKS_ON=cuda they share one card.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from transformers import TrainerCallback, TrainingArguments
 
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
-from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing, Strategy
+from memfit.strategies import (
+    Checkpointing,
+    CudaGraphs,
+    GradientRelease,
+    LowBitAdamW,
+    Packing,
+    Strategy,
+)
 from small_training import collate, wide_model, wide_texts
 
 EFFECTIVE, ROWS = 8, 37
+ON = os.environ.get("RANKS_ON", "cpu")
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 CUT = MicroBatching(max_tokens=60)
@@ -31,6 +39,7 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
     "release": ((LowBitAdamW(), GradientRelease(clip="predicted")), None),
     "recomputed": ((Checkpointing(), Packing()), CUT),
+    "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
 }
 
 
@@ -52,7 +61,8 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
         num_train_epochs=2, optim="sgd" if exact else "adamw_torch",
         learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
         save_strategy="steps" if kind in ("saved", "killed") else "no", save_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True,
+        report_to=[], use_cpu=ON == "cpu", ddp_backend="gloo" if RANKS > 1 else None,
+        disable_tqdm=True,
     )  # fmt: skip
     if kind == "resumed" and int(more) != RANKS:
         # What the command was started with, before the number of ranks changed.
@@ -66,7 +76,8 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     history = trainer.state.log_history
     return {
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "weights": {name: p.detach().cpu() for name, p in trainer.model.named_parameters()},
+        "graphs": trainer.executor.captured_graphs,
     }
 
 
