@@ -18,6 +18,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
 from memfit.training.guard import rehearsal
+from memfit.training.guard.adjusting import StepPieces
 from memfit.training.progress import MemfitProgress
 
 ROWS = rows_of(48)
@@ -155,11 +156,35 @@ def test_what_a_token_takes_is_learnt_from_it(tmp_path, sink):
     assert memory.depth == 4
     assert memory.layer_bytes > 5 * 32 * 2  # far more than the input of a layer of 32
     assert trainer.guard.rehearsal is not None
-    from memfit.training.guard.adjusting import StepPieces
-
     tokens = sum(trainer.guard.rehearsal.worst_lengths)
     predicted = memory.peak_bytes(StepPieces(1, tokens, 8), 2)
     assert predicted == pytest.approx(trainer.guard.rehearsal.peak_bytes, rel=1e-6)
+
+
+def test_a_batch_in_one_piece_is_not_taken_to_need_the_gradients_of_several(tmp_path):
+    tokens = sum(sorted((len(row["input_ids"]) for row in ROWS), reverse=True)[:8])
+    trainers = [
+        trainer_of(
+            tmp_path / str(limit),
+            [Packing()],
+            "10GB",
+            micro_batching=MicroBatching(max_tokens=limit),
+        )
+        for limit in (None, tokens // 2 + 20)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    whole, cut = (trainer.guard for trainer in trainers)
+    assert whole.rehearsal is not None
+    assert sum(whole.rehearsal.worst_lengths) == tokens
+    memory = cut.adjuster.memory
+    assert memory is not None
+    gradients = sum(one.nbytes for one in trainers[1].model.parameters())
+    assert memory.gradient_bytes == gradients
+    assert gradients > 0.1 * whole.rehearsal.peak_bytes
+    predicted = memory.peak_bytes(StepPieces(1, tokens, 8), 0)
+    # From quarters of the batch: no less than it takes, and 27 % more with the gradients.
+    assert 1.0 <= predicted / whole.rehearsal.peak_bytes < 1.15
 
 
 def test_a_stream_cannot_be_rehearsed_and_trains(tmp_path):

@@ -361,12 +361,11 @@ class _Stage:
         if smaller is None or smaller.tokens >= tried.tokens:
             return
         gradients = self._gradient_bytes()
-        # Measured in several pieces, the gradients are in all numbers, and a batch in one piece is
-        # taken to need them, too: they come while its activations go.
-        high, low = tried.peak_bytes, smaller.peak_bytes
-        if tried.pieces > 1:
-            low += gradients if smaller.pieces == 1 else 0
-            gradients = 0
+        # Measured in several pieces, the gradients are in the number. A batch in one piece needs no
+        # more than its activations: its gradients come while these go.
+        high, low = (
+            one.peak_bytes - (gradients if one.pieces > 1 else 0) for one in (tried, smaller)
+        )
         token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
         fixed_bytes = high - token_bytes * tried.tokens
         layer_bytes = 0.0
