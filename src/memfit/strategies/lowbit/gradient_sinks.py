@@ -353,6 +353,7 @@ class LowBitSink(ABC):
         if self._rehearsing:
             return
         self._exchanged = True
+        self._align()  # graphs have drawn as often as this rank has micro-batches
         arenas = self.optimizer.small
         seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
         sums, anywhere = self._exchange.finish(
