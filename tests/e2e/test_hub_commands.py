@@ -37,6 +37,13 @@ from huggingface_hub import hf_hub_download
 from memfit.models.hubs import source_of
 print(hf_hub_download(source_of('anna/reviews'), 'model.safetensors'))
 """
+# The command, with shorter waits for a connection that comes back.
+IMPATIENT = """
+from memfit.cli import main
+from memfit.models import huggingface
+huggingface.DOWNLOAD_WAITS_SECONDS = (0.01, 0.01, 0.01)
+main()
+"""
 
 
 @pytest.fixture
@@ -317,7 +324,7 @@ def test_a_download_that_was_cut_off_goes_on_in_the_next_process(
         Fault("GET", "model.safetensors", after_bytes=6_000_000),
         Fault("GET", "model.safetensors", times=99),
     ]
-    said = desk("predict", "anna/reviews", SENTENCE, code=2)
+    said = desk.run("-c", IMPATIENT, "predict", "anna/reviews", SENTENCE, token=TOKEN, code=2)
     assert re.search(r"the download of anna/reviews stopped: .* 5\.0 MiB of model", said)
     assert said.endswith("the same command goes on there")
     desk.hub.faults.clear()
