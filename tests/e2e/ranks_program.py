@@ -1,6 +1,6 @@
 """What every rank of tests/e2e/test_several_ranks.py runs: trainings, one after the other.
 
-    python ranks_program.py FOLDER NAME...      alone, or started by torchrun
+    python ranks_program.py FOLDER NAME...      started by torchrun
 
 Each training is left in FOLDER as NAME-RANKS-RANK. With RANKS_ON=cuda they share one card.
 """
@@ -81,7 +81,11 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def leave(folder: Path, *names: str) -> None:
+    """These trainings, each in a file of its own."""
+    for name in names:
+        torch.save(trained(folder, name), folder / f"{name.replace(':', '-')}-{RANKS}-{RANK}")
+
+
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    for asked in sys.argv[2:]:
-        torch.save(trained(place, asked), place / f"{asked.replace(':', '-')}-{RANKS}-{RANK}")
+    leave(Path(sys.argv[1]), *sys.argv[2:])

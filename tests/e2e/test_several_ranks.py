@@ -15,18 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from ranks_program import leave
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed")
 
 
-def start(ranks: int, folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    """Runs trainings on so many ranks, in processes of their own."""
-    python = [sys.executable]
-    if ranks > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*python, str(PROGRAM), str(folder), *names]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+def train(ranks: int, folder: Path, *names: str) -> None:
+    """Runs trainings on so many ranks, each in its own process; on one rank they run here."""
+    if ranks == 1:
+        leave(folder, *names)
+        return
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), *names,
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def environment() -> dict[str, str]:
@@ -43,8 +48,7 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2):
-        done = start(ranks, folder, *WAYS, "saved")
-        assert done.returncode == 0, done.stderr[-3000:]
+        train(ranks, folder, *WAYS, "saved")
     return folder
 
 
@@ -66,8 +70,7 @@ def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks: int) -> None:
-    done = start(ranks, runs, "resumed:2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    train(ranks, runs, "resumed:2")
     whole, rest = found(runs, "saved", 1), found(runs, "resumed-2", ranks)
     assert len(rest["losses"]) == len(whole["losses"])
     for step, loss in whole["losses"].items():
