@@ -85,6 +85,12 @@ def test_two_ranks_are_one_training(tmp_path: Path, by_plan: list[str]) -> None:
     summary = read_summary(out)
     # 54 rows: 7 steps of 8 rows by one rank.
     assert (summary.training["steps"], summary.training["effective_batch"]) == (8, 16)
+    assert [(one.rank, one.device) for one in summary.ranks] == [
+        (0, summary.device),
+        (1, summary.device),
+    ]
+    assert sum(one.tokens for one in summary.ranks) == 2 * 54 * 12
+    assert all(one.peak_bytes and one.step_seconds > 0 for one in summary.ranks)
     assert sorted(one.name for one in (out / "checkpoints").iterdir()) == [
         "checkpoint-4",
         "checkpoint-8",

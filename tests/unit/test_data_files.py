@@ -6,13 +6,14 @@ import csv
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
-from memfit.data import read_table
+from memfit.data import read_table, working_files
 from memfit.data.columns import Columns
 from memfit.data.reading import clean_rows
 from memfit.data.table_files import open_file, open_hub, open_source
@@ -359,3 +360,23 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_one_sentence(tmp_path: Path)
     path.write_bytes(path.read_bytes()[:-3] + b"\xe8")
     with pytest.raises(DataError, match="cannot be read to its end"):
         clean_rows(table, Columns("review", None, ("label",)))
+
+
+def test_a_process_that_starts_beside_another_leaves_its_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    lock, looks = fcntl.flock, iter([True])
+
+    def flock(handle: int, how: int) -> None:
+        if next(looks, False):  # the other one looks for abandoned folders just before this
+            working_files._remove_abandoned(tmp_path)
+        lock(handle, how)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = working_files._folder.__wrapped__()
+    assert Path(made.name).is_dir()
+    working_files._remove_abandoned(tmp_path)
+    assert Path(made.name).is_dir()
+    made.cleanup()

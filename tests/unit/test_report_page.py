@@ -28,6 +28,7 @@ from memfit.records.evaluation import (
 )
 from memfit.records.results import (
     MemorySummary,
+    RankFigures,
     RunFolder,
     RunSummary,
     read_summary,
@@ -440,3 +441,20 @@ def test_both_palettes_have_the_same_names_and_paper_is_always_light() -> None:
     assert css.count("@media screen") == 2  # night is for screens
     used = set(re.findall(r"var\(--([\w-]+)", page.own_file("page.css")))
     assert used - {"share", "colour", "runs"} <= drawing.LIGHT.keys()
+
+
+def test_each_rank_of_several_has_its_row(tmp_path: Path) -> None:
+    def figures(rank: int, waiting_seconds: float) -> RankFigures:
+        return RankFigures(
+            rank=rank, device=f"Tesla T4 {EVIL}", peak_bytes=3 * 2**30, step_seconds=61.0,
+            waiting_seconds=waiting_seconds, tokens=12345,
+        )  # fmt: skip
+
+    assert "Each rank" not in shown(make_run(tmp_path)).words
+    run = make_run(tmp_path, ranks=(figures(0, 0.5), figures(1, 7.0)))
+    assert read_summary(run).ranks[1] == figures(1, 7.0)
+    found = shown(run)
+    assert "rank device highest memory in steps waiting tokens" in found.words
+    for waited in ("0.5 s", "7.0 s"):
+        assert f"3.00 GiB 1 min 01 s {waited} 12,345" in found.words
+    assert not ACTING & set(found.text)

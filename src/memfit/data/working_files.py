@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,11 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     # Windows cannot remove a file that is still mapped, hence the ignored errors.
     _remove_abandoned(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
-    _hold(Path(made.name) / _LOCK)
+    # Held before it has its name: another process that starts now would take it for abandoned.
+    unnamed = Path(made.name) / f"{_LOCK}.new"
+    _hold(unnamed)
+    with suppress(OSError):
+        unnamed.rename(unnamed.with_name(_LOCK))
     return made
 
 

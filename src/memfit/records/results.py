@@ -60,6 +60,20 @@ class MemorySummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankFigures:
+    """What one of several ranks held and did in the steps of a training."""
+
+    rank: int
+    device: str
+    peak_bytes: int | None
+    step_seconds: float
+    """All steps together."""
+    waiting_seconds: float
+    """Of the run's time, what it waited for other ranks."""
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """What ran and how it ended; `summary.json` in memory."""
 
@@ -82,6 +96,8 @@ class RunSummary:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Fidelity, strategies, micro-batches, reasons, and the price as predicted."""
     device: str = ""
+    ranks: tuple[RankFigures, ...] = ()
+    """Of a training on several; none of a training by one process."""
     best_checkpoint: str | None = None
     config_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +119,11 @@ class RunSummary:
             if not isinstance(kept.get(key, {}), Mapping):
                 raise TypeError(f"its {key} is no object")
         kept["labels"] = tuple(kept.get("labels", ()))
+        ours = {item.name for item in fields(RankFigures)}
+        kept["ranks"] = tuple(
+            RankFigures(**{key: value for key, value in one.items() if key in ours})
+            for one in kept.get("ranks") or ()
+        )
         kept["warnings"] = warnings_from(kept.get("warnings"))
         memory = kept.get("memory") or {}
         kept["memory"] = MemorySummary(

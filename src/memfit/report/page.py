@@ -90,6 +90,7 @@ def render_story(story: Story, *, live: bool = False, served: bool = False) -> s
         if plots.available()
         else t("The curves are missing: matplotlib is not installed (pip install memfit[report])."),
         training=sections.training_parts(story),
+        ranks=sections.ranks(story.summary),
         evaluation=quality.quality_section(*story.evaluated) if story.evaluated else None,
         plan=sections.plan(story),
         data=sections.data(story.summary),

@@ -281,6 +281,27 @@ def training_parts(story: Story) -> dict[str, PageTable]:
     }
 
 
+def ranks(summary: RunSummary) -> PageTable | None:
+    """What each rank held and how long it waited; None of a training by one process."""
+    if not summary.ranks:
+        return None
+    head = [
+        t("rank"), t("device"), t("highest memory"), t("in steps"), t("waiting"), t("tokens"),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(one.rank),
+            clean(one.device),
+            "–" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+            format_seconds(one.step_seconds),
+            format_seconds(one.waiting_seconds),
+            f"{one.tokens:,}",
+        ]
+        for one in summary.ranks
+    ]
+    return PageTable(t("Each rank"), rows, head)
+
+
 def plan(story: Story) -> dict[str, Any] | None:
     """Strategies, settings, reasons, and the predicted figures beside the measured ones."""
     made = story.plan

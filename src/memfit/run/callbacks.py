@@ -203,6 +203,22 @@ def elapsed_seconds(checkpoint: Path | None) -> float:
         return 0.0
 
 
+class TimeSteps(TrainerCallback):
+    """Adds up the seconds between the begin and the end of steps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Called by the Trainer before the first micro-batch."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Called by the Trainer after the update."""
+        self.seconds += time.perf_counter() - self._began
+
+
 class MeasureOneStep(TrainerCallback):
     """Measures the second step, or the next whose batch is full.
 

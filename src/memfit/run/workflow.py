@@ -39,6 +39,7 @@ from memfit.records.evaluation import (
 from memfit.records.results import (
     MemorySummary,
     OutputClaim,
+    RankFigures,
     RunFolder,
     RunSummary,
     claim_output_folder,
@@ -278,6 +279,7 @@ class _Run:
     """The checkpoint a resumed run goes on from."""
     prepared: Prepared = field(init=False)
     stop_early: StopEarly | None = None
+    ranks: tuple[RankFigures, ...] = ()
     choosing: Choosing = field(init=False)
     report: ReportProcess = field(init=False)
 
@@ -345,6 +347,8 @@ class _Run:
             self._prepare(text)
             tokens = self.prepared.tokens
             trainer = self._trained(text)
+            if not self.group.is_alone:
+                self.ranks = tuple(self.group.gathered(self._figures(trainer)))
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                     predicted = predictions_of(trainer, tokens)
@@ -359,6 +363,18 @@ class _Run:
         if self.group.is_first:
             self._write(summary)
         return RunResult(output_dir=self.claim.path, summary=summary, evaluation=evaluation)
+
+    def _figures(self, trainer: BudgetTrainer) -> RankFigures:
+        peak = self.probe.peak(trainer.args.device)
+        waited = getattr(getattr(trainer, "ranks", None), "waited_seconds", 0.0)
+        return RankFigures(
+            rank=self.group.ranks.rank,
+            device=announcements.device_name(trainer.args.device),
+            peak_bytes=None if peak is None else peak.device_bytes,
+            step_seconds=round(self.timed.seconds, 3),
+            waiting_seconds=round(float(waited), 3),
+            tokens=trainer.guard.tokens,
+        )
 
     def _saved(
         self, trainer: BudgetTrainer, text: TextData, predicted: tuple[Any, Any]
@@ -472,8 +488,7 @@ class _Run:
         """Trains by the plan; by another where its rehearsal runs out of memory."""
         while True:
             self.group.share(self._write_settings)
-            with self.group.agreed():
-                trainer = self._trainer(text)
+            trainer = self._trainer(text)
             self._announce(trainer, text, self.prepared.tokens)
             self.record.begin(self._summary(trainer, text, self.prepared.tokens, None))
             try:
@@ -513,7 +528,8 @@ class _Run:
         free_memory(arguments.device)
         with self.clock.measure("load"), doing(t("loading the weights …")):
             set_seed(arguments.seed)  # the head's first weights are random
-            model = load_weights(self.config.model, settings, tokenizer, max_length)
+            with self.group.agreed():
+                model = load_weights(self.config.model, settings, tokenizer, max_length)
             trainer = BudgetTrainer(
                 model,
                 arguments,
@@ -556,11 +572,13 @@ class _Run:
             RecordRun,
             StopAfterStep,
             StopEarly,
+            TimeSteps,
             elapsed_seconds,
         )
         from memfit.training.progress import MemfitProgress
 
         self.stop, self.probe = StopAfterStep(self.say, self.group), MeasureOneStep()
+        self.timed = TimeSteps()
         self.elapsed = KeepElapsed(elapsed_seconds(self.found.good if self.found else None))
         self.record = RecordRun(self.claim.path, earlier_seconds=self.elapsed.earlier_seconds)
         # On a CPU the bar shows the whole process, the budget counts tensors: no match.
@@ -569,7 +587,8 @@ class _Run:
         # The time is kept before a stop ends the run.
         if self.config.early_stopping is not None:
             self.stop_early = StopEarly(self.config.early_stopping)
-        own = [self.elapsed, self.record, self.stop, self.probe, self.stop_early]
+        # Steps are timed before others wait at their end.
+        own = [self.timed, self.elapsed, self.record, self.stop, self.probe, self.stop_early]
         shown = [] if self.quiet else [bar]
         return [*shown, *(one for one in own if one is not None), *self.callbacks]
 
@@ -730,6 +749,7 @@ class _Run:
             ),
             plan={} if self.plan is None else self._plan_summary(self.plan),
             device=announcements.device_name(trainer.args.device),
+            ranks=self.ranks,
             best_checkpoint=Path(best).name if best else None,
             config_digest=config_digest(self.config.to_toml()),
             versions=versions(),
