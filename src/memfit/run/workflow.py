@@ -366,13 +366,12 @@ class _Run:
 
     def _figures(self, trainer: BudgetTrainer) -> RankFigures:
         peak = self.probe.peak(trainer.args.device)
-        waited = getattr(getattr(trainer, "ranks", None), "waited_seconds", 0.0)
         return RankFigures(
             rank=self.group.ranks.rank,
             device=announcements.device_name(trainer.args.device),
             peak_bytes=None if peak is None else peak.device_bytes,
             step_seconds=round(self.timed.seconds, 3),
-            waiting_seconds=round(float(waited), 3),
+            waiting_seconds=round(trainer.ranks.waited_seconds, 3),
             tokens=trainer.guard.tokens,
         )
 

@@ -347,16 +347,16 @@ class Checkpoints:
         finally:
             self.writing = False
         trainer.accelerator.wait_for_everyone()  # every rank has written its random state
-        if trainer.args.should_save:
-            self._note_best(final)
+        self._note_best(final)
 
     def _note_best(self, final: Path) -> None:
-        """The state names the best checkpoint by the place it will have."""
+        """The state names the best checkpoint by the place it will have, on every rank."""
         state = self._trainer.state
         named = final.with_name(f"checkpoint-{state.best_global_step}")
         if named.is_dir() or named == final:
             state.best_model_checkpoint = str(named)
-            state.save_to_json(str(place_for(final) / _STATE_FILE))
+            if self._trainer.args.should_save:
+                state.save_to_json(str(place_for(final) / _STATE_FILE))
 
     def _seal(self, final: Path, best_before: str | None) -> None:
         """Lists the files with their checksums, brings them to the disk, gives the folder its name.
