@@ -24,6 +24,7 @@ from memfit.strategies import (
     GradientRelease,
     LowBitAdamW,
     Packing,
+    ShardedState,
     Strategy,
 )
 from small_training import collate, wide_model, wide_texts
@@ -38,6 +39,7 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "kept8": ((LowBitAdamW(), GradientRelease("kept8"), Packing()), CUT),
     "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
     "release": ((LowBitAdamW(), GradientRelease(clip="predicted")), None),
+    "sharded": ((ShardedState(),), CUT),
     "recomputed": ((Checkpointing(), Packing()), CUT),
     "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
 }
@@ -54,27 +56,35 @@ class Killed(TrainerCallback):
 def trained(folder: Path, name: str) -> dict[str, Any]:
     """One training and what became of it."""
     kind, _, more = name.partition(":")
-    strategies, cut = WAYS.get(kind, ((), CUT))
-    exact = not strategies or kind == "recomputed"
+    way = kind.removesuffix("_resumed")
+    strategies, cut = WAYS.get(way, ((), CUT))
+    exact = not strategies or way in ("recomputed", "sharded")
+    if RANKS == 1:
+        strategies = tuple(one for one in strategies if not isinstance(one, ShardedState))
+    # Beside others on other numbers of ranks.
+    output = "saved" if way != "sharded" else f"sharded-{more or RANKS}"
     args = TrainingArguments(
-        str(folder / "saved"), per_device_train_batch_size=EFFECTIVE // RANKS,
+        str(folder / output), per_device_train_batch_size=EFFECTIVE // RANKS,
         num_train_epochs=2, optim="sgd" if exact else "adamw_torch",
+        optim_args="momentum=0.9" if way == "sharded" else None,
         learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
-        save_strategy="steps" if kind in ("saved", "killed") else "no", save_steps=2,
+        save_strategy="steps" if kind in ("saved", "killed", "sharded") else "no", save_steps=2,
         report_to=[], use_cpu=ON == "cpu", ddp_backend="gloo" if RANKS > 1 else None,
         disable_tqdm=True,
     )  # fmt: skip
-    if kind == "resumed" and int(more) != RANKS:
+    if more and int(more) != RANKS:
         # What the command was started with, before the number of ranks changed.
         args.per_device_train_batch_size = EFFECTIVE // int(more)
     trainer = BudgetTrainer(
         wide_model(), args, train_dataset=wide_texts(ROWS), data_collator=collate,
         strategies=strategies, micro_batching=cut, callbacks=[Killed()] if kind == "killed" else [],
     )  # fmt: skip
-    checkpoint = str(folder / "saved" / "checkpoint-6") if kind == "resumed" else None
+    checkpoint = str(folder / output / "checkpoint-6") if more else None
     trainer.train(resume_from_checkpoint=checkpoint)
     history = trainer.state.log_history
+    states: Any = trainer.optimizer.state.values()  # type: ignore[union-attr]
     return {
+        "state_bytes": sum(t.nbytes for one in states for t in one.values() if torch.is_tensor(t)),
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
         "weights": {name: p.detach().cpu() for name, p in trainer.model.named_parameters()},
         "graphs": trainer.executor.captured_graphs,

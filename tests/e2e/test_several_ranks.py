@@ -18,7 +18,7 @@ import torch
 from ranks_program import leave
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
-WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed")
+WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded")
 
 
 def train(ranks: int, folder: Path, *names: str) -> None:
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
     alone, first, second = found(runs, way, 1), found(runs, way, 2), found(runs, way, 2, 1)
-    exact = way in ("plain", "recomputed")
+    exact = way in ("plain", "recomputed", "sharded")
     assert alone["losses"].keys() == first["losses"].keys()
     for step, loss in alone["losses"].items():
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5 if exact else 5e-3), step
@@ -70,13 +70,37 @@ def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks: int) -> None:
-    train(ranks, runs, "resumed:2")
-    whole, rest = found(runs, "saved", 1), found(runs, "resumed-2", ranks)
-    assert len(rest["losses"]) == len(whole["losses"])
-    for step, loss in whole["losses"].items():
-        assert rest["losses"][step] == pytest.approx(loss, rel=1e-5), step
-    for name, weight in whole["weights"].items():
-        torch.testing.assert_close(rest["weights"][name], weight, rtol=0, atol=5e-6)
+    names = ["resumed:2", "sharded_resumed:2", *(["sharded"] if ranks > 1 else [])]
+    train(ranks, runs, *names)
+    for name in names:
+        before = "sharded" if "sharded" in name else "saved"
+        whole, rest = found(runs, before, 1), found(runs, name.replace(":", "-"), ranks)
+        assert len(rest["losses"]) == len(whole["losses"])
+        for step, loss in whole["losses"].items():
+            assert rest["losses"][step] == pytest.approx(loss, rel=1e-5), step
+        for one, weight in whole["weights"].items():
+            torch.testing.assert_close(rest["weights"][one], weight, rtol=0, atol=5e-6)
+    if ranks > 1:
+        assert_divided(runs, ranks)
+
+
+def assert_divided(runs: Path, ranks: int) -> None:
+    """Every rank keeps its share of the state, and together they keep it once."""
+    whole = found(runs, "sharded", 1)["state_bytes"]
+    each = [found(runs, "sharded", ranks, rank)["state_bytes"] for rank in range(ranks)]
+    assert whole > 0
+    assert sum(each) == whole
+    assert max(each) == pytest.approx(whole / ranks, rel=0.02)
+
+
+def test_the_state_is_divided(runs: Path) -> None:
+    assert_divided(runs, 2)
+    saved = [runs / f"sharded-{ranks}" / "checkpoint-6" for ranks in (1, 2)]
+    alone, together = (torch.load(one / "optimizer.pt", weights_only=True) for one in saved)
+    assert together["state"].keys() == alone["state"].keys()
+    for index, state in alone["state"].items():
+        shared = together["state"][index]["momentum_buffer"]
+        torch.testing.assert_close(shared, state["momentum_buffer"], rtol=0, atol=1e-5)
 
 
 def test_a_rank_that_dies_ends_the_others_in_words(tmp_path: Path) -> None:

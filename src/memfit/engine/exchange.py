@@ -171,6 +171,18 @@ class Peers:
         """Begin to sum a tensor in place; `wait` on what is returned, or leave it to `settle`."""
         return self._called(lambda: dist.all_reduce(tensor, async_op=True))
 
+    def launch_from(self, owner: int, tensor: Tensor) -> Any:
+        """Begin to give every rank one rank's values, in place; `settle` waits for them."""
+        return self._called(lambda: dist.broadcast(tensor, src=owner, async_op=True))
+
+    def to_first(self, tensor: Tensor, sender: int) -> None:
+        """Bring one rank's values into the first rank's tensor, which is in host memory."""
+        if self.rank == sender:
+            copied = tensor.detach().cpu().contiguous()
+            self._waiting(lambda: dist.send(copied, dst=0, group=self._control))
+        elif self.rank == 0:
+            self._waiting(lambda: dist.recv(tensor, src=sender, group=self._control))
+
     def settle(self, work: Any) -> None:
         """Until the sum is there; on a card the stream waits, not the host."""
         self._waiting(work.wait)
@@ -241,7 +253,7 @@ class GradientExchange:
         if len(params) != len(self._params) or any(
             a is not b for a, b in zip(params, self._params, strict=True)
         ):
-            self._params, self._units = params, list(_units(params))
+            self._params, self._units = params, list(in_messages(params))
         self._next = 0
         self._offered: dict[Tensor, Tensor] = {}
         self._flying: deque[_Flight] = deque()
@@ -326,7 +338,7 @@ class GradientExchange:
         self._next += 1
 
 
-def _units(params: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def in_messages(params: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """What travels in one message, last parameter first: a large gradient, or some small ones."""
     pool: list[Tensor] = []
     for p in reversed(params):

@@ -43,6 +43,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "lowbit_adamw": N_("the low-bit optimizer"),
         "optimizer_offload": N_("optimizer offload"),
         "packing": N_("packing"),
+        "sharded_state": N_("sharded optimizer state"),
         "small_state_optimizer": N_("a small-state optimizer"),
         "small_workspace": N_("small workspaces"),
         "state_offload": N_("state offload"),

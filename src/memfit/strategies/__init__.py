@@ -33,6 +33,7 @@ from memfit.strategies.registry import (
     ordered,
     usual_update,
 )
+from memfit.strategies.sharded_state import ShardedState
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 
@@ -58,6 +59,7 @@ __all__ = [
     "Option",
     "Packing",
     "Setup",
+    "ShardedState",
     "SmallStateOptimizer",
     "SmallWorkspace",
     "StateOffload",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from memfit.models.layer_stack import Turns
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
+    from memfit.strategies.sharded_state import StateShares
 
 
 class Fidelity(IntEnum):
@@ -97,6 +98,8 @@ class Setup:
     """Whether the low-bit optimizer's state lies in host memory."""
     gradients_on_host: bool = False
     """Whether gradients that wait in 8 bits lie there, too."""
+    state_shares: StateShares | None = None
+    """Which rank keeps the optimizer's state of which weight; None: each keeps all of it."""
     single_micro_batch: bool = False
     """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True

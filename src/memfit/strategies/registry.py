@@ -26,6 +26,7 @@ from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
 from memfit.strategies.planning import Half, Option
+from memfit.strategies.sharded_state import ShardedState
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 from memfit.text import Message, add_catalogue
@@ -48,6 +49,7 @@ ORDER: tuple[type[Strategy], ...] = (
     StateOffload,
     OptimizerOffload,
     SmallStateOptimizer,
+    ShardedState,
     SmallWorkspace,
     CudaGraphs,
 )

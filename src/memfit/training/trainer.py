@@ -364,9 +364,12 @@ class BudgetTrainer(transformers.Trainer):
         if self.ranks.rank > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
             # Other rows get other dropout. The host's generator may decide the order of rows.
             torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
+        shares = self.setup.state_shares
         if self.optimizer is not None:
-            allocate_state(unwrapped(self.optimizer))
-        self.checkpoints.check()
+            keeps = () if shares is None else (shares.keeps,)
+            allocate_state(unwrapped(self.optimizer), *keeps)
+        with contextlib.nullcontext() if shares is None else shares.whole(sizes_only=True):
+            self.checkpoints.check()
         self.guard.prepare(loader)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -458,6 +461,8 @@ class BudgetTrainer(transformers.Trainer):
         room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
         self.health.prepare()
         careful(optimizer, self.args.device, room_bytes, drop_graphs)
+        if self.setup.state_shares is not None:
+            self.setup.state_shares.divide(unwrapped(optimizer))
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -658,6 +663,12 @@ class BudgetTrainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         with reading(resume_from_checkpoint), same_parameters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer's, by the first rank; others bring it the state that they keep."""
+        shares = self.setup.state_shares
+        with contextlib.nullcontext() if shares is None else shares.whole():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):

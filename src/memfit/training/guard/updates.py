@@ -34,8 +34,11 @@ _TEMPORARIES = 2
 """An update makes at most so many tensors as large as the gradients (torch's own: one)."""
 
 
-def allocate_state(optimizer: Optimizer) -> bool:
-    """Make the state that the first step would make; whether this kind can be asked for it."""
+def allocate_state(optimizer: Optimizer, keeps: Callable[[Tensor], bool] = lambda _: True) -> bool:
+    """Make the state that the first step would make; whether this kind can be asked for it.
+
+    `keeps` says whose state is made here, and not by another rank.
+    """
     if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
         own()
         if (sink := getattr(optimizer, "sink", None)) is not None:
@@ -46,7 +49,7 @@ def allocate_state(optimizer: Optimizer) -> bool:
         return False
     lists = len(inspect.signature(initialise).parameters) - 1
     for group in optimizer.param_groups:
-        with _gradients_of_nothing(group["params"]):
+        with _gradients_of_nothing([p for p in group["params"] if keeps(p)]):
             initialise(group, *([] for _ in range(lists)))
     return True
 
