@@ -247,7 +247,8 @@ def by_name(found: list[Readiness]) -> dict[str, Readiness]:
 def test_every_strategy_of_the_registry_is_asked_in_its_order(here: Environment) -> None:
     found = readiness(here, find_card("H200"))
     assert [one.strategy for one in found] == [kind.name for kind in ORDER]
-    assert [one.strategy for one in found if not one.ready] == []
+    # One process has nobody to share with.
+    assert [one.strategy for one in found if not one.ready] == ["sharded_state"]
 
 
 def test_an_older_card_is_judged_in_float16_and_not_refused(here: Environment) -> None:

@@ -73,7 +73,9 @@ class ShardedState(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.ranks.world_size == 1:
-            return Message("one process trains, so there is nobody to share the state with")
+            return Message(
+                "it divides the state over several processes, and there is one; --gpus starts more"
+            )
         optim = str(plain_value(setup, "optim"))
         if optim not in _OPTIMS:
             return Message(
