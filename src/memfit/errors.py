@@ -186,6 +186,10 @@ class PlanMissedError(DoesNotFitError):
         super().__init__(what)
         self.short_bytes = short_bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks send it to each other: what one misses, all plan again."""
+        return type(self), (self.args[0], self.short_bytes)
+
 
 def forget(error: BaseException) -> None:
     """Clears the frames an error came through: they would keep what was made in them alive."""

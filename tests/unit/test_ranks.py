@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from memfit.api import finetune
 from memfit.cli import run
 from memfit.config import RunConfig
-from memfit.errors import ConfigError
+from memfit.errors import ConfigError, PlanMissedError
 from memfit.run.launching import ranks_to_start
 from memfit.run.ranks import Ranks, _tell, count_of, ranks_of_environment, start_ranks
 
@@ -226,3 +227,9 @@ def test_ranks_are_started_once_and_by_one_launcher(monkeypatch: pytest.MonkeyPa
 def test_callbacks_cannot_be_sent_to_other_processes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
         finetune("a.csv", model="m", output_dir=tmp_path / "out", gpus=2, callbacks=[object()])
+
+
+def test_a_plan_that_one_rank_misses_reaches_the_others_as_it_is() -> None:
+    missed = pickle.loads(pickle.dumps(PlanMissedError("too large", 5)))
+    assert type(missed) is PlanMissedError
+    assert (str(missed), missed.short_bytes) == ("too large", 5)
