@@ -44,7 +44,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @config_options(
-    RunConfig, ModelConfig, DataConfig, leave_out=("path", "output_dir", "plan", "on_nan", "gpus")
+    RunConfig, ModelConfig, DataConfig, leave_out=("path", "output_dir", "plan", "on_nan")
 )
 def plan(
     ctx: typer.Context,

@@ -108,6 +108,8 @@ class DeviceProfile:
     """Whether the context was measured; otherwise it follows from the card's size."""
     bus_bytes_per_second: float = 16 * 0.985e9
     """One way, by the PCIe generation and lanes."""
+    nvlink_bytes_per_second: float = 0.0
+    """To other cards of its kind, one way, all links together; 0 where it has none."""
     reached: Speeds | None = None
     """Speeds as measured; None where only the data sheet speaks."""
     here: bool = False
@@ -235,6 +237,8 @@ def find_card(name: str, place: CardPlace | None = None) -> DeviceProfile:
             t("{name} may be {cards}; write which one", name=repr(name), cards=_either(closest))
         )
     found = _profile(closest[0])
+    if wanted - named[closest[0]] == {"pcie"}:
+        found = dataclasses.replace(found, nvlink_bytes_per_second=0.0)
     if place is None and "usable_gib" in _table()[closest[0]]:  # measured on this machine
         return found
     return (place or CardPlace()).apply(found)
@@ -334,6 +338,7 @@ def _profile_like(name: str, capability: tuple[int, int], multiprocessors: int) 
         memory_bytes_per_second=base.memory_bytes_per_second * scale,
         fp32_flops=base.fp32_flops * scale,
         half_flops=base.half_flops * scale,
+        nvlink_bytes_per_second=0.0,
         measured=False,
         reached=None,
     )
@@ -358,6 +363,7 @@ def _profile(card: str) -> DeviceProfile:
         half_flops=row["half"] * 1e12,
         measured=loaded_mib is not None,
         bus_bytes_per_second=_bus(capability, row.get("pcie")),
+        nvlink_bytes_per_second=row.get("nvlink", 0) * 1e9,
         reached=Speeds(**row["reached"]) if "reached" in row else None,
         context_low_bytes=low,
         matrix_units=row.get("matrix_units", capability >= _MATRIX_UNITS_FROM),

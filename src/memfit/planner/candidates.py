@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.components import MemoryPeak
     from memfit.memory.tracing.counting import StepCounts
+    from memfit.planner.exchange_cost import ExchangeCost
     from memfit.planner.workload import Batches, GivenModel
     from memfit.units import Budget
 
@@ -29,7 +30,9 @@ class Workload:
     lengths: tuple[int, ...]
     """Tokens of every training row, cut at the longest allowed."""
     args: TrainingArguments
-    """As the user gave them; per-device batch x accumulation is one effective batch."""
+    """As the user gave them; per-device batch x accumulation is one rank's effective batch."""
+    ranks: int = 1
+    """Processes that train together, each with a card of its own and an even share of the rows."""
     user_set: frozenset[str] = frozenset()
     """The training arguments given by name: constraints, not suggestions."""
     num_labels: int = 2
@@ -51,12 +54,13 @@ class Workload:
 
     @cached_property
     def effective_rows(self) -> int:
-        """Rows one optimizer step learns from."""
-        return int(
-            self.args.per_device_train_batch_size
-            * self.args.gradient_accumulation_steps
-            * self.args.world_size
-        )
+        """Rows one optimizer step learns from, on all ranks."""
+        return self.rank_rows * self.ranks
+
+    @cached_property
+    def rank_rows(self) -> int:
+        """Rows of them on one rank, at most."""
+        return int(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps)
 
     @cached_property
     def longest_tokens(self) -> int:
@@ -193,6 +197,9 @@ class Pricer(Protocol):
 
     def problem(self, strategies: tuple[Strategy, ...]) -> str:
         """Why these cannot be used for the task on the card; empty where they can."""
+
+    def exchange(self, candidate: Candidate) -> ExchangeCost:
+        """What the other ranks take of one rank's memory and time."""
 
     def learning_parameters(self, candidate: Candidate) -> int:
         """How many parameters learn."""

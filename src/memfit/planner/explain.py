@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memfit.planner.candidates import Price, Pricer, Workload
+from memfit.planner.exchange_cost import link_bytes_per_second
 from memfit.planner.plans import Decision
 from memfit.planner.space import PlanRequest
 from memfit.planner.workload import batches_of
@@ -45,7 +46,7 @@ class _Explaining:
 
     def decisions(self) -> tuple[Decision, ...]:
         """All of them, in the order they are read."""
-        found = [self._memory(), self._time(), self._micro_batches()]
+        found = [self._memory(), self._time(), *self._ranks(), self._micro_batches()]
         for strategy in self.candidate.strategies:
             found.append(Decision(strategy.name, strategy.explain(self), strategy.name))
             more = strategy.also_explain(self)
@@ -84,11 +85,42 @@ class _Explaining:
         )
         return Decision("time", said)
 
+    def _ranks(self) -> Iterator[Decision]:
+        workload = self.asked.workload
+        if workload.ranks == 1:
+            return
+        cost = self.pricer.exchange(self.candidate)
+        fields = {
+            "ranks": str(workload.ranks),
+            "rows": f"{workload.rank_rows:,}",
+            "every": f"{workload.effective_rows:,}",
+            "sent": gb(cost.sent_bytes),
+            "rate": gb(link_bytes_per_second(self.asked.card)),
+            "seconds": step_time(cost.seconds),
+            "waited": step_time(cost.waited_seconds),
+        }
+        if not cost.nccl_bytes:
+            said = Message(
+                "all figures are of one of {ranks} processes, each with {rows} of a step's {every} "
+                "rows; they sum {sent} of gradients at {rate} a second, which takes {seconds}, of "
+                "which a step waits {waited}",
+                **fields,
+            )
+        else:
+            said = Message(
+                "all figures are of one of {ranks} cards, each with {rows} of a step's {every} "
+                "rows; NCCL holds {nccl} of it, and they sum {sent} of gradients at {rate} a "
+                "second, which takes {seconds}, of which a step waits {waited}",
+                nccl=gb(cost.nccl_bytes),
+                **fields,
+            )
+        yield Decision("ranks", said)
+
     def _micro_batches(self) -> Decision:
         workload, limits = self.asked.workload, self.candidate.micro_batching
         packed = self.candidate.effects.packs
         cut = batches_of(workload, self.candidate.strategies).cut(limits, packed=packed)
-        fields = {"rows": f"{workload.effective_rows:,}", "tokens": f"{cut.worst_tokens:,}"}
+        fields = {"rows": f"{workload.rank_rows:,}", "tokens": f"{cut.worst_tokens:,}"}
         if cut.worst_micro_batches == 1:
             return Decision(
                 "micro.whole",

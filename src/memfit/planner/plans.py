@@ -66,6 +66,7 @@ class Digest:
     total_tokens: int
     budget_bytes: int
     card: str
+    ranks: int = 1
 
 
 _DRAWERS: list[Callable[[Any], str]] = []
@@ -275,6 +276,7 @@ def digest_of(workload: Workload, budget_bytes: int, card: DeviceProfile | None)
         total_tokens=sum(workload.lengths),
         budget_bytes=budget_bytes,
         card="cpu" if card is None else card.name,
+        ranks=workload.ranks,
     )
 
 
@@ -395,10 +397,10 @@ def stock_arguments(args: TrainingArguments, plan: Plan) -> TrainingArguments:
 
 
 def rows_at_once(plan: Plan) -> int:
-    """Rows of one device batch of padded texts: a divisor of the effective batch."""
+    """Rows of one device batch of padded texts: a divisor of a rank's effective batch."""
     limits, digest = plan.micro_batching, plan.digest
-    most = limits.max_rows or digest.effective_rows
+    whole = digest.effective_rows // digest.ranks
+    most = limits.max_rows or whole
     if limits.max_tokens is not None:
         most = min(most, max(limits.max_tokens // digest.longest_tokens, 1))
-    whole = digest.effective_rows
     return max(rows for rows in range(1, min(most, whole) + 1) if whole % rows == 0)

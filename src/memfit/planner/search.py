@@ -94,6 +94,7 @@ def make_plan(
     workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
     asked, pricer = ask(workload, card, pricer, exact=task.exact, allow=task.allow)
     host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
+    host_free //= workload.ranks  # each keeps its own there
     prices = price_all(asked, pricer, budget_bytes, host_free)
     possible = [one for one in prices if fits_host(one, host_free)]
     search = _Search(possible, budget_bytes, pricer)

@@ -67,7 +67,7 @@ def limits_for(workload: Workload, strategies: Option) -> list[MicroBatching]:
         most = batches.worst_tokens
         counts = {batches.usual_most_tokens(), *(-(-most // parts) for parts in _PARTS)}
     else:
-        rows = min(workload.effective_rows, len(workload.lengths))
+        rows = min(workload.rank_rows, len(workload.lengths))
         most = rows * longest
         counts = {-(-rows // parts) * longest for parts in _PARTS}
     smaller = sorted({max(one, longest) for one in counts} - {most}, reverse=True)

@@ -204,7 +204,7 @@ def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: PlanTask)
     needs_bytes = price.device_bytes + max(grown_bytes, 0)
     if not needs_bytes <= task.budget_bytes <= _MORE_ROOM * then_bytes:
         return False
-    return fits_host(price, psutil.virtual_memory().available)
+    return fits_host(price, psutil.virtual_memory().available // task.workload.ranks)
 
 
 def _context_bytes(task: PlanTask) -> int:

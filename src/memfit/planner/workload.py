@@ -154,13 +154,17 @@ class Batches:
 
 
 def batches_of(workload: Workload, strategies: Sequence[Strategy]) -> Batches:
-    """Effective batches of the rows as these strategies leave them."""
+    """What one rank gets of effective batches, of the rows as these strategies leave them.
+
+    Ranks share a batch by tokens, so that a rank's share is like a batch of as many rows. The
+    largest is one of the longest rows.
+    """
     cut = Combination(tuple(strategies)).effects.cuts_at
     longest = workload.longest_tokens if cut is None else cut
     known = workload.batches
     if longest not in known:
         lengths = [min(length, longest) for length in workload.lengths]
-        known[longest] = Batches(lengths, workload.effective_rows)
+        known[longest] = Batches(lengths, workload.rank_rows)
     return known[longest]
 
 
@@ -293,8 +297,12 @@ def workload_of_run(
     lengths: Sequence[int],
     *,
     eval_rows: int = 0,
+    ranks: int | None = None,
 ) -> Workload:
-    """A run of the command line: no weights are needed, only the model's settings."""
+    """A run of the command line: no weights are needed, only the model's settings.
+
+    `ranks` will train it; as many as there are now if None.
+    """
     model = config.model
     settings = copy.deepcopy(settings)
     if model.attn_implementation is not None:
@@ -303,6 +311,7 @@ def workload_of_run(
         config=settings,
         lengths=tuple(lengths),
         args=args,
+        ranks=args.world_size if ranks is None else ranks,
         user_set=user_set_of(config),
         num_labels=labels.num_labels,
         problem_type=labels.problem_type,
@@ -356,6 +365,7 @@ def workload_of_model(
         config=copy.deepcopy(settings),
         lengths=tuple(lengths),
         args=args,
+        ranks=args.world_size,
         user_set=known,
         num_labels=int(settings.num_labels or 2),
         problem_type=settings.problem_type or "single_label_classification",

@@ -105,10 +105,15 @@ def _on_cpu(plan: Plan) -> bool:
 
 
 def _headline(plan: Plan, model: str) -> Text:
+    ranks, card = plan.digest.ranks, t("this CPU") if _on_cpu(plan) else plan.digest.card
+    if ranks > 1 and _on_cpu(plan):
+        card = t("each of {ranks} processes on this CPU", ranks=ranks)
+    elif ranks > 1:
+        card = t("each of {ranks} x {card}", ranks=ranks, card=card)
     sentence = t(
         "{model} on {card}, budget {budget}: {fidelity}",
         model=model,
-        card=t("this CPU") if _on_cpu(plan) else plan.digest.card,
+        card=card,
         budget=format_both(plan.digest.budget_bytes),
         fidelity=t(_FIDELITIES[str(plan.fidelity)]),
     )

@@ -19,7 +19,7 @@ from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring
 from memfit.report.terminal import fact_line
-from memfit.run.ranks import Ranks, cards_are_shared
+from memfit.run.ranks import Ranks, cards_are_shared, count_of
 from memfit.run.scoring_rules import class_weights_of_run, scoring_of_run
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
@@ -141,6 +141,8 @@ class Prepared:
     """The machine that card is in; like this one if None."""
     most_bytes: int | None = None
     """What every rank may hold; None of a run on one."""
+    ranks: int | None = None
+    """How many to plan for; as many as there are now if None."""
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -161,6 +163,7 @@ class Prepared:
             self.text.labels,
             self.lengths,
             eval_rows=len(self.tokens.validation),
+            ranks=self.ranks,
         )
 
     @cached_property
@@ -285,11 +288,34 @@ def prepare_to_plan(
     _named_card(gpu)  # a name that no card has is refused before the table is read
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare(config, Path(folder), gpu=gpu, place=place, has_weights=False)
+    prepared = _on_ranks(prepared, _ranks_to_plan(config.gpus, gpu))
     with doing(t("planning …")):
         whole = replace(prepared.workload, lora=None, freeze=None)
         model = build_model(whole, full_config(whole))
     check_positions(model, config.data.max_length, config.model.model)
     return prepared
+
+
+def _on_ranks(prepared: Prepared, ranks: int) -> Prepared:
+    """The same for one of so many ranks; on a CPU they share the computer's memory."""
+    prepared = replace(prepared, ranks=ranks)
+    if ranks == 1 or prepared.task.card is not None:
+        return prepared
+    import torch
+
+    from memfit.planner.this_machine import budget_bytes
+
+    free_bytes = budget_bytes(torch.device("cpu"), Budget())
+    return replace(prepared, most_bytes=free_bytes // ranks)
+
+
+def _ranks_to_plan(gpus: str | None, gpu: str | None) -> int:
+    """How many cards a plan is for; of a card that is not here there may be any number."""
+    if gpus is None:
+        return 1
+    if gpu is None or gpus == "auto":
+        return count_of(gpus)
+    return int(gpus)
 
 
 def _named_card(
@@ -403,6 +429,7 @@ def _about(prepared: Prepared) -> dict[str, Any]:
         "card": "cpu" if prepared.task.card is None else prepared.task.card.name,
         "budget_bytes": prepared.task.budget_bytes,
         "rows": len(prepared.workload.lengths),
+        "ranks": prepared.workload.ranks,
         "effective_batch": prepared.workload.effective_rows,
         "steps_per_epoch": prepared.workload.steps_per_epoch,
     }

@@ -88,6 +88,10 @@ class CudaGraphs(Strategy):
             return Message("it captures packed batches and the low-bit optimizer; use both")
         if not setup.stock_loss:
             return Message("a loss that is not the model's own cannot be captured unseen")
+        if setup.ranks.world_size > 1 and not self._outlasted(setup):
+            return Message(
+                "ranks do not meet inside a graph, and only gradients kept in 8 bits outlast one"
+            )
         if setup.args.torch_compile:
             return Message("torch_compile is on")
         if setup.args.neftune_noise_alpha is not None:
@@ -95,6 +99,13 @@ class CudaGraphs(Strategy):
                 "neftune_noise_alpha asks for noise by each batch's width, which is captured once"
             )
         return ""
+
+    @staticmethod
+    def _outlasted(setup: Setup) -> bool:
+        """Whether gradients are still there when a graph has run."""
+        from memfit.strategies.lowbit.gradient_sinks import KeptInt8
+
+        return setup.make_sink is KeptInt8
 
     def change(self, setup: Setup) -> None:
         if setup.card is None:

@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -107,6 +107,9 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
             collate=trainer.changes.collate_rows,
         )
         task = this_machine.task_for(workload, budget, trainer.setup.args.device)
+        # One plan runs on all ranks, so it is made for the one with the least memory.
+        (least,) = trainer.ranks.highest([-task.budget_bytes])
+        task = replace(task, budget_bytes=-least)
         with preserved_rng():
             if asked.given is None:
                 # Ranks that measure their cards would come to different plans.

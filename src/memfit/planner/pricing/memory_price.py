@@ -50,6 +50,8 @@ class Priced:
     graphs: int = 0
     """Graphs that will be captured; none where the step is launched."""
     graphed_kernels: float = 0
+    nccl_bytes: int = 0
+    """What ranks on several cards hold to reach each other."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -78,7 +80,7 @@ def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
 
 def context_bytes(run: Priced, card: DeviceProfile) -> int:
     """What lies on the card outside the allocator; a run makes its handles small."""
-    return run_context_bytes(
+    return run.nccl_bytes + run_context_bytes(
         card.context_bytes,
         card.capability,
         {} if card.here else ChainMap(os.environ, {VARIABLE: SMALL}),

@@ -20,6 +20,7 @@ from memfit.memory.phases import TRAINING
 from memfit.memory.tracing.counting import StepCounts
 from memfit.memory.tracing.depth import Segments, with_layers
 from memfit.planner.candidates import Candidate, Price, Timed, Workload
+from memfit.planner.exchange_cost import ExchangeCost, exchange_cost, nccl_bytes
 from memfit.planner.pricing.layer_pieces import (
     Counted,
     Counts,
@@ -139,8 +140,14 @@ class TracedPricer:
     def timed(self, candidate: Candidate) -> Timed:
         """The seconds of its quick price alone, which need fewer traces and no allocator."""
         split = self._split(candidate.strategies)
-        counts = self._counts(split, self._cut(candidate, split))
-        return Timed(candidate, step_seconds(counts, self.card, parses=split.small_workspace))
+        cut = self._cut(candidate, split)
+        return Timed(candidate, self._seconds(split, cut, self._counts(split, cut)))
+
+    def exchange(self, candidate: Candidate) -> ExchangeCost:
+        """What the other ranks take of this one's memory and time."""
+        split = self._split(candidate.strategies)
+        cut = self._cut(candidate, split)
+        return self._exchange(split, cut, self._seconds_alone(split, self._counts(split, cut)))
 
     def quick(self, candidate: Candidate) -> Price:
         """Composed from traced layers."""
@@ -156,7 +163,7 @@ class TracedPricer:
             peak=peak,
             phases={TRAINING: peak},
             counts=counts,
-            step_seconds=step_seconds(counts, self.card, parses=split.small_workspace),
+            step_seconds=self._seconds(split, cut, counts),
             host_bytes=self._host_bytes(split, cut),
         )
 
@@ -228,12 +235,15 @@ class TracedPricer:
         evaluation = self._evaluation_bytes(updating, split, candidate.micro_batching)
         beside = max(evaluation, updating.features_bytes)
         moment, gradients = max(high, (beside, 0.0))
+        exchange = self._exchange(split, cut, 0.0)
+        moment, gradients = moment + exchange.in_flight_bytes, gradients + exchange.in_flight_bytes
         allocated = round(static.total + workspace + moment)
         gap = 0
         if self.card is not None:
             gap = self._gap_at(family, split, tokens, adds_up)
             # What graphs were captured in is theirs: an evaluation takes memory beside it.
-            beside = evaluation + _LAUNCHED_REST_BYTES
+            sums = exchange.sent_bytes if self.workload.ranks > 1 else 0
+            beside = max(evaluation, sums) + _LAUNCHED_REST_BYTES
             gap += round(beside if split.bucket_tokens else max(updating.gap_bytes, 0.0))
         held = {name: round(static.parts.get(name, 0.0)) for name in Component}
         held[Component.GRADIENTS] += round(gradients)
@@ -345,6 +355,7 @@ class TracedPricer:
             streams=split.copies,
             graphs=self._graphs(limits, split.bucket_tokens) if split.bucket_tokens else 0,
             graphed_kernels=kernels,
+            nccl_bytes=nccl_bytes(self.workload, self.card),
         )
         return _workspace_bytes(run, self.card), context_bytes(run, self.card)
 
@@ -365,6 +376,27 @@ class TracedPricer:
         return round(updating.host_bytes(self._depth) + kept)
 
     # ----------------------------------------------------------------------------- time
+
+    def _seconds(self, split: Split, cut: Cutting, counts: StepCounts) -> float:
+        alone = self._seconds_alone(split, counts)
+        if self.workload.ranks == 1:
+            return alone
+        return alone + self._exchange(split, cut, alone).waited_seconds
+
+    def _seconds_alone(self, split: Split, counts: StepCounts) -> float:
+        return step_seconds(counts, self.card, parses=split.small_workspace)
+
+    def _exchange(self, split: Split, cut: Cutting, alone: float) -> ExchangeCost:
+        learning = self._updating(split.family, split.updating).learning(self._depth)
+        return exchange_cost(
+            self.workload,
+            self.card,
+            learning * self._family_of(split).gradient_bytes,
+            alone,
+            micro_batches=cut.micro_batches,
+            graphed=bool(split.bucket_tokens),
+            kept=split.keeps,
+        )
 
     def _cut(self, candidate: Candidate, split: Split) -> Cutting:
         batches = batches_of(self.workload, candidate.strategies)
@@ -407,8 +439,8 @@ class TracedPricer:
         step += more * (cut.micro_batches - 1) + self._features(split)
         if not split.bucket_tokens:
             return counts_of(step + update)
-        # A batch that is not cut ends its step in the graph, too.
-        share = min(cut.micro_batches - 1.0, 1.0)
+        # A batch that is not cut ends its step in the graph, too; ranks do not meet in one.
+        share = min(cut.micro_batches - 1.0, 1.0) if self.workload.ranks == 1 else 1.0
         step = replayed(step) + share * update + (1 - share) * replayed(update)
         return dataclasses.replace(counts_of(step), replays=cut.micro_batches)
 

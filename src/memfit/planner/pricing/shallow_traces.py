@@ -97,14 +97,16 @@ class Tracing:
         """So many of the longest rows, all of them in one micro-batch.
 
         Everything is then in proportion to the tokens, as it is among the largest batches: also
-        attention that keeps the square of a length, or pads texts again.
+        attention that keeps the square of a length, or pads texts again. What ranks send each other
+        is another multiple of the layers, and is added to the price.
         """
-        return replace(self.workload, lengths=(self.workload.longest_tokens,) * rows)
+        lengths = (self.workload.longest_tokens,) * rows
+        return replace(self.workload, lengths=lengths, ranks=1)
 
     def _size(self, fewer: bool) -> tuple[int, int]:
         """Rows and tokens of a micro-batch."""
         longest = self.workload.longest_tokens
-        rows = min(self.workload.effective_rows, len(self.workload.lengths))
+        rows = min(self.workload.rank_rows, len(self.workload.lengths))
         if rows < _FEWEST_ROWS:
             return rows, rows * max(longest // 2 if fewer else longest, 1)
         # A prime, so that what grows with the rows is not taken for what happens to be a

@@ -49,6 +49,7 @@ from memfit.memory.tracing.operators import CudaKernels
 from memfit.memory.tracing.traced_device import TracedDevice
 from memfit.models.layers import layers_of
 from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.exchange_cost import nccl_bytes
 from memfit.planner.pricing.memory_price import Priced, price
 from memfit.planner.pricing.traced_run import TracedRun
 from memfit.planner.pricing.traced_setup import (
@@ -316,7 +317,7 @@ def price_memory(
     found = []
     for size, whole in sized:
         trace = trace_step(workload, candidate, card, tokens=size, whole=whole)
-        phases = price(priced(trace, candidate, workload), card)
+        phases = price(priced(trace, candidate, workload, card), card)
         found.append((highest(phases.values()), phases, trace))
         if budget_bytes is not None and found[-1][0].device_bytes > budget_bytes:
             break
@@ -337,7 +338,7 @@ def _largest(
         # Attention is padded again: many short rows beside a long one, in a batch that is not cut,
         # may need more than the few long rows of a part, whatever their sums.
         lengths = cut_lengths(workload, candidate)
-        smallest = sum(lengths[-workload.effective_rows :])
+        smallest = sum(lengths[-workload.rank_rows :])
         whole = [(cutting.worst_tokens, True)] if smallest <= limits.max_tokens else []
         return [*whole, (None, False)]
     if cutting.worst_part_tokens == cutting.worst_tokens:
@@ -370,7 +371,9 @@ def unavailable_reason(
     return _tracer(workload, card).reason(chosen)
 
 
-def priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced:
+def priced(
+    trace: StepTrace, candidate: Candidate, workload: Workload, card: DeviceProfile | None
+) -> Priced:
     """What decides the memory of a run of this step."""
     graphs = 0
     if "static" in trace.segments.parts:
@@ -386,6 +389,7 @@ def priced(trace: StepTrace, candidate: Candidate, workload: Workload) -> Priced
         streams=effects.copies,
         graphs=graphs,
         graphed_kernels=trace.counts.replayed / trace.rows.parts,
+        nccl_bytes=nccl_bytes(workload, card),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.engine.exchange import IN_FLIGHT_BYTES, ExchangedGrads
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.loss import counted_labels
@@ -74,6 +75,38 @@ def prepare_sink(sink: LowBitSink, tracker: FakeTracker) -> None:
         take(p, grad)
 
     watched.take, watched.finish = noted, finishing
+
+
+def send_alike(sink: LowBitSink, tracker: FakeTracker, large_bytes: int) -> None:
+    """Every layer has as much on its way to other ranks as may be, until the end of backward.
+
+    Which layers' gradients that are depends on the depth, and so a trace of a few layers must not.
+    Where less than that is sent in all, the sums of all layers come at the end.
+    """
+    watched: Any = sink
+    exchange: Any = watched._exchange
+    if exchange is None:
+        return
+    send, landed, finish = watched._send, exchange.landed, exchange.finish
+    on_its_way: list[torch.Tensor] = []
+
+    def sending(p: torch.Tensor, grad: torch.Tensor) -> None:
+        tracker.tag(iter((grad,)), Component.GRADIENTS)
+        send(p, grad)
+
+    def landing(most_bytes: int = IN_FLIGHT_BYTES) -> Any:
+        if most_bytes >= 0 and not on_its_way:
+            on_its_way.append(torch.empty(IN_FLIGHT_BYTES, dtype=torch.uint8))
+            tracker.tag(iter(on_its_way), Component.GRADIENTS)
+        return landed(-1)
+
+    def finishing(*args: Any) -> Any:
+        on_its_way.clear()
+        return finish(*args)
+
+    watched._send = sending
+    if large_bytes > IN_FLIGHT_BYTES:
+        exchange.landed, exchange.finish = landing, finishing
 
 
 def layer_boundaries(
@@ -287,6 +320,7 @@ class TracedRun:
                         )
                     )
                 prepare_sink(setup.sink, self._tracker)
+                send_alike(setup.sink, self._tracker, self._large_bytes)
                 found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)
                 assert isinstance(self._executor, SinkExecutor)
                 self._executor = replace(self._executor, boundaries=found)
@@ -323,8 +357,12 @@ class TracedRun:
         return model.config
 
     def _is_graphed(self, parts: int) -> bool:
+        """As GraphedExecutor decides: ranks do not meet inside a graph."""
         sink: Any = self.setup.sink
-        return bool(sink.capturable and (parts == 1 or sink.hooked))
+        shared = self.setup.ranks.together
+        if not sink.capturable or (shared and sink.updates_in_backward):
+            return False
+        return bool(sink.hooked or (parts == 1 and not shared))
 
     def _graphed_step(self, executor: GraphedExecutor, parts: list[MicroBatch]) -> None:
         """What a graph captures, once; several micro-batches are several replays of it."""
@@ -341,12 +379,13 @@ class TracedRun:
             static = packed._map(torch.clone)
         self._static = static
         with self._part("micro"):
-            if len(parts) == 1:
+            if len(parts) == 1 and not self.setup.ranks.together:
                 executor._whole_step(self.setup.model, static)
             else:
                 sink.begin(len(parts), replayed=True)
                 sink.prepare(0)
-                executor._micro(self.setup.model, static, 0)
+                with self.setup.ranks.apart():
+                    executor._micro(self.setup.model, static, 0)
 
     def _update(self) -> None:
         setup = self.setup
@@ -375,6 +414,8 @@ class TracedRun:
             prepare=self._prepare_inputs,
             loss=self._loss,
             backward=torch.autograd.backward,
+            ranks=setup.ranks,
+            exchange=ExchangedGrads(setup.ranks, setup.model) if setup.ranks.together else None,
             around=tuple(setup.around_micro_batch),
             packed=setup.packing is not None,
         )

@@ -174,9 +174,9 @@ class GradientRelease(Strategy):
     def unavailable(self, setup: Setup) -> str:
         if setup.make_optimizer is None:
             return Message("it needs the low-bit optimizer, whose update can run inside backward")
-        if setup.args.world_size > 1 and self.mode == "two_pass":
+        if setup.ranks.world_size > 1 and self.mode == "two_pass":
             return Message("several processes exchange their gradients once a step, not twice")
-        if setup.args.world_size > 1 and self.accumulate:
+        if setup.ranks.world_size > 1 and self.accumulate:
             return Message("several processes may run different numbers of micro-batches")
         clips = (setup.args.max_grad_norm or 0) > 0
         if self.mode == "release" and clips and self.clip == "none":

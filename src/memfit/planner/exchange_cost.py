@@ -1,0 +1,96 @@
+"""What ranks that train together cost each other: memory on every card, and time of every step.
+
+    NCCL        buffers on each card, outside the allocator
+    sent        every learning gradient, once a step: 2 bytes a parameter of low bits, 4 of fp32
+    on the bus  2 (N - 1) / N times as much each way, for a ring of N cards
+    waited      what does not hide behind the backward of the last micro-batch, which is two thirds
+                of its time; replayed graphs send when they are done, so that nothing hides
+
+None of it was measured on several cards here: figures are others', with their source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memfit.engine.exchange import IN_FLIGHT_BYTES
+from memfit.units import MIB
+
+if TYPE_CHECKING:
+    from memfit.memory.cards import DeviceProfile
+    from memfit.planner.candidates import Workload
+
+NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 * MIB, 688 * MIB
+"""One communicator of two cards, and of more: https://github.com/NVIDIA/nccl/issues/964 (2023, four
+A100). It grows with the channels a bus needs, so that cards without NVLink should take less."""
+
+THROUGH_HOST_BYTES_PER_SECOND = 10e9
+"""Between cards that cannot reach each other's memory, by way of the host's: NCCL itself counts on
+10 GB/s between two sockets and 12 of PCIe 3 with 16 lanes (NVIDIA/nccl#864, nccl-tests#307)."""
+
+BUS_SHARE = 0.63
+"""What of a narrower bus it is: 10 of the 15.8 GB/s that 16 lanes of PCIe 3 have."""
+
+NVLINK_SHARE = 0.75
+"""Of the data sheet's bandwidth one way: an H100's 450 GB/s carry 340 to 370 (NVIDIA/nccl#1374)."""
+
+GLOO_BYTES_PER_SECOND = 1e9
+"""Between processes of one CPU, whose cores also compute."""
+
+BACKWARD_SHARE = 2 / 3
+"""Backward takes twice as long as forward."""
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """What the exchange takes of one rank."""
+
+    nccl_bytes: int
+    sent_bytes: int
+    """Gradients, once a step."""
+    in_flight_bytes: int
+    """Of gradients that are not kept where they can be summed."""
+    seconds: float
+    """On the bus, a step."""
+    waited_seconds: float
+    """What of that the step waits for."""
+
+
+def nccl_bytes(workload: Workload, card: DeviceProfile | None) -> int:
+    """What NCCL holds on the card; gloo, for CPUs and ranks that share a card, holds nothing."""
+    if workload.ranks == 1 or card is None or workload.args.ddp_backend == "gloo":
+        return 0
+    return NCCL_PAIR_BYTES if workload.ranks == 2 else NCCL_GROUP_BYTES
+
+
+def link_bytes_per_second(card: DeviceProfile | None) -> float:
+    """Bytes a second from one rank to the next."""
+    if card is None:
+        return GLOO_BYTES_PER_SECOND
+    if card.nvlink_bytes_per_second:
+        return NVLINK_SHARE * card.nvlink_bytes_per_second
+    return min(BUS_SHARE * card.bus_bytes_per_second, THROUGH_HOST_BYTES_PER_SECOND)
+
+
+def exchange_cost(
+    workload: Workload,
+    card: DeviceProfile | None,
+    sent_bytes: float,
+    step_seconds: float,
+    *,
+    micro_batches: float,
+    graphed: bool,
+    kept: bool,
+) -> ExchangeCost:
+    """Of a step that takes so long on a rank by itself; `kept` gradients are summed in place."""
+    ranks = workload.ranks
+    seconds = 2 * (ranks - 1) / ranks * sent_bytes / link_bytes_per_second(card)
+    hidden = 0.0 if graphed else BACKWARD_SHARE * step_seconds / max(micro_batches, 1.0)
+    return ExchangeCost(
+        nccl_bytes=nccl_bytes(workload, card),
+        sent_bytes=round(sent_bytes),
+        in_flight_bytes=0 if kept or ranks == 1 else round(min(IN_FLIGHT_BYTES, sent_bytes)),
+        seconds=seconds,
+        waited_seconds=max(seconds - hidden, 0.0),
+    )
