@@ -13,6 +13,7 @@ from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, PlanTask, Price, Timed, Workload
+from memfit.planner.exchange_cost import ExchangeCost, exchange_cost
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import batches_of
 from memfit.strategies import Strategy, Tier
@@ -123,6 +124,12 @@ class FormulaPricer:
     def learning_parameters(self, candidate: Candidate) -> int:
         total = self.outside + self.layers * self.layer_parameters
         return total // 100 if candidate.fidelity >= 3 else total
+
+    def exchange(self, candidate: Candidate) -> ExchangeCost:
+        return exchange_cost(
+            self.workload, self.card, 2.0 * self.learning_parameters(candidate), 0.0,
+            micro_batches=1.0, graphed=False, kept=True,
+        )  # fmt: skip
 
     def least_seconds(self, tier: Tier, prices: Sequence[Price | Timed]) -> float:
         del tier, prices

@@ -213,6 +213,23 @@ def test_the_json_has_the_chosen_plan_and_the_others(plan_file: tuple[Path, Any]
     assert found["total_seconds"] == found["training_seconds"] + found["evaluation_seconds"] > 0
 
 
+def test_a_plan_is_made_for_one_of_several_cards_that_are_not_here(
+    table: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(table), "--model", str(tiny_model_dir), "--max-length", "32",
+             "--batch-size", "8", "--gpu", "RTX 3060 12GB", "--gpus"]  # fmt: skip
+    assert run([*words, "4", "--json", "--output", str(tmp_path / "plan.toml")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["effective_batch"], found["steps_per_epoch"]) == (4, 32, 2)
+    stored = tomllib.loads((tmp_path / "plan.toml").read_text(encoding="utf-8"))
+    assert (stored["run"]["gpus"], stored["workload"]["ranks"]) == ("4", 4)
+    assert "NCCL" in stored["reasons"]["ranks"]
+    assert run(["plan", "--check", str(tmp_path / "plan.toml"), "--gpus", "2"]) == 0
+    assert "ranks: 4 -> 2" in capsys.readouterr().out
+    assert run([*words, "2"]) == 0
+    assert "on each of 2 x GeForce RTX 3060 12GB" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_file_is_the_plan_and_knows_its_run(plan_file: tuple[Path, Any], table: Path) -> None:
     target, found = plan_file
     stored = tomllib.loads(target.read_text(encoding="utf-8"))

@@ -388,10 +388,11 @@ class TracedPricer:
 
     def _exchange(self, split: Split, cut: Cutting, alone: float) -> ExchangeCost:
         learning = self._updating(split.family, split.updating).learning(self._depth)
+        is_low = Combination(split.updating).effects.stores is not None
         return exchange_cost(
             self.workload,
             self.card,
-            learning * self._family_of(split).gradient_bytes,
+            learning * (2.0 if is_low else self._family_of(split).gradient_bytes),
             alone,
             micro_batches=cut.micro_batches,
             graphed=bool(split.bucket_tokens),

@@ -118,11 +118,12 @@ def layer_boundaries(
     """
     if not isinstance(sink, ReleasedGradients):
         return None
+    found = None
     if not stack_problem(setup.model, None):
-        return LayerBoundaries(setup.model, sink, setup.device, lambda _: None)
-    if large_bytes > FLUSH_BYTES:
+        found = LayerBoundaries(setup.model, sink, setup.device, lambda _: None)
+    if large_bytes > FLUSH_BYTES and (found is None or sink.is_together):
         _gather_alike(sink, tracker)
-    return None
+    return found
 
 
 def begin(sink: LowBitSink, tracker: FakeTracker, parts: int) -> None:
@@ -320,8 +321,9 @@ class TracedRun:
                         )
                     )
                 prepare_sink(setup.sink, self._tracker)
-                send_alike(setup.sink, self._tracker, self._large_bytes)
                 found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)
+                if found is None:  # at a boundary all that was sent is waited for
+                    send_alike(setup.sink, self._tracker, self._large_bytes)
                 assert isinstance(self._executor, SinkExecutor)
                 self._executor = replace(self._executor, boundaries=found)
                 begin(setup.sink, self._tracker, self._rows.parts)

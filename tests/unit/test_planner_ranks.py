@@ -1,0 +1,160 @@
+"""Plans for one rank of several: its rows, what ranks hold and send, what they cannot do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import BertConfig, TrainingArguments
+
+from memfit.engine.exchange import IN_FLIGHT_BYTES
+from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.cards import find_card
+from memfit.memory.components import Component
+from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.exchange_cost import (
+    NCCL_GROUP_BYTES,
+    NCCL_PAIR_BYTES,
+    exchange_cost,
+    link_bytes_per_second,
+)
+from memfit.planner.explain import explain
+from memfit.planner.pricing import step_trace
+from memfit.planner.pricing.pricer import TracedPricer
+from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
+from memfit.planner.space import PlanRequest
+from memfit.strategies import (
+    CudaGraphs,
+    GradientRelease,
+    LowBitAdamW,
+    OptimizerOffload,
+    Packing,
+    Strategy,
+)
+
+T4, CARD = find_card("T4"), find_card("RTX 3060 12GB")
+LOW, KEPT8 = LowBitAdamW(), GradientRelease("kept8")
+
+
+@cache
+def workload(ranks: int, layers: int = 3, width: int = 128, **arguments: Any) -> Workload:
+    args = TrainingArguments(
+        "unused", per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
+        use_cpu=True, **arguments,
+    )  # fmt: skip
+    draw = random.Random(1)
+    config = BertConfig(
+        vocab_size=500, hidden_size=width, num_attention_heads=4, intermediate_size=4 * width,
+        num_hidden_layers=layers, max_position_embeddings=64,
+    )  # fmt: skip
+    lengths = tuple(draw.randint(8, 64) for _ in range(200))
+    return Workload(config=config, lengths=lengths, args=args, ranks=ranks)
+
+
+def candidate(*strategies: Strategy, most_tokens: int | None = None) -> Candidate:
+    return Candidate(strategies, MicroBatching(max_tokens=most_tokens))
+
+
+def test_a_rank_has_its_own_batch_and_all_together_fewer_steps() -> None:
+    alone, four = workload(1), workload(4)
+    assert (four.rank_rows, four.effective_rows) == (8, 32)
+    assert (alone.steps_per_epoch, four.steps_per_epoch) == (25, 7)
+    # In `.grad` gradients are summed where they lie; small ones travel together, in a copy.
+    (one, _, trace), (each, _, _) = (price_memory(task, candidate(), None) for task in (alone, four))
+    assert 0 <= each.device_bytes - one.device_bytes <= 4 * trace.trainable_parameters
+
+
+def test_nccl_is_counted_on_every_card_and_gloo_is_not() -> None:
+    def context(task: Workload) -> int:
+        full, _, _ = price_memory(task, candidate(LOW), CARD)
+        quick = TracedPricer(task, CARD).quick(candidate(LOW)).peak
+        assert quick.components[Component.CONTEXT] == full.components[Component.CONTEXT]
+        return full.components[Component.CONTEXT]
+
+    alone = context(workload(1))
+    assert context(workload(2)) == alone + NCCL_PAIR_BYTES
+    assert context(workload(4)) == alone + NCCL_GROUP_BYTES
+    by_host = copy.copy(workload(4).args)
+    by_host.ddp_backend = "gloo"
+    assert context(dataclasses.replace(workload(4), args=by_host)) == alone
+
+
+def test_gradients_on_their_way_are_the_same_at_every_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """39 MB of them at full depth: more than may be on their way at once."""
+    chosen = candidate(LOW, KEPT8)
+    alone, shared = (workload(ranks, layers=6, width=512) for ranks in (1, 2))
+    (one, _, _), (two, _, composed) = (price_memory(task, chosen, None) for task in (alone, shared))
+    assert max(composed.traced_layers) < 6
+    assert two.device_bytes - one.device_bytes == pytest.approx(IN_FLIGHT_BYTES, rel=0.25)
+    monkeypatch.setattr(step_trace, "plan_runs", lambda *_: None)
+    whole, _, trace = price_memory(dataclasses.replace(shared), chosen, None)
+    assert trace.traced_layers == (6,)
+    assert two.device_bytes == pytest.approx(whole.device_bytes, rel=0.005)
+    quick = TracedPricer(shared, None).quick(chosen)
+    assert quick.device_bytes == pytest.approx(two.device_bytes, rel=0.05)
+
+
+def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:
+    def reason(ranks: int, *strategies: Strategy) -> str:
+        return unavailable_reason(strategies, workload(ranks), CARD)
+
+    for refused in (
+        (LOW, GradientRelease("two_pass")),
+        (LOW, GradientRelease(clip="predicted", accumulate=True)),
+        (OptimizerOffload(),),
+        (Packing(), LOW, CudaGraphs()),
+        (Packing(), LOW, GradientRelease(clip="predicted"), CudaGraphs()),
+    ):
+        assert not reason(1, *refused)
+        assert "processes" in reason(2, *refused) or "ranks" in reason(2, *refused)
+    assert not reason(2, Packing(), LOW, KEPT8, CudaGraphs())
+
+
+def test_graphs_of_ranks_send_all_gradients_when_they_are_done() -> None:
+    """Each is a bf16 copy of what is kept in 8 bits, beside the graph's own memory."""
+    chosen = candidate(Packing(), LOW, KEPT8, CudaGraphs(64))
+    one, two = (TracedPricer(workload(ranks), CARD) for ranks in (1, 2))
+    cost = two.exchange(chosen)
+    assert cost.sent_bytes == pytest.approx(2 * two.learning_parameters(chosen), rel=0.02)
+    assert cost.waited_seconds == cost.seconds > 0
+    assert two.quick(chosen).step_seconds > one.quick(chosen).step_seconds + 0.99 * cost.seconds
+
+
+def test_a_step_waits_for_what_backward_does_not_hide() -> None:
+    """325 M gradients of 2 bytes on a ring of 4: 1.5 times 0.65 GB at 9.9 GB/s."""
+
+    def cost(step_seconds: float, **how: Any) -> tuple[float, float]:
+        given = {"micro_batches": 1.0, "graphed": False, "kept": True, **how}
+        found = exchange_cost(workload(4), T4, 650e6, step_seconds, **given)
+        return round(found.seconds, 4), round(found.waited_seconds, 4)
+
+    assert cost(0.3) == (0.0982, 0.0)
+    assert cost(0.09) == (0.0982, 0.0382)
+    assert cost(0.3, micro_batches=4.0) == (0.0982, 0.0482)
+    assert cost(0.3, graphed=True) == (0.0982, 0.0982)
+
+
+def test_cards_reach_each_other_by_nvlink_or_through_the_host() -> None:
+    rates = {name: link_bytes_per_second(find_card(name)) for name in ("T4", "RTX 4090", "H100")}
+    assert rates["T4"] == pytest.approx(9.93e9, rel=0.01)
+    assert rates["RTX 4090"] == 10e9
+    assert rates["H100"] == pytest.approx(337e9, rel=0.01)
+    assert link_bytes_per_second(find_card("A100 PCIe 80GB")) == 10e9
+
+
+def test_the_plan_says_that_its_figures_are_of_one_card() -> None:
+    task = workload(2)
+    pricer = TracedPricer(task, CARD)
+    asked = PlanRequest(task, CARD, judge=pricer.problem)
+    price = pricer.quick(candidate(LOW))
+    said = {one.about: one.sentence() for one in explain(price, asked, pricer, 10**10)}
+    assert "one of 2 cards, each with 8 of a step's 16 rows" in said["ranks"]
+    assert "NCCL holds 0.57 GB" in said["ranks"]
+    alone = dataclasses.replace(asked, workload=workload(1))
+    assert "ranks" not in {one.about for one in explain(price, alone, pricer, 10**10)}
