@@ -64,7 +64,9 @@ def test_a_rank_has_its_own_batch_and_all_together_fewer_steps() -> None:
     assert (four.rank_rows, four.effective_rows) == (8, 32)
     assert (alone.steps_per_epoch, four.steps_per_epoch) == (25, 7)
     # In `.grad` gradients are summed where they lie; small ones travel together, in a copy.
-    (one, _, trace), (each, _, _) = (price_memory(task, candidate(), None) for task in (alone, four))
+    (one, _, trace), (each, _, _) = (
+        price_memory(task, candidate(), None) for task in (alone, four)
+    )
     assert 0 <= each.device_bytes - one.device_bytes <= 4 * trace.trainable_parameters
 
 
