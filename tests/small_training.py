@@ -25,10 +25,10 @@ def model_of(
     return BertForSequenceClassification(BertConfig(**{**defaults, **settings}))
 
 
-def wide_model(dropout: float = 0.0) -> BertForSequenceClassification:
+def wide_model(dropout: float = 0.0, width: int = 128) -> BertForSequenceClassification:
     """2 layers x 128: its matrices are large to the low-bit optimizer."""
     return model_of(
-        dropout, vocab_size=300, hidden_size=128, intermediate_size=256,
+        dropout, vocab_size=300, hidden_size=width, intermediate_size=2 * width,
         max_position_embeddings=48, num_labels=3,
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import TRAINING
-from memfit.memory.tracing.tracker import Tracker
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.pricing.step_trace import price_memory
 from memfit.strategies import (
@@ -36,6 +34,7 @@ from memfit.strategies import (
     Strategy,
     Truncation,
 )
+from step_memory import peak_of_two_steps
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "bert_large_h200.json"
 LARGEST_DRAWN = 3_225
@@ -120,31 +119,7 @@ def really(
         train_dataset=rows(),
         data_collator=collate,
     )
-    model: Any = trainer.accelerator.prepare(trainer.model)
-    trainer.create_optimizer_and_scheduler(2)
-    model.train()
-    tracker = Tracker()
-    tracker.adopt(iter((*model.parameters(), *model.buffers())), Component.WEIGHTS)
-    weights = tracker.live_bytes
-    gc.collect()
-    gc.disable()
-    try:
-        with tracker:
-            loader = trainer.get_train_dataloader()
-            batch = next(iter(loader))
-            trainer.prepare_steps(loader)
-            for _ in range(2):
-                trainer.training_step(model, dict(batch))
-                if clip:
-                    trainer._clip_grad_norm(model)
-                elif trainer.setup.sink is not None:
-                    trainer._get_grad_norm(model)
-                trainer.optimizer.step()
-                model.zero_grad()
-    finally:
-        gc.enable()
-        trainer.setup.restore()
-    return tracker.peak_bytes, weights
+    return peak_of_two_steps(trainer)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.phases import TRAINING
+from memfit.planner.candidates import Candidate
+from memfit.planner.pricing.step_trace import price_memory
+from memfit.planner.workload import workload_of_model
 from memfit.strategies import (
     Checkpointing,
     CudaGraphs,
@@ -28,6 +33,7 @@ from memfit.strategies import (
     Strategy,
 )
 from small_training import collate, wide_model, wide_texts
+from step_memory import peak_of_two_steps
 
 EFFECTIVE, ROWS = 8, 37
 ON = os.environ.get("RANKS_ON", "cpu")
@@ -91,10 +97,35 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def measured(folder: Path) -> dict[str, list[int]]:
+    """By way: a rank's highest use as measured, as predicted, and as predicted without others."""
+    texts = [{"input_ids": [2, *[5 + row] * 38, 3], "labels": row % 3} for row in range(2 * RANKS)]
+    found = {}
+    for way, width in (("plain", 128), ("kept", 256), ("kept8", 256), ("release", 256)):
+        strategies, cut = WAYS.get(way, ((), None))
+        cut = MicroBatching() if cut is None else MicroBatching(max_tokens=40)
+        args = TrainingArguments(
+            str(folder), per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            ddp_backend="gloo" if RANKS > 1 else None,
+        )  # fmt: skip
+        model = wide_model(0.1, width)
+        workload = workload_of_model(model, args, texts)
+        trainer = BudgetTrainer(
+            model, args, train_dataset=texts, data_collator=collate,
+            strategies=strategies, micro_batching=cut,
+        )  # fmt: skip
+        found[way] = [peak_of_two_steps(trainer)[0]]
+        for task in (workload, replace(workload, ranks=1)):
+            _, phases, _ = price_memory(task, Candidate(strategies, cut), None)
+            found[way].append(phases[TRAINING].allocated_bytes)
+    return found
+
+
 def leave(folder: Path, *names: str) -> None:
     """These trainings, each in a file of its own."""
     for name in names:
-        torch.save(trained(folder, name), folder / f"{name.replace(':', '-')}-{RANKS}-{RANK}")
+        made = measured(folder) if name == "measured" else trained(folder, name)
+        torch.save(made, folder / f"{name.replace(':', '-')}-{RANKS}-{RANK}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2):
-        train(ranks, folder, *WAYS, "saved")
+        train(ranks, folder, *WAYS, "saved", *(["measured"] if ranks > 1 else []))
     return folder
 
 
@@ -66,6 +66,14 @@ def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
             shared, weight, rtol=0, atol=5e-6 if exact else 2e-2, check_dtype=False
         )
         assert torch.equal(shared, second["weights"][name]), f"{name} is not one on both ranks"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_peak_of_a_rank_is_predicted(runs: Path, rank: int) -> None:
+    """With what it sends to the others, which shows in the peak of the first two."""
+    for way, (measured, predicted, alone) in found(runs, "measured", 2, rank).items():
+        assert predicted == pytest.approx(measured, rel=0.01), way
+        assert way not in ("plain", "kept8") or measured > 1.1 * alone, way
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

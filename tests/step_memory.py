@@ -1,0 +1,39 @@
+"""The memory of real steps, by the tracker that predictions use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from memfit import BudgetTrainer
+from memfit.memory.components import Component
+from memfit.memory.tracing.tracker import Tracker
+
+
+def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
+    """The highest use of two steps of the first batch, and what the weights take."""
+    model: Any = trainer.accelerator.prepare(trainer.model)
+    trainer.create_optimizer_and_scheduler(2)
+    model.train()
+    tracker = Tracker()
+    tracker.adopt(iter((*model.parameters(), *model.buffers())), Component.WEIGHTS)
+    weights = tracker.live_bytes
+    gc.collect()
+    gc.disable()
+    try:
+        with tracker:
+            loader = trainer.get_train_dataloader()
+            batch = next(iter(loader))
+            trainer.prepare_steps(loader)
+            for _ in range(2):
+                trainer.training_step(model, dict(batch))
+                if trainer.args.max_grad_norm:
+                    trainer._clip_grad_norm(model)
+                elif trainer.setup.sink is not None:
+                    trainer._get_grad_norm(model)
+                trainer.optimizer.step()
+                model.zero_grad()
+    finally:
+        gc.enable()
+        trainer.setup.restore()
+    return tracker.peak_bytes, weights
