@@ -111,16 +111,23 @@ class ShareOfRank:
     """Keeps this rank's rows of an effective batch: about the same tokens for each rank.
 
     The whole batch is collated, so that rows are as wide as in a process by itself: there are
-    models that see padding. A rank that gets no row has a batch without rows.
+    models that see padding. A rank that gets no row has a batch without rows, and one that is by
+    itself for a while, to rehearse, keeps them all.
     """
 
     def __init__(self, collator: Any, ranks: Peers) -> None:
         self._collator = collator
         self._rank, self._count = ranks.rank, ranks.world_size
+        self._ranks: Peers | None = ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ranks": None}  # loading processes have no part in the exchange
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         """The batch of this rank's rows, in their order."""
         batch = self._collator(rows)
+        if self._ranks is not None and not self._ranks.together:
+            return batch
         own = shares(lengths_of(batch, Trim.COUNTED), self._count)[self._rank]
         return rows_of(batch, own)
 
