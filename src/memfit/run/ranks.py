@@ -139,6 +139,10 @@ def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int
         kept[0] = Std.NONE if results else Std.OUT
         # What a process of a notebook writes to its terminal is not shown in the notebook.
         shown: dict[int, Any] = {0: Std.ERR} if "ipykernel" in sys.modules else {}
+        # torch 2.11 has no such argument: it waits for 30 seconds.
+        waits: Any = {"shutdown_timeout": SHUTDOWN_SECONDS}
+        if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+            waits = {}
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -150,7 +154,7 @@ def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int
             local_addr="127.0.0.1",
             max_restarts=0,
             signals_to_handle="SIGINT,SIGTERM",
-            shutdown_timeout=SHUTDOWN_SECONDS,
+            **waits,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=shown),
             log_line_prefix_template=" ",
         )
