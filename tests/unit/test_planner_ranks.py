@@ -26,7 +26,7 @@ from memfit.planner.explain import explain
 from memfit.planner.pricing import step_trace
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
-from memfit.planner.space import PlanRequest
+from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import (
     CudaGraphs,
     GradientRelease,
@@ -116,6 +116,22 @@ def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:
         assert not reason(1, *refused)
         assert "processes" in reason(2, *refused) or "ranks" in reason(2, *refused)
     assert not reason(2, Packing(), LOW, KEPT8, CudaGraphs())
+
+
+def test_every_candidate_for_ranks_can_be_used_by_them() -> None:
+    task = workload(2, layers=2)
+    asked = PlanRequest(
+        task, CARD, TracedPricer(task, CARD).problem, allow=frozenset({"optimizer"})
+    )
+    found = {one.strategies for one in candidates(asked)}
+    assert any(CudaGraphs() in one for one in found)
+    for strategies in found:
+        names = {one.name for one in strategies}
+        assert OptimizerOffload.name not in names
+        release = next((one for one in strategies if isinstance(one, GradientRelease)), None)
+        assert release is None or release.mode != "two_pass"
+        if CudaGraphs.name in names:
+            assert release == KEPT8
 
 
 def test_graphs_of_ranks_send_all_gradients_when_they_are_done() -> None:

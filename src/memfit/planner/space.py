@@ -168,7 +168,10 @@ class PlanRequest:
         good: set[Strategy] = set()
         triton = self.card is not None and self.card.has_triton
         on_card = self.card is not None
-        groups = asked_together(self.half, cuda=on_card, triton=triton, exact=self.exact)
+        ranks = self.workload.ranks
+        groups = asked_together(
+            self.half, cuda=on_card, triton=triton, exact=self.exact, ranks=ranks
+        )
         for asked, alike in groups:
             if not self.judge(asked):
                 good.update((*asked, *alike))
@@ -201,7 +204,7 @@ def candidates(
         whole = together(strategies, free)
         if whole is None:
             continue
-        beside = Combination(whole, offered)
+        beside = Combination(whole, offered, asked.workload.ranks)
         if any(one.is_pointless(beside) for one in whole):
             continue
         for limits in limits_for(asked.workload, whole):

@@ -11,6 +11,7 @@ from typing import Any
 
 from memfit.memory.allocator import use_expandable_segments
 from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.lowbit.gradient_release import GradientRelease
 from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
 from memfit.strategies.packing.packing_strategy import Packing
 from memfit.strategies.planning import (
@@ -60,11 +61,15 @@ class CudaGraphs(Strategy):
         if asked.card is None or asked.exact:
             return so_far  # the low-bit optimizer's step is what is captured
         *beneath, graphs = cls.as_used(asked.half)
+        if asked.workload.ranks > 1:
+            beneath.append(GradientRelease("kept8"))
         return [*so_far, *asked.usable([(graphs,)], tuple(beneath))]
 
     def is_pointless(self, beside: Combination) -> bool:
         effects = beside.effects
         if effects.copies or not effects.packs or not effects.state_bytes:
+            return True
+        if beside.ranks > 1 and (effects.releases or not effects.takes_gradients):
             return True
         # Graphs do not parse the setting anew, so small workspaces cost nothing beside them.
         return not effects.small_workspaces and SmallWorkspace() in beside.offered

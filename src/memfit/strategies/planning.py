@@ -143,6 +143,8 @@ class Combination:
     strategies: Option
     offered: frozenset[Strategy] = frozenset()
     """Everything that other candidates for the same task may use."""
+    ranks: int = 1
+    """Processes that train together."""
 
     @cached_property
     def _by_name(self) -> dict[str, Strategy]:
@@ -202,6 +204,10 @@ class TrainingTask(Protocol):
     @property
     def lora(self) -> int | None:
         """The rank of the user's own adapters."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
 
     @property
     def skips_bad_steps(self) -> bool:

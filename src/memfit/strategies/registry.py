@@ -220,7 +220,7 @@ def loses_in_float16(strategy: Strategy) -> str:
 
 
 def asked_together(
-    half: Half, *, cuda: bool, triton: bool, exact: bool
+    half: Half, *, cuda: bool, triton: bool, exact: bool, ranks: int = 1
 ) -> list[tuple[Option, Option]]:
     """Returns strategies that work together on most tasks, and those that then work too.
 
@@ -235,7 +235,9 @@ def asked_together(
     if exact:
         return [(layers, ()), (halves, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
     stored, kept = usual_update(half)
-    slower = (GradientRelease("two_pass"), GradientRelease("host"))
+    slower: Option = (GradientRelease("host"),)
+    if ranks == 1:
+        slower = (GradientRelease("two_pass"), *slower)
     hosted = OptimizerOffload(True, "bfloat16")
     return [
         ((*layers, stored, kept, CudaGraphs()), (LowBitAdamW(16, half), *slower)),
