@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,14 @@ _POOLED = 32
 """So many at most."""
 
 
+def host_group() -> Any:
+    """A group of all ranks that needs no device, and notices at once that one has ended.
+
+    Planning may take minutes on one rank, and a run weeks: nobody is missed by the clock.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1000))
+
+
 class Peers:
     """All processes of a training; alone, everything here does nothing and costs nothing."""
 
@@ -66,7 +75,7 @@ class Peers:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         # A group of its own: gradients on their way must not get between a question and its answer.
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+        return cls(dist.get_rank(), dist.get_world_size(), host_group())
 
     @property
     def together(self) -> bool:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from memfit.errors import MemfitError, RunStoppedError
 from memfit.run.ranks import Ranks, cards_are_shared, ranks_of_environment
@@ -29,9 +29,6 @@ from memfit.run.signals import Stopped
 from memfit.text import make_way, printable, t
 
 T = TypeVar("T")
-
-_FOREVER = timedelta(days=1000)
-"""Planning may take minutes on rank 0, and a run weeks: nobody is missed by the clock."""
 
 _ARRIVAL_SECONDS = 1800.0
 """How long the first ranks wait for the last to start, as long as torch itself waits."""
@@ -102,31 +99,18 @@ class RankGroup:
         self.is_alone = ranks.world_size == 1
         self._watch: _RankWatch | None = None
         if not self.is_alone:
-            import torch.distributed as dist
+            from memfit.engine.exchange import Peers, host_group
 
-            self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
-            self._watch = _RankWatch(ranks, dist.new_group(backend="gloo", timeout=_FOREVER))
+            self._peers = Peers.here()
+            self._watch = _RankWatch(ranks, host_group())
 
     def gathered(self, value: T) -> list[T]:
         """Returns what each rank gives, in the order of ranks."""
-        if self.is_alone:
-            return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self.is_alone else self._peers.gathered(value)
 
     def largest(self, value: int) -> int:
         """Returns the largest value of all ranks; cheap enough for every step."""
-        if self.is_alone:
-            return value
-        import torch
-        import torch.distributed as dist
-
-        found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return value if self.is_alone else self._peers.highest([value])[0]
 
     def smallest(self, value: int) -> int:
         """Returns the smallest value of all ranks."""
@@ -136,22 +120,20 @@ class RankGroup:
         """Returns what rank 0 makes, to all ranks; where rank 0 fails, all fail."""
         if self.is_alone:
             return make()
-        import torch.distributed as dist
-
-        sent: list[Any] = [None, None]
         error: Exception | None = None
-        if self.is_first:
+
+        def attempt() -> tuple[T | None, RankFailure | None]:
+            nonlocal error
             try:
-                sent[1] = make()
+                return make(), None
             except Exception as raised:
-                error, sent[0] = raised, RankFailure.of(0, raised)
-        dist.broadcast_object_list(sent, src=0, group=self._group)
-        if error is not None:
-            raise error
-        if sent[0] is not None:
-            raise sent[0].error()
-        made: T = sent[1]
-        return made
+                error = raised
+                return None, RankFailure.of(0, raised)
+
+        made, failure = self._peers.from_first(attempt)
+        if failure is not None:
+            raise error or failure.error()
+        return cast(T, made)
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
