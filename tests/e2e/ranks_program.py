@@ -49,6 +49,10 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "recomputed": ((Checkpointing(), Packing()), CUT),
     "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
 }
+SHARDED = ("kept", "kept8", "host", "release")
+WAYS |= {f"sharded_{way}": ((*WAYS[way][0], ShardedState()), WAYS[way][1]) for way in SHARDED}
+MOMENTS = ("momentum_buffer", "moment1", "scale1", "moment2", "scale2")
+SAVING = ("saved", "killed", "sharded", "kept8", "sharded_kept8")
 
 
 class Killed(TrainerCallback):
@@ -68,13 +72,13 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     if RANKS == 1:
         strategies = tuple(one for one in strategies if not isinstance(one, ShardedState))
     # Beside others on other numbers of ranks.
-    output = "saved" if way != "sharded" else f"sharded-{more or RANKS}"
+    output = f"of-{way}-{more or RANKS}" if way in WAYS else "saved"
     args = TrainingArguments(
         str(folder / output), per_device_train_batch_size=EFFECTIVE // RANKS,
         num_train_epochs=2, optim="sgd" if exact else "adamw_torch",
         optim_args="momentum=0.9" if way == "sharded" else None,
         learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
-        save_strategy="steps" if kind in ("saved", "killed", "sharded") else "no", save_steps=2,
+        save_strategy="steps" if kind in SAVING else "no", save_steps=2,
         report_to=[], use_cpu=ON == "cpu", ddp_backend="gloo" if RANKS > 1 else None,
         disable_tqdm=True,
     )  # fmt: skip
@@ -88,9 +92,13 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     checkpoint = str(folder / output / "checkpoint-6") if more else None
     trainer.train(resume_from_checkpoint=checkpoint)
     history = trainer.state.log_history
-    states: Any = trainer.optimizer.state.values()  # type: ignore[union-attr]
+    states: Any = trainer.optimizer.state  # type: ignore[union-attr]
     return {
-        "state_bytes": sum(t.nbytes for one in states for t in one.values() if torch.is_tensor(t)),
+        "state_bytes": {
+            name: sum(value.nbytes for part, value in states.get(p, {}).items() if part in MOMENTS)
+            for name, p in trainer.model.named_parameters()
+        },
+        "masters": trainer.masters.joined() or {},
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
         "weights": {name: p.detach().cpu() for name, p in trainer.model.named_parameters()},
         "graphs": trainer.executor.captured_graphs,

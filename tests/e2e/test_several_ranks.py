@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_program import leave
+from ranks_program import SHARDED, leave
+
+from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded")
@@ -47,8 +49,8 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    for ranks in (1, 2):
-        train(ranks, folder, *WAYS, "saved", *(["measured"] if ranks > 1 else []))
+    train(1, folder, *WAYS, "saved")
+    train(2, folder, *WAYS, "saved", "measured", *(f"sharded_{way}" for way in SHARDED))
     return folder
 
 
@@ -96,19 +98,51 @@ def assert_divided(runs: Path, ranks: int) -> None:
     """Every rank keeps its share of the state, and together they keep it once."""
     whole = found(runs, "sharded", 1)["state_bytes"]
     each = [found(runs, "sharded", ranks, rank)["state_bytes"] for rank in range(ranks)]
-    assert whole > 0
-    assert sum(each) == whole
-    assert max(each) == pytest.approx(whole / ranks, rel=0.02)
+    assert all(whole.values())
+    for name, size in whole.items():
+        assert sorted(one[name] for one in each) == [*([0] * (ranks - 1)), size], name
+    largest = max(sum(one.values()) for one in each)
+    assert largest == pytest.approx(sum(whole.values()) / ranks, rel=0.02)
 
 
 def test_the_state_is_divided(runs: Path) -> None:
     assert_divided(runs, 2)
-    saved = [runs / f"sharded-{ranks}" / "checkpoint-6" for ranks in (1, 2)]
+    saved = [runs / f"of-sharded-{ranks}" / "checkpoint-6" for ranks in (1, 2)]
     alone, together = (torch.load(one / "optimizer.pt", weights_only=True) for one in saved)
     assert together["state"].keys() == alone["state"].keys()
     for index, state in alone["state"].items():
         shared = together["state"][index]["momentum_buffer"]
         torch.testing.assert_close(shared, state["momentum_buffer"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", SHARDED)
+def test_low_bit_state_that_is_divided_is_the_same_bit_for_bit(runs: Path, way: str) -> None:
+    each = [found(runs, way, 2), *(found(runs, f"sharded_{way}", 2, rank) for rank in (0, 1))]
+    whole, first, second = each
+    assert whole["losses"] == first["losses"] == second["losses"]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(first["weights"][name], weight), name
+        assert torch.equal(second["weights"][name], weight), name
+    # The first rank saves the trained model, with all its bits.
+    assert whole["masters"].keys() == first["masters"].keys()
+    assert whole["masters"]
+    for name, master in whole["masters"].items():
+        assert torch.equal(first["masters"][name], master), name
+    large = [name for name, one in whole["weights"].items() if one.numel() > SMALL_NUMEL]
+    held = [sum(one["state_bytes"][name] for name in large) for one in each]
+    assert held[0] > 0
+    assert held[1] + held[2] == held[0]
+    assert max(held[1:]) < 0.6 * held[0]
+
+
+def test_a_checkpoint_of_divided_low_bit_state_is_the_usual_one(runs: Path) -> None:
+    saved = [runs / f"of-{way}-2" / "checkpoint-6" for way in ("kept8", "sharded_kept8")]
+    whole, divided = (torch.load(one / "optimizer.pt", weights_only=True) for one in saved)
+    assert divided["state"].keys() == whole["state"].keys()
+    for index, state in whole["state"].items():
+        assert divided["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(divided["state"][index][name], value), name
 
 
 def test_a_rank_that_dies_ends_the_others_in_words(tmp_path: Path) -> None:

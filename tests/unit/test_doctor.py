@@ -521,7 +521,7 @@ def test_whatever_a_strategy_says_about_a_device_is_said_in_chinese(
         monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
         said |= reasons(here)
     assert {"cpu 没有 CUDA graph", "没有安装 peft；请安装：pip install memfit[lora]"} <= said
-    assert len(said) == 11
+    assert len(said) == 12
     assert [text for text in said if not CHINESE.search(text)] == []
 
 

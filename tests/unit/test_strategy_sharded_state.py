@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError
 from memfit.strategies import Setup, ShardedState
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.sharded_state import StateShares, largest_share, owners
 from memfit.training.guard.updates import allocate_state
 
@@ -147,3 +148,33 @@ def test_undone_nothing_is_shared(tmp_path: Path) -> None:
     assert ShardedState().effects.shards_state
     setup.restore()
     assert setup.state_shares is None
+
+
+def test_low_bit_state_is_made_and_loaded_for_the_share_alone(tmp_path: Path) -> None:
+    def made(shares: StateShares | None) -> LowBitOptimizer:
+        optimizer = LowBitOptimizer(build().parameters(), lr=0.1, small_numel=100)
+        if shares is not None:
+            shares.divide(optimizer)
+        optimizer.init_state()
+        return optimizer
+
+    whole = made(None)
+    for p in whole.large:
+        whole.state[p]["moment1"].random_(-9, 9)
+    saved = whole.state_dict()
+    kept_bytes, found = 0, set()
+    for rank in range(RANKS):
+        optimizer = made(shares_on(rank, tmp_path))
+        optimizer.load_state_dict(saved)
+        for index, (p, source) in enumerate(zip(optimizer.large, whole.large, strict=True)):
+            assert (p in optimizer.state) == optimizer.keeps(p)
+            if optimizer.keeps(p):
+                found.add(index)
+                loaded = optimizer.state[p]["moment1"]
+                assert torch.equal(loaded, whole.state[source]["moment1"])
+        kept_bytes += optimizer.state_bytes()
+    small_bytes = whole.state_bytes() - sum(
+        one.nbytes for p in whole.large for one in whole.state[p].values()
+    )
+    assert found == set(range(len(whole.large)))
+    assert kept_bytes == whole.state_bytes() + (RANKS - 1) * small_bytes

@@ -14,6 +14,10 @@ no state for it; that is all the division there is. torch's ZeroRedundancyOptimi
 optimizer of its own from a class, where users may give one that is made already; it keeps the
 gradients of others' weights during the update, and for a checkpoint it brings the whole state of a
 rank through the device at once.
+
+The low-bit optimizer is told which parameters it keeps. Its sinks take the sums of all, since the
+norm is of all; an update of a parameter that another rank keeps does nothing. Small parameters, a
+thousandth of all, are kept and updated by every rank.
 """
 
 from __future__ import annotations
@@ -33,8 +37,10 @@ from transformers.optimization import Adafactor
 
 from memfit.engine.exchange import Peers, in_messages
 from memfit.errors import ConfigError
+from memfit.memory.device import synchronize
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.base import Fidelity, Setup, Strategy, plain_value
+from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.planning import Combination, Effects, PlanFigures, TracePart
 from memfit.text import N_, Message
 
@@ -54,7 +60,7 @@ class ShardedState(Strategy):
     title = N_("sharded optimizer state")
     reason = "each of several ranks keeps only its share of the optimizer's state"
     shrinks = ("optimizer",)
-    conflicts = frozenset({"lowbit_adamw", "optimizer_offload"})
+    conflicts = frozenset({"optimizer_offload"})
     traced = TracePart.UPDATE
 
     @property
@@ -126,6 +132,7 @@ class StateShares:
 
     def divide(self, optimizer: Optimizer) -> None:
         """Have this optimizer keep and update this rank's share from now on."""
+        self._drop_others(optimizer)
         if optimizer is self._optimizer:
             return
         if not _updates_each_alone(optimizer):
@@ -138,11 +145,12 @@ class StateShares:
             )
         self._optimizer = optimizer
         learning = [p for p in _parameters(optimizer) if p.requires_grad]
+        if isinstance(optimizer, LowBitOptimizer):
+            learning = [p for p in learning if p.numel() > optimizer.small_numel]
+            optimizer.keeps = self.keeps
         self._owner = owners(learning, self._ranks.world_size)
         self._messages = list(_in_turn(self._owner, self._ranks.world_size))
-        for p in learning:
-            if not self.keeps(p):
-                optimizer.state.pop(p, None)
+        self._drop_others(optimizer)
         optimizer.register_load_state_dict_pre_hook(self._without_others)
         optimizer.step = types.MethodType(self._sharing(optimizer.step), optimizer)  # type: ignore[method-assign]
 
@@ -150,9 +158,9 @@ class StateShares:
         """Returns the step of which every rank makes its part."""
 
         @functools.wraps(plain)
-        def step(_: Optimizer, *given: Any, **named: Any) -> Any:
-            for p in self._owner:
-                if not self.keeps(p):
+        def step(optimizer: Optimizer, *given: Any, **named: Any) -> Any:
+            if not isinstance(optimizer, LowBitOptimizer):
+                for p in self._of_others():
                     p.grad = None
             result = plain(*given, **named)
             if self._ranks.together:
@@ -189,30 +197,49 @@ class StateShares:
         if self._optimizer is None or not self._ranks.together:
             yield
             return
-        state = self._optimizer.state
         try:
-            self._collect(state, sizes_only=sizes_only)
+            self._collect(self._optimizer.state, sizes_only=sizes_only)
             yield
         finally:
-            for p in [p for p in self._owner if not self.keeps(p)]:
-                state.pop(p, None)
+            self._drop_others(self._optimizer)
 
-    def _collect(self, state: dict[Tensor, Any], *, sizes_only: bool) -> None:
+    def bring_masters(self) -> None:
+        """Leaves with the first rank what half-precision weights cannot hold, until it trains on.
+
+        It saves the model that was trained, and does that alone.
+        """
+        if isinstance(self._optimizer, LowBitOptimizer) and self._ranks.together:
+            self._collect(self._optimizer.state, only="correction")
+
+    def _collect(
+        self, state: dict[Tensor, Any], *, sizes_only: bool = False, only: str = ""
+    ) -> None:
+        synchronize(self._device)  # kernels may still write state that is in host memory
         first, params = self._ranks.rank == 0, list(self._owner)
         described = {
-            number: {name: _on(value, "meta") for name, value in state[p].items()}
+            number: {
+                name: _on(value, "meta") for name, value in state[p].items() if only in ("", name)
+            }
             for number, p in enumerate(params)
             if not first and self.keeps(p) and p in state
         }
         for rank, states in enumerate(self._ranks.gathered(described)):
-            for number, names in states.items():
+            for number, values in states.items():
                 if first:
-                    state[params[number]] = {n: _empty(value) for n, value in names.items()}
+                    state[params[number]] = {n: _empty(value) for n, value in values.items()}
                 elif rank != self._ranks.rank:
                     continue
-                for value in () if sizes_only else state[params[number]].values():
-                    if isinstance(value, Tensor):
-                        self._ranks.to_first(value, rank)
+                for name in () if sizes_only else values:
+                    if isinstance(values[name], Tensor):
+                        self._ranks.to_first(state[params[number]][name], rank)
+
+    def _drop_others(self, optimizer: Optimizer) -> None:
+        for p in self._of_others():
+            optimizer.state.pop(p, None)
+
+    def _of_others(self) -> list[Tensor]:
+        """The parameters that other ranks keep."""
+        return [p for p in self._owner if not self.keeps(p)]
 
     def _without_others(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before the optimizer's own `load_state_dict`."""
@@ -227,7 +254,7 @@ def _updates_each_alone(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         return False
     known = [one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim.")]
-    return isinstance(optimizer, Adafactor) or known[:1] != [Optimizer]
+    return isinstance(optimizer, Adafactor | LowBitOptimizer) or known[:1] != [Optimizer]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

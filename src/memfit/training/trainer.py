@@ -342,7 +342,10 @@ class BudgetTrainer(transformers.Trainer):
                 around.enter_context(self.guard.held())
                 # Graphs hold the libraries' workspaces by their addresses, and memory.
                 around.callback(self.guard.drop_graphs)
-                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+                output = super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+                if self.setup.state_shares is not None:
+                    self.setup.state_shares.bring_masters()
+                return output
         except BaseException:
             with contextlib.suppress(RunStoppedError):  # there is something worse to say
                 self.checkpoints.settle()
@@ -364,11 +367,11 @@ class BudgetTrainer(transformers.Trainer):
         if self.ranks.rank > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
             # Other rows get other dropout. The host's generator may decide the order of rows.
             torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
-        shares = self.setup.state_shares
         if self.optimizer is not None:
+            shares = self.setup.state_shares
             keeps = () if shares is None else (shares.keeps,)
             allocate_state(unwrapped(self.optimizer), *keeps)
-        with contextlib.nullcontext() if shares is None else shares.whole(sizes_only=True):
+        with self._whole_state(sizes_only=True):
             self.checkpoints.check()
         self.guard.prepare(loader)
 
@@ -653,7 +656,7 @@ class BudgetTrainer(transformers.Trainer):
         if self.checkpoints.writing:
             self.checkpoints.push_due = True
             return
-        with arguments_as_given(self):
+        with arguments_as_given(self), self._whole_state():
             self.masters.push(Path(checkpoint_folder), super()._push_from_checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -666,9 +669,13 @@ class BudgetTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As the Trainer's, by the first rank; others bring it the state that they keep."""
-        shares = self.setup.state_shares
-        with contextlib.nullcontext() if shares is None else shares.whole():
+        with self._whole_state():
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _whole_state(self, *, sizes_only: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, the first rank's optimizer has the state that all ranks keep."""
+        shares = self.setup.state_shares
+        return contextlib.nullcontext() if shares is None else shares.whole(sizes_only=sizes_only)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):

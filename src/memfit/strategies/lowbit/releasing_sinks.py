@@ -201,7 +201,7 @@ class ReleasedGradients(LowBitSink):
         optimizer = self.optimizer
         clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp_(max=1.0)
         factor = torch.where((optimizer.clock.counters[0] == 1) & optimizer.gate, clip, 1.0)
-        states = [optimizer.lowbit_state(p) for p in optimizer.large]
+        states = [optimizer.lowbit_state(p) for p in optimizer.large if optimizer.keeps(p)]
         for scales in ([s.scale1 for s in states], [s.scale2 for s in states]):
             if scales:
                 torch._foreach_mul_(scales, factor)
