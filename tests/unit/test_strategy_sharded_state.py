@@ -134,7 +134,7 @@ def test_an_optimizer_that_sees_all_weights_at_once_is_refused(tmp_path: Path) -
 
 def test_where_it_has_no_use_it_says_why(tmp_path: Path) -> None:
     alone = setup_on(0, tmp_path, ranks=1)
-    assert "and there is one; --gpus starts more" in ShardedState().unavailable(alone)
+    assert ShardedState().unavailable(alone) == "it needs several processes; see --gpus"
     several = setup_on(0, tmp_path)
     assert ShardedState().unavailable(several) == ""
     several.args.optim = "lion_32bit"

@@ -79,9 +79,7 @@ class ShardedState(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         if setup.ranks.world_size == 1:
-            return Message(
-                "it divides the state over several processes, and there is one; --gpus starts more"
-            )
+            return Message("it needs several processes; see --gpus")
         optim = str(plain_value(setup, "optim"))
         if optim not in _OPTIMS:
             return Message(
