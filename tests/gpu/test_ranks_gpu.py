@@ -13,7 +13,8 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).parents[1] / "e2e" / "ranks_program.py"
-WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "graphs")
+SHARDED = ("sharded", "sharded_kept", "sharded_kept8", "sharded_host", "sharded_release")
+WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "graphs", *SHARDED)
 
 
 def start(ranks: int, folder: Path) -> None:
@@ -49,7 +50,7 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
     alone, first, second = found(runs, way, 1), found(runs, way, 2), found(runs, way, 2, 1)
-    exact = way in ("plain", "recomputed")
+    exact = way in ("plain", "recomputed", "sharded")
     for step, loss in alone["losses"].items():
         assert first["losses"][step] == pytest.approx(loss, rel=1e-4 if exact else 1e-2), step
     for name, weight in alone["weights"].items():
