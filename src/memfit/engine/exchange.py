@@ -20,7 +20,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.engine.step_state import on_gradient
 from memfit.errors import RankLostError
-from memfit.memory.out_of_memory import is_out_of_memory
+from memfit.memory.out_of_memory import is_out_of_memory, retrying
 from memfit.text import t
 
 _Made = TypeVar("_Made")
@@ -154,7 +154,8 @@ class Peers:
     def summed(self, value: Tensor) -> Tensor:
         """The sum over the ranks, where the tensor lies; nobody waits for it but the device."""
         if self.together:
-            value = value.detach().clone()
+            with retrying(value.device):
+                value = value.detach().clone()
             self._waiting(lambda: dist.all_reduce(value))
         return value
 
@@ -313,8 +314,18 @@ class GradientExchange:
         """The other sums: `rest` gives a gradient that was not offered, None where there is none.
 
         A parameter without a gradient on any rank gets none, as in a process by itself. `buffers`
-        are summed in place, `flags` are true where they are on any rank.
+        are summed in place, `flags` are true where they are on any rank. Where memory is short
+        single operators are repeated: the others have been told, so the step cannot be.
         """
+        with retrying(self._params[0].device) if self._params else nullcontext():
+            return self._finish(rest, buffers, flags)
+
+    def _finish(
+        self,
+        rest: Callable[[Tensor], Tensor | None],
+        buffers: Sequence[Tensor],
+        flags: Sequence[bool],
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[bool]]:
         missing: set[Tensor] = set()
         while self._next < len(self._units):
             unit = self._units[self._next]

@@ -91,9 +91,10 @@ class StepExecutor:
             if exchange is not None and index == len(weighted) - 1:
                 exchange.arm()
             losses.append(self.micro_step(model, part, share))
+        total = _sum_of(losses, model)
         if exchange is not None:
             exchange.finish()
-        return _sum_of(losses, model)
+        return total
 
     def weighted(self, parts: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Share]]:
         """The micro-batches that count, each with its share in the batch's mean."""
@@ -185,7 +186,9 @@ class SinkExecutor(StepExecutor):
                 if not weighted:  # the other ranks have rows
                     sink.arm(0, phase)
                     self._end_backward(sink)
-        return _sum_of(losses, model)
+        # Gradients may be with other ranks by now: what is left of the step must not fail.
+        with retrying(next(model.parameters()).device) if self.ranks.together else nullcontext():
+            return _sum_of(losses, model)
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
         """As in the base; finished from where it failed once weights have moved."""

@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.engine.exchange import GradientExchange, Peers
 from memfit.engine.step_state import on_gradient
+from memfit.memory.out_of_memory import retrying
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
     CodedGradient,
@@ -353,22 +354,26 @@ class LowBitSink(ABC):
         if self._rehearsing:
             return
         self._exchanged = True
-        self._align()  # graphs have drawn as often as this rank has micro-batches
         arenas = self.optimizer.small
         seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
-        sums, anywhere = self._exchange.finish(
-            self._kept_of, [arena.grad for arena in arenas], seen
-        )
+        with retrying(self.optimizer.clock.device):  # the other ranks go on, whatever happens here
+            self._align()  # graphs have drawn as often as this rank has micro-batches
+            sums, anywhere = self._exchange.finish(
+                self._kept_of, [arena.grad for arena in arenas], seen
+            )
         self._take_sums(sums)
         for arena in arenas:
             arena.see(anywhere[: len(arena.params)])
             del anywhere[: len(arena.params)]
 
     def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
-        for p, grad in sums:
-            self._forget(p)
-            self._summed[p] = None
-            self.take(p, grad)
+        if not sums:
+            return
+        with retrying(self.optimizer.clock.device):  # a sum is there once, so taking it must end
+            for p, grad in sums:
+                self._forget(p)
+                self._summed[p] = None
+                self.take(p, grad)
 
     def _exchanged_alone(self) -> list[Tensor]:
         """The parameters whose gradients travel one by one."""
