@@ -55,11 +55,11 @@ INFERENCE_ROWS: dict[str, dict[str, str]] = {
 RANKS_HEADS: Words = {
     "en": (
         "model", "card", "cards", "step", "on the bus", "of it waited for", "rows a second",
-        "× one card", "memory of a card",
+        "× one card", "× at 4 GB/s", "memory of a card",
     ),
     "zh": (
         "模型", "显卡", "卡数", "每步", "总线上", "其中等待",
-        "每秒行数", "是一张卡的几倍", "每张卡的显存",
+        "每秒行数", "是一张卡的几倍", "4 GB/s 时的倍数", "每张卡的显存",
     ),
 }  # fmt: skip
 INFERENCE_MEMORY_HEAD = {"en": "{rows} rows", "zh": "{rows} 行"}

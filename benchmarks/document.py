@@ -379,6 +379,9 @@ def ranks_table(language: str) -> str:
                 f"{1000 * one['waited_seconds']:.0f} ms" if one["ranks"] > 1 else "",
                 f"{one['rows_per_second']:,.0f}",
                 f"{one['rows_per_second'] / first['rows_per_second']:.2f}",
+                f"{one['slow_link_rows_per_second'] / first['rows_per_second']:.2f}"
+                if one["ranks"] > 1
+                else "",
                 f"{one['device_bytes'] / 1e9:.2f} GB",
             )
         )

@@ -9,6 +9,7 @@ figures are those of planner/exchange_cost.py, where their sources stand.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import sys
@@ -23,6 +24,8 @@ MODELS = {"BERT-Base": (12, 768), "BERT-Large": (24, 1024)}
 CARDS = ("T4", "RTX 3060 12GB", "RTX 4090")
 RANKS = (1, 2, 4)
 ROWS, LONGEST, BATCH = 6988, 128, 32
+SLOW_LINK = 4e9
+"""Bytes a second, about what two RTX 3090 reached: NVIDIA/nccl#2366."""
 
 
 def lengths() -> tuple[int, ...]:
@@ -32,13 +35,13 @@ def lengths() -> tuple[int, ...]:
     return tuple(min(max(8, one), LONGEST) for one in drawn)
 
 
-def simulated(model: str, card_name: str, ranks: int) -> dict[str, Any]:
-    """The fastest plan inside the whole card, for one of so many."""
+def simulated(model: str, card_name: str, ranks: int, *, slow: bool = False) -> dict[str, Any]:
+    """The fastest plan inside the whole card, for one of so many; `slow` is their link."""
     from transformers import BertConfig, TrainingArguments
 
     from memfit.memory.cards import find_card
     from memfit.planner.candidates import Workload
-    from memfit.planner.exchange_cost import link_bytes_per_second
+    from memfit.planner.exchange_cost import BUS_SHARE, link_bytes_per_second
     from memfit.planner.search import make_plan
     from memfit.planner.this_machine import task_for
     from memfit.units import Budget
@@ -52,6 +55,8 @@ def simulated(model: str, card_name: str, ranks: int) -> dict[str, Any]:
         "unused", per_device_train_batch_size=BATCH, report_to="none", use_cpu=True
     )
     card = find_card(card_name)
+    if slow:
+        card = dataclasses.replace(card, bus_bytes_per_second=SLOW_LINK / BUS_SHARE)
     workload = Workload(config=config, lengths=lengths(), args=args, ranks=ranks)
     planning = make_plan(task_for(workload, Budget(), card))
     price = planning.chosen.price
@@ -82,8 +87,12 @@ def main() -> int:
     for model in MODELS:
         for card in CARDS:
             for ranks in RANKS:
-                rows.append(simulated(model, card, ranks))
-                print(json.dumps({**rows[-1], "strategies": len(rows[-1]["strategies"])}))
+                row = simulated(model, card, ranks)
+                if ranks > 1:
+                    slow = simulated(model, card, ranks, slow=True)
+                    row["slow_link_rows_per_second"] = slow["rows_per_second"]
+                rows.append(row)
+                print(model, card, ranks, f"{row['rows_per_second']:.0f} rows a second")
     found = {"simulated": True, "machine": stamp(), "rows": rows}
     out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

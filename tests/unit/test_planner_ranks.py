@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import BertConfig, TrainingArguments
 
-from memfit.engine.exchange import IN_FLIGHT_BYTES
+from memfit import BudgetTrainer
+from memfit.engine.exchange import IN_FLIGHT_BYTES, Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
@@ -35,6 +38,7 @@ from memfit.strategies import (
     Packing,
     Strategy,
 )
+from small_training import collate, model_of, texts
 
 T4, CARD = find_card("T4"), find_card("RTX 3060 12GB")
 LOW, KEPT8 = LowBitAdamW(), GradientRelease("kept8")
@@ -164,6 +168,23 @@ def test_cards_reach_each_other_by_nvlink_or_through_the_host() -> None:
     assert rates["RTX 4090"] == 10e9
     assert rates["H100"] == pytest.approx(337e9, rel=0.01)
     assert link_bytes_per_second(find_card("A100 PCIe 80GB")) == 10e9
+
+
+def test_a_trainer_plans_for_the_rank_with_the_least_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least_bytes = 50_000_000
+
+    def highest(_: Peers, values: Sequence[int]) -> list[int]:
+        return [max(one, -least_bytes) for one in values]
+
+    monkeypatch.setattr(Peers, "highest", highest)
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = BudgetTrainer(
+        model_of(), args, train_dataset=texts(), data_collator=collate, budget="1GB"
+    )
+    assert trainer.plan is not None
+    assert trainer.plan.digest.budget_bytes == least_bytes
 
 
 def test_the_plan_says_that_its_figures_are_of_one_card() -> None:

@@ -23,20 +23,23 @@ if TYPE_CHECKING:
 
 NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 * MIB, 688 * MIB
 """One communicator of two cards, and of more: https://github.com/NVIDIA/nccl/issues/964 (2023, four
-A100). It grows with the channels a bus needs, so that cards without NVLink should take less."""
+A100). It grows with the channels a link needs, so less is likely without NVLink; but somebody saw
+1.6 GB, perhaps with the context (NVIDIA/nccl#864)."""
 
 THROUGH_HOST_BYTES_PER_SECOND = 10e9
-"""Between cards that cannot reach each other's memory, by way of the host's: NCCL itself counts on
-10 GB/s between two sockets and 12 of PCIe 3 with 16 lanes (NVIDIA/nccl#864, nccl-tests#307)."""
+"""Between cards that cannot reach each other's memory, by way of the host's: NCCL counts on 10 GB/s
+between two sockets (log in NVIDIA/nccl-tests#307) and 12 of PCIe 3 with 16 lanes (NVIDIA/nccl#864).
+It may be much less: two RTX 3090 reached 3.8 (NVIDIA/nccl#2366)."""
 
 BUS_SHARE = 0.63
 """What of a narrower bus it is: 10 of the 15.8 GB/s that 16 lanes of PCIe 3 have."""
 
 NVLINK_SHARE = 0.75
-"""Of the data sheet's bandwidth one way: an H100's 450 GB/s carry 340 to 370 (NVIDIA/nccl#1374)."""
+"""Of the data sheet's bandwidth one way: NCCL's people say 350 GB/s of an H100's 450
+(NVIDIA/nccl#864)."""
 
 GLOO_BYTES_PER_SECOND = 1e9
-"""Between processes of one CPU, whose cores also compute; 1.4 was measured on two idle cores."""
+"""Between processes of one CPU, whose cores also compute: two on two cores summed 32 MiB at 1.4."""
 
 BACKWARD_SHARE = 2 / 3
 """Backward takes twice as long as forward."""
