@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from memfit import BudgetTrainer
 from memfit.engine.micro_batches import MicroBatching
+from memfit.memory.measured import plain_tensors
 from memfit.memory.phases import TRAINING
 from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.step_trace import price_memory
@@ -26,6 +28,7 @@ from memfit.planner.workload import workload_of_model
 from memfit.strategies import (
     Checkpointing,
     CudaGraphs,
+    FullySharded,
     GradientRelease,
     LowBitAdamW,
     Packing,
@@ -46,13 +49,15 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
     "release": ((LowBitAdamW(), GradientRelease(clip="predicted")), None),
     "sharded": ((ShardedState(),), CUT),
+    "divided": ((FullySharded(), Checkpointing(), Packing()), CUT),
     "recomputed": ((Checkpointing(), Packing()), CUT),
     "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
 }
 SHARDED = ("kept", "kept8", "host", "release")
 WAYS |= {f"sharded_{way}": ((*WAYS[way][0], ShardedState()), WAYS[way][1]) for way in SHARDED}
 MOMENTS = ("momentum_buffer", "moment1", "scale1", "moment2", "scale2")
-SAVING = ("saved", "killed", "sharded", "kept8", "sharded_kept8")
+SAVING = ("saved", "killed", "sharded", "divided", "kept8", "sharded_kept8")
+NEEDS_RANKS = (ShardedState, FullySharded)
 
 
 class Killed(TrainerCallback):
@@ -68,15 +73,17 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     kind, _, more = name.partition(":")
     way = kind.removesuffix("_resumed")
     strategies, cut = WAYS.get(way, ((), CUT))
-    exact = not strategies or way in ("recomputed", "sharded")
+    exact = not strategies or way in ("recomputed", "sharded", "divided")
     if RANKS == 1:
-        strategies = tuple(one for one in strategies if not isinstance(one, ShardedState))
+        strategies = tuple(one for one in strategies if not isinstance(one, NEEDS_RANKS))
+    # Of 33 rows the last step of an epoch has one: the other ranks have none.
+    rows = 33 if way == "divided" else ROWS
     # Beside others on other numbers of ranks.
     output = f"of-{way}-{more or RANKS}" if way in WAYS else "saved"
     args = TrainingArguments(
         str(folder / output), per_device_train_batch_size=EFFECTIVE // RANKS,
         num_train_epochs=2, optim="sgd" if exact else "adamw_torch",
-        optim_args="momentum=0.9" if way == "sharded" else None,
+        optim_args="momentum=0.9" if way in ("sharded", "divided") else None,
         learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
         save_strategy="steps" if kind in SAVING else "no", save_steps=2,
         report_to=[], use_cpu=ON == "cpu", ddp_backend="gloo" if RANKS > 1 else None,
@@ -86,23 +93,32 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
         # What the command was started with, before the number of ranks changed.
         args.per_device_train_batch_size = EFFECTIVE // int(more)
     trainer = BudgetTrainer(
-        wide_model(), args, train_dataset=wide_texts(ROWS), data_collator=collate,
+        wide_model(), args, train_dataset=wide_texts(rows), data_collator=collate,
         strategies=strategies, micro_batching=cut, callbacks=[Killed()] if kind == "killed" else [],
     )  # fmt: skip
     checkpoint = str(folder / output / "checkpoint-6") if more else None
     trainer.train(resume_from_checkpoint=checkpoint)
     history = trainer.state.log_history
     states: Any = trainer.optimizer.state  # type: ignore[union-attr]
-    return {
+    made = {
         "state_bytes": {
-            name: sum(value.nbytes for part, value in states.get(p, {}).items() if part in MOMENTS)
+            name: held_bytes(v for part, v in states.get(p, {}).items() if part in MOMENTS)
             for name, p in trainer.model.named_parameters()
         },
+        "weight_bytes": {name: held_bytes([p]) for name, p in trainer.model.named_parameters()},
         "masters": trainer.masters.joined() or {},
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-        "weights": {name: p.detach().cpu() for name, p in trainer.model.named_parameters()},
         "graphs": trainer.executor.captured_graphs,
     }
+    if trainer.setup.sharded is not None:
+        trainer.changes.give_back()
+    weights = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
+    return {**made, "weights": weights}
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """By this rank."""
+    return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
 
 
 def measured(folder: Path) -> dict[str, list[int]]:

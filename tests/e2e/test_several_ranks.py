@@ -20,7 +20,7 @@ from ranks_program import SHARDED, leave
 from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
-WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded")
+WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded", "divided")
 
 
 def train(ranks: int, folder: Path, *names: str) -> None:
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
     alone, first, second = found(runs, way, 1), found(runs, way, 2), found(runs, way, 2, 1)
-    exact = way in ("plain", "recomputed", "sharded")
+    exact = way in ("plain", "recomputed", "sharded", "divided")
     assert alone["losses"].keys() == first["losses"].keys()
     for step, loss in alone["losses"].items():
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5 if exact else 5e-3), step
@@ -80,10 +80,11 @@ def test_the_peak_of_a_rank_is_predicted(runs: Path, rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks: int) -> None:
-    names = ["resumed:2", "sharded_resumed:2", *(["sharded"] if ranks > 1 else [])]
+    names = ["resumed:2", "sharded_resumed:2", "divided_resumed:2"]
+    names += ["sharded", "divided"] if ranks > 1 else []
     train(ranks, runs, *names)
     for name in names:
-        before = "sharded" if "sharded" in name else "saved"
+        before = next((way for way in ("sharded", "divided") if way in name), "saved")
         whole, rest = found(runs, before, 1), found(runs, name.replace(":", "-"), ranks)
         assert len(rest["losses"]) == len(whole["losses"])
         for step, loss in whole["losses"].items():
@@ -92,6 +93,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks
             torch.testing.assert_close(rest["weights"][one], weight, rtol=0, atol=5e-6)
     if ranks > 1:
         assert_divided(runs, ranks)
+        assert_all_divided(runs, ranks)
 
 
 def assert_divided(runs: Path, ranks: int) -> None:
@@ -105,9 +107,26 @@ def assert_divided(runs: Path, ranks: int) -> None:
     assert largest == pytest.approx(sum(whole.values()) / ranks, rel=0.02)
 
 
-def test_the_state_is_divided(runs: Path) -> None:
+def assert_all_divided(runs: Path, ranks: int) -> None:
+    """Every rank keeps a part of every weight and of its state, and together they keep it once."""
+    for what in ("weight_bytes", "state_bytes"):
+        whole = found(runs, "divided", 1)[what]
+        each = [found(runs, "divided", ranks, rank)[what] for rank in range(ranks)]
+        assert all(whole.values())
+        for name, size in whole.items():
+            assert sum(one[name] for one in each) == size, name
+        largest = max(sum(one.values()) for one in each)
+        assert largest == pytest.approx(sum(whole.values()) / ranks, rel=0.01)
+
+
+def test_weights_are_divided(runs: Path) -> None:
+    assert_all_divided(runs, 2)
+
+
+@pytest.mark.parametrize("way", ["sharded", "divided"])
+def test_the_state_is_divided(runs: Path, way: str) -> None:
     assert_divided(runs, 2)
-    saved = [runs / f"of-sharded-{ranks}" / "checkpoint-6" for ranks in (1, 2)]
+    saved = [runs / f"of-{way}-{ranks}" / "checkpoint-6" for ranks in (1, 2)]
     alone, together = (torch.load(one / "optimizer.pt", weights_only=True) for one in saved)
     assert together["state"].keys() == alone["state"].keys()
     for index, state in alone["state"].items():

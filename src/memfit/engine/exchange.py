@@ -202,22 +202,40 @@ class Peers:
         self._called(call)
         self.waited_seconds += time.perf_counter() - started
 
+    def meeting(self, call: Callable[[], _Made]) -> _Made:
+        """Calls what meets the other ranks somewhere inside, and may fail for other reasons too."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if not _is_of_connection(error):
+                raise
+            raise self._lost(error) from error
+
     def _called(self, call: Callable[[], _Made]) -> _Made:
         try:
             return call()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RankLostError(
-                t(
-                    "another process of this training has ended or no longer answers (this is "
-                    "process {rank} of {count}): {reason}",
-                    rank=self.rank + 1,
-                    count=self.world_size,
-                    reason=reason[:200],
-                ),
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RankLostError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return RankLostError(
+            t(
+                "another process of this training has ended or no longer answers (this is "
+                "process {rank} of {count}): {reason}",
+                rank=self.rank + 1,
+                count=self.world_size,
+                reason=reason[:200],
+            ),
+        )
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether a backend says that it cannot reach another rank."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in said or "connection closed" in said
 
 
 def _sendable(error: Exception) -> Exception:

@@ -67,16 +67,18 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for state in states:
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield from _plain(value)
+                yield from plain_tensors(value)
 
 
-def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
     """The tensors with memory behind them that a wrapping tensor is made of."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # of one that is divided, the mesh is a part, too
+            yield from plain_tensors(part)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:

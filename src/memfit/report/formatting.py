@@ -35,6 +35,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "cuda_graphs": N_("CUDA graphs"),
         "freezing": N_("freezing"),
         "frozen_features": N_("frozen features"),
+        "fully_sharded": N_("sharded weights"),
         "fused_attention": N_("fused attention"),
         "fused_layers": N_("fused layers"),
         "gradient_release": N_("releasing gradients"),

@@ -10,6 +10,7 @@ from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
 from memfit.strategies.frozen_features import FrozenFeatures
+from memfit.strategies.fully_sharded import FullySharded
 from memfit.strategies.fused.fused_layers import FusedLayers
 from memfit.strategies.fused_attention import FusedAttention
 from memfit.strategies.half_precision import HalfPrecision
@@ -49,6 +50,7 @@ __all__ = [
     "Fidelity",
     "Freezing",
     "FrozenFeatures",
+    "FullySharded",
     "FusedAttention",
     "FusedLayers",
     "GradientRelease",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from memfit.engine.executors import StepExecutor
     from memfit.memory.cards import DeviceProfile
     from memfit.models.layer_stack import Turns
+    from memfit.strategies.fully_sharded import ShardedModel
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
     from memfit.strategies.sharded_state import StateShares
@@ -89,6 +90,8 @@ class Setup:
     ranks: Peers = field(default_factory=Peers)
     """The processes that train together."""
     packing: PackedModel | None = None
+    sharded: ShardedModel | None = None
+    """The weights are divided among the ranks: all run, evaluate and save the model together."""
     make_optimizer: OptimizerFactory | None = None
     make_sink: Callable[..., LowBitSink] | None = None
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
@@ -98,8 +101,8 @@ class Setup:
     """Whether the low-bit optimizer's state lies in host memory."""
     gradients_on_host: bool = False
     """Whether gradients that wait in 8 bits lie there, too."""
-    state_shares: StateShares | None = None
-    """Which rank keeps the optimizer's state of which weight; None: each keeps all of it."""
+    state_shares: StateShares | ShardedModel | None = None
+    """Which rank keeps which part of the optimizer's state; None: each keeps all of it."""
     single_micro_batch: bool = False
     """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True

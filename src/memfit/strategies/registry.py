@@ -15,6 +15,7 @@ from memfit.strategies.base import Setup, Strategy
 from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
 from memfit.strategies.frozen_features import FrozenFeatures
+from memfit.strategies.fully_sharded import FullySharded
 from memfit.strategies.fused.fused_layers import FusedLayers
 from memfit.strategies.fused_attention import FusedAttention
 from memfit.strategies.half_precision import HalfPrecision
@@ -50,6 +51,7 @@ ORDER: tuple[type[Strategy], ...] = (
     OptimizerOffload,
     SmallStateOptimizer,
     ShardedState,
+    FullySharded,
     SmallWorkspace,
     CudaGraphs,
 )

@@ -39,8 +39,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, LossError
 from memfit.memory.device import is_cuda
+from memfit.strategies.fully_sharded import is_divided
 from memfit.text import N_, t
 from memfit.training.parts import TrainerParts, unwrapped
 
@@ -148,8 +150,8 @@ def _sample(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
     taken = []
     for p in sorted(learning, key=lambda p: -p.numel())[:_TENSORS]:
-        step = max(p.numel() // _ELEMENTS, 1)
-        places = torch.arange(0, p.numel(), step, device=p.device)
+        count = _here(p).numel()
+        places = torch.arange(0, count, max(count // _ELEMENTS, 1), device=p.device)
         places = places[_picked(p.grad, places) != 0]
         if places.numel():
             taken.append((p, places, _picked(p, places).clone()))
@@ -157,7 +159,13 @@ def _sample(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _picked(tensor: Tensor, places: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[places]
+    return _here(tensor).reshape(-1)[places]
+
+
+def _here(tensor: Any) -> Tensor:
+    """What of a tensor this rank holds."""
+    part: Tensor = tensor.to_local() if is_divided(tensor) else tensor
+    return part.detach()
 
 
 ON_NAN = ("stop", "skip")
@@ -301,19 +309,26 @@ def gate_sink(sink: GatedSink, device: torch.device) -> None:
         sink.loss_scale = LossScale(device, initial=1.0, growth=1.0, backoff=1.0, largest=1.0)
 
 
-def check_weights(model: torch.nn.Module, step: int) -> None:
+def check_weights(model: torch.nn.Module, step: int, ranks: Peers) -> None:
     """LossError where a weight is not finite: such a checkpoint would be good for nothing."""
+    if any(ranks.highest([int(not _are_finite(model))])):
+        raise LossError(
+            t("after step {step} weights of the model are not finite numbers", step=step)
+        )
+
+
+def _are_finite(model: torch.nn.Module) -> bool:
+    """Whether all weights that learn are, as far as this rank holds them."""
     by_place: dict[Any, list[Tensor]] = {}
-    for weight in (p.detach() for p in model.parameters() if p.requires_grad):
+    for weight in (_here(p) for p in model.parameters() if p.requires_grad):
         # Weights that wait in host memory have an empty storage here.
         if weight.numel() and weight.untyped_storage().nbytes():
             by_place.setdefault((weight.device, weight.dtype), []).append(weight)
     for alike in by_place.values():
         sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
         if not bool(torch.isfinite(sums).all()):
-            raise LossError(
-                t("after step {step} weights of the model are not finite numbers", step=step)
-            )
+            return False
+    return True
 
 
 def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
@@ -419,4 +434,5 @@ class Health:
     def check(self) -> None:
         """No checkpoint holds what a batch that is not finite made of the weights."""
         self.watch.settle()
-        check_weights(self._trainer.model, self._trainer.state.global_step)
+        trainer = self._trainer
+        check_weights(trainer.model, trainer.state.global_step, trainer.setup.ranks)

@@ -246,8 +246,9 @@ class ModelChanges:
         vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
         before = set(model.parameters())
         apply_all(used, self.setup)
-        made = [p for p in self.setup.model.parameters() if p not in before]
-        self._trainer.ranks.same_tensors(made)  # adapters begin at random
+        if self.setup.sharded is None:
+            made = [p for p in self.setup.model.parameters() if p not in before]
+            self._trainer.ranks.same_tensors(made)  # adapters begin at random
 
     def cancel(self) -> None:
         """Undo the changes of a trainer that cannot be made: the user keeps the model given."""

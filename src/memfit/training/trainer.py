@@ -54,6 +54,7 @@ from memfit.memory.device import is_cuda, kind_of, lower_watermarks
 from memfit.memory.out_of_memory import HeapTrimmer
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
+from memfit.strategies.fully_sharded import is_divided
 from memfit.text import doing, t
 from memfit.training.checkpoints import (
     Search,
@@ -117,6 +118,8 @@ class BudgetTrainer(transformers.Trainer):
     guard: Guard
     executor: StepExecutor
     _keeps_predictions = False
+    _whole_weights: dict[str, Any] | None = None
+    """Of a model whose weights are divided among the ranks, while it is saved."""
 
     def __init__(
         self,
@@ -316,8 +319,9 @@ class BudgetTrainer(transformers.Trainer):
         except PlanMissedError:
             raise  # the model is dropped, and in float32 it might not fit
         except BaseException:
-            if self.state.global_step == begun and self.setup.model is not None:
-                self.changes.give_back()  # nothing was trained: the model is left as it was
+            untrained = self.state.global_step == begun and self.setup.model is not None
+            if untrained and self.setup.sharded is None:  # else the other ranks would be needed
+                self.changes.give_back()  # the model is left as it was
             raise
 
     def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -479,6 +483,7 @@ class BudgetTrainer(transformers.Trainer):
         with self.guard.retrying():
             if self.setup.sink is None:
                 norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+                norm = norm.full_tensor() if is_divided(norm) else norm
             else:
                 norm = self._sink_norm()
             if self.health.leaves_out(norm):
@@ -617,7 +622,8 @@ class BudgetTrainer(transformers.Trainer):
     def _may_share_evaluation(self, dataset: Any) -> bool:
         """Whether ranks evaluate different batches; where not, each evaluates all."""
         alone = self.args.batch_eval_metrics or self.args.include_for_metrics
-        return not alone and not isinstance(dataset, IterableDataset)
+        divided = self.setup.sharded is not None  # its ranks run every batch together
+        return not alone and not divided and not isinstance(dataset, IterableDataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return repeatable(super()._get_train_sampler(train_dataset), self.args)
@@ -629,7 +635,10 @@ class BudgetTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; a checkpoint says how batches are run, a model has all its bits."""
+        sharded = self.setup.sharded
+        self._whole_weights = None if sharded is None else sharded.model_state()
         super().save_model(output_dir, _internal_call)
+        self._whole_weights = None
         if self.args.should_save:
             if self.checkpoints.writing:
                 used = self.guard.used or self.micro_batching
@@ -637,9 +646,11 @@ class BudgetTrainer(transformers.Trainer):
             else:  # an upload saves by an internal call, too
                 self.masters.export(Path(str(output_dir or self.args.output_dir)))
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         with arguments_as_given(self):
-            super()._save(*args, **kwargs)
+            super()._save(output_dir, self._whole_weights if state_dict is None else state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         write = functools.partial(super()._save_checkpoint, model, trial)

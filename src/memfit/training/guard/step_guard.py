@@ -35,7 +35,7 @@ from memfit.errors import DoesNotFitError, RunStoppedError
 from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
 from memfit.memory.device import is_cuda
-from memfit.memory.measured import state_tensors
+from memfit.memory.measured import plain_tensors, state_tensors
 from memfit.memory.out_of_memory import (
     end_of_training,
     free_memory,
@@ -256,6 +256,8 @@ class Guard:
             self.adjustments.say = bars[0].say
         if trainer.budget is None or trainer.args.torch_compile:
             return  # a compiled step wants the same shapes
+        if trainer.setup.sharded is not None:
+            return  # a rank by itself cannot run a step
         missed: DoesNotFitError | None = None
         with doing(t("compiling, capturing and trying the largest batch …")):
             try:
@@ -364,7 +366,9 @@ class Guard:
             try:
                 return predict(parts)
             except Exception as error:
-                if not is_out_of_memory(error) or max(len(part.rows) for part in parts) == 1:
+                whole = self.trainer.setup.sharded is None
+                smallest = max(len(part.rows) for part in parts) == 1
+                if not is_out_of_memory(error) or smallest or not whole:
                     raise
                 let_go(error)
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
@@ -542,12 +546,23 @@ class Guard:
         """What is there between two steps: weights, gradients, the optimizer's state."""
         model, optimizer = self.trainer.model, self.trainer.optimizer
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            yield tensor
+            yield from plain_tensors(tensor)
             if tensor.grad is not None:
-                yield tensor.grad
+                yield from plain_tensors(tensor.grad)
         yield from state_tensors(optimizer)
 
     def _smaller(self, model: nn.Module, way: Way, pieces: StepPieces, failed: str) -> Way:
+        if self.trainer.setup.sharded is not None:
+            raise RunStoppedError(
+                t(
+                    "out of memory in step {step}: {failed}; the weights are divided among the "
+                    "processes, so that none can run its rows again by itself; use smaller "
+                    "micro-batches, a shorter --max-length or more processes",
+                    step=self.trainer.state.global_step + 1,
+                    failed=failed,
+                ),
+                self.trainer.checkpoints.last_good,
+            )
         smaller = self.adjuster.failed(way, pieces, self.judged_bytes)
         if smaller is None:
             self._stop(model, way, failed)

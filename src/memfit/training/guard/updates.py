@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from memfit.memory.out_of_memory import retrying
+from memfit.strategies.fully_sharded import is_divided, with_part
 from memfit.training.parts import unwrapped
 
 _MARK = "_memfit_careful"
@@ -63,12 +64,17 @@ def _gradients_of_nothing(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Zero gradients that all share one element, for parameters that learn and have none."""
     given = [p for p in parameters if p.requires_grad and p.grad is None]
     for p in given:
-        p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+        p.grad = _nothing_like(p)
     try:
         yield
     finally:
         for p in given:
             p.grad = None
+
+
+def _nothing_like(p: Any) -> Tensor:
+    zero = torch.zeros((), dtype=p.dtype, device=p.device)
+    return with_part(p, zero.expand(p.to_local().shape)) if is_divided(p) else zero.expand(p.shape)
 
 
 def careful(
