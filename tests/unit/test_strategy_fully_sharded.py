@@ -106,6 +106,18 @@ def hooks_of(model: nn.Module) -> list[int]:
     return [len(value) for value in found]
 
 
+def test_a_weight_of_two_modules_stays_one(group: Peers) -> None:
+    model: Any = model_of()
+    model.decoder = nn.Linear(16, 40, bias=False)
+    model.decoder.weight = words = model.get_input_embeddings().weight
+    before = answers(model)
+    sharded = ShardedModel(model, group, CPU)
+    assert torch.equal(answers(model), before)
+    sharded.join()
+    assert model.decoder.weight is model.get_input_embeddings().weight is words
+    assert torch.equal(answers(model), before)
+
+
 def test_whole_weights_are_saved_and_loaded(group: Peers) -> None:
     model = model_of()
     whole = {name: value.clone() for name, value in model.state_dict().items()}

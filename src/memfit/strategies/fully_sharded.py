@@ -111,10 +111,11 @@ class ShardedModel:
 
         mesh = init_device_mesh(device.type, (self._ranks.world_size,))
         embeddings = getattr(unwrap(self._model), "get_input_embeddings", lambda: None)()
-        parts = [*stack_of(self._model).layers, embeddings, self._model]
-        for part in parts:
-            if part is not None:
-                fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        parts = [part for part in (*stack_of(self._model).layers, embeddings) if part is not None]
+        tied = _tied(self._model, parts)
+        parts = [part for part in parts if tied.isdisjoint(part.parameters())]
+        for part in (*parts, self._model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
         for before in self._before:
             before.drop()
         if isinstance(embeddings, FSDPModule):
@@ -231,6 +232,16 @@ class _ModuleBefore:
                 del vars(module)[name]
         # Else torch would ask the module for a state that is gone.
         _composable_state._module_state_mapping.pop(module, None)
+
+
+def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> set[Tensor]:
+    """Parameters that several parts have, or a part and the rest: those are gathered together."""
+    owners: dict[Tensor, set[int]] = {}
+    inside = {module: number for number, part in enumerate(parts) for module in part.modules()}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(module, -1))
+    return {parameter for parameter, found in owners.items() if len(found) > 1}
 
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
