@@ -326,25 +326,29 @@ class GradientExchange:
     def finish(
         self,
         rest: Callable[[Tensor], Tensor | None],
+        take: Callable[[list[tuple[Tensor, Tensor]]], None],
         buffers: Sequence[Tensor] = (),
         flags: Sequence[bool] = (),
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[bool]]:
-        """The other sums: `rest` gives a gradient that was not offered, None where there is none.
+    ) -> list[bool]:
+        """Have the other sums taken, in order, few of them on their way at a time.
 
-        A parameter without a gradient on any rank gets none, as in a process by itself. `buffers`
-        are summed in place, `flags` are true where they are on any rank. Where memory is short
-        single operators are repeated: the others have been told, so the step cannot be.
+        `rest` gives a gradient that was not offered, None where there is none. A parameter without
+        a gradient on any rank gets none, as in a process by itself. `buffers` are summed in place;
+        returns for each of `flags` whether it is true on any rank. Where memory is short single
+        operators are repeated: the others have been told, so the step cannot be.
         """
         with retrying(self._params[0].device) if self._params else nullcontext():
-            return self._finish(rest, buffers, flags)
+            return self._finish(rest, take, buffers, flags)
 
     def _finish(
         self,
         rest: Callable[[Tensor], Tensor | None],
+        take: Callable[[list[tuple[Tensor, Tensor]]], None],
         buffers: Sequence[Tensor],
         flags: Sequence[bool],
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[bool]]:
+    ) -> list[bool]:
         missing: set[Tensor] = set()
+        held: list[tuple[Tensor, Tensor]] = []
         while self._next < len(self._units):
             unit = self._units[self._next]
             gradients = []
@@ -356,15 +360,20 @@ class GradientExchange:
                     gradient = torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
                 gradients.append(gradient)
             self._launch(unit, gradients)
+            landed = self.landed()
+            if missing:  # whether the others have one is not known yet
+                held += landed
+            else:
+                take(landed)
         works = [self.ranks.launch(buffer) for buffer in buffers]
         there = [p not in missing for p in self._params]
         anywhere = self.ranks.highest([int(one) for one in (*there, *flags)])
         learned = {p for p, some in zip(self._params, anywhere, strict=False) if some}
-        found = [pair for pair in self.landed(most_bytes=-1) if pair[0] in learned]
+        take([pair for pair in (*held, *self.landed(most_bytes=-1)) if pair[0] in learned])
         for work in works:
             self.ranks.settle(work)
         self._is_open = False
-        return found, [bool(one) for one in anywhere[len(self._params) :]]
+        return [bool(one) for one in anywhere[len(self._params) :]]
 
     def _launch(self, unit: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
         (message, *more) = gradients
@@ -389,6 +398,11 @@ def in_messages(params: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         pool.append(p)
     if pool:
         yield tuple(pool)
+
+
+def _leave_in_grad(sums: list[tuple[Tensor, Tensor]]) -> None:
+    for p, gradient in sums:
+        p.grad = gradient.view_as(p)
 
 
 class ExchangedGrads:
@@ -417,9 +431,7 @@ class ExchangedGrads:
     def finish(self) -> None:
         """Leaves the sums in `.grad`."""
         self._is_last = False
-        found, _ = self._exchange.finish(lambda p: p.grad)
-        for p, gradient in found:
-            p.grad = gradient.view_as(p)
+        self._exchange.finish(lambda p: p.grad, _leave_in_grad)
 
     def remove(self) -> None:
         """Takes the hooks off."""

@@ -358,10 +358,8 @@ class LowBitSink(ABC):
         seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
         with retrying(self.optimizer.clock.device):  # the other ranks go on, whatever happens here
             self._align()  # graphs have drawn as often as this rank has micro-batches
-            sums, anywhere = self._exchange.finish(
-                self._kept_of, [arena.grad for arena in arenas], seen
-            )
-        self._take_sums(sums)
+            buffers = [arena.grad for arena in arenas]
+            anywhere = self._exchange.finish(self._kept_of, self._take_sums, buffers, seen)
         for arena in arenas:
             arena.see(anywhere[: len(arena.params)])
             del anywhere[: len(arena.params)]
