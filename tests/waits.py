@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-_WAIT = re.compile(r"[a-z][^:]* …|正在[^：]*……|\.+(?: \d+ s)?|")
+_WAIT = re.compile(r"[a-z][^:]* …|正在[^：]*……|(?:\. ?)+(?:\d+ s)?|")
 
 
 def without_waits(text: str) -> str:
     """Without the lines of `memfit.text`: how many there are is up to the machine."""
     lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not _WAIT.fullmatch(line.rstrip("\n")))
+    return "".join(line for line in lines if not _WAIT.fullmatch(line.strip()))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-PROGRAM = Path(__file__).parents[1] / "e2e" / "ranks_program.py"
+PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 SHARDED = ("sharded", "sharded_kept", "sharded_kept8", "sharded_host", "sharded_release")
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "graphs", *SHARDED)
 
@@ -23,7 +23,7 @@ def start(ranks: int, folder: Path) -> None:
         port = free.getsockname()[1]
     started = []
     for rank in range(ranks):
-        paths = [str(PROGRAM.parents[1]), *sys.path]
+        paths = [str(PROGRAM.parent), *sys.path]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RANKS_ON": "cuda"}
         if ranks > 1:
             env |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks),

@@ -1,6 +1,6 @@
 """Fully sharded training: refusals, saving, loading and the way back, in a group of one rank.
 
-Trainings on several ranks are in tests/e2e/test_several_ranks.py.
+Trainings on several ranks are in tests/faults/test_several_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sharded optimizer state: who keeps what, and what an optimizer then does.
 
-What ranks send each other is in tests/e2e/test_several_ranks.py.
+What ranks send each other is in tests/faults/test_several_ranks.py.
 """
 
 from __future__ import annotations

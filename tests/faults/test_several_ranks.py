@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_program import SHARDED, leave
 
 from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
+from ranks_program import SHARDED, leave
 
-PROGRAM = Path(__file__).with_name("ranks_program.py")
+PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded", "divided")
 
 
@@ -37,7 +37,7 @@ def train(ranks: int, folder: Path, *names: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    paths = [str(PROGRAM.parents[1]), *sys.path]
+    paths = [str(PROGRAM.parent), *sys.path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 

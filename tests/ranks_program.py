@@ -1,4 +1,4 @@
-"""What every rank of tests/e2e/test_several_ranks.py runs: trainings, one after the other.
+"""What every rank of tests/faults/test_several_ranks.py runs: trainings, one after the other.
 
     python ranks_program.py FOLDER NAME...      started by torchrun
 
