@@ -18,7 +18,7 @@ from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError
 from memfit.strategies import Setup, ShardedState
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
-from memfit.strategies.sharded_state import StateShares, largest_share, owners
+from memfit.strategies.sharded_state import StateShares, owners
 from memfit.training.guard.updates import allocate_state
 
 RANKS = 3
@@ -55,10 +55,9 @@ def test_weights_are_dealt_by_size_and_alike_on_every_rank() -> None:
     found = owners(params, 2)
     held = [sum(p.numel() for p in params if found[p] == rank) for rank in range(2)]
     assert held == [50 + 20 + 7, 40 + 30 + 2 + 1]
-    assert largest_share(params, 2) == 77 / 150
     assert owners(params, 2) == found
     # One weight has one owner.
-    assert largest_share([torch.zeros(90), torch.zeros(10)], 4) == 0.9
+    assert set(owners([torch.zeros(90), torch.zeros(10)], 4).values()) == {0, 1}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
@@ -145,7 +144,7 @@ def test_where_it_has_no_use_it_says_why(tmp_path: Path) -> None:
 def test_undone_nothing_is_shared(tmp_path: Path) -> None:
     setup = setup_on(0, tmp_path)
     ShardedState().apply(setup)
-    assert ShardedState().effects.shards_state
+    assert setup.state_shares is not None
     setup.restore()
     assert setup.state_shares is None
 

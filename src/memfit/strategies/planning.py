@@ -121,8 +121,6 @@ class Effects:
     """A layer's gradients are used up as soon as backward has passed the next layer."""
     passes: int = 1
     """How often a micro-batch runs in a step."""
-    shards_state: bool = False
-    """Each of several ranks keeps only its share of the optimizer's state."""
     state_on_host: bool = False
     gradients_on_host: bool = False
     updates_on_host: bool = False

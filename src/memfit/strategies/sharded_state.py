@@ -41,7 +41,7 @@ from memfit.memory.device import synchronize
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.base import Fidelity, Setup, Strategy, plain_value
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
-from memfit.strategies.planning import Combination, Effects, PlanFigures, TracePart
+from memfit.strategies.planning import Combination, PlanFigures, TracePart
 from memfit.text import N_, Message
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
@@ -66,10 +66,6 @@ class ShardedState(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(shards_state=True)
 
     def is_pointless(self, beside: Combination) -> bool:
         return beside.effects.few_learn
@@ -104,14 +100,6 @@ def owners(params: Iterable[Tensor], ranks: int) -> dict[Tensor, int]:
         found[p] = rank = held.index(min(held))
         held[rank] += p.nbytes
     return found
-
-
-def largest_share(params: Iterable[Tensor], ranks: int) -> float:
-    """Returns how much of all state the rank with the most of it keeps."""
-    held = [0] * ranks
-    for p, rank in owners(params, ranks).items():
-        held[rank] += p.nbytes
-    return max(held) / max(sum(held), 1)
 
 
 class StateShares:

@@ -349,10 +349,9 @@ class LowBitSink(ABC):
     @torch.no_grad()
     def _exchange_rest(self) -> None:
         """What was not sent in backward, and the small gradients; once a step."""
-        if self._exchange is None or self._exchanged or self.capturing or not self.is_together:
+        if not self.is_together or self._exchanged or self._rehearsing or self.capturing:
             return
-        if self._rehearsing:
-            return
+        assert self._exchange is not None
         self._exchanged = True
         arenas = self.optimizer.small
         seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
