@@ -17,12 +17,14 @@ from memfit.planner.pricing.step_trace import trace_step
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
+    CudaGraphs,
     Freezing,
     FusedLayers,
     GradientRelease,
     HalfPrecision,
     LowBitAdamW,
     Packing,
+    SmallWorkspace,
     Strategy,
 )
 
@@ -35,8 +37,9 @@ LOW = LowBitAdamW()
 
 def workload(layers: int) -> Workload:
     args = TrainingArguments(
-        "unused", per_device_train_batch_size=8, max_grad_norm=0.0, report_to="none", use_cpu=True
-    )
+        "unused", per_device_train_batch_size=8, per_device_eval_batch_size=16, max_grad_norm=0.0,
+        report_to="none", use_cpu=True,
+    )  # fmt: skip
     draw = random.Random(1)
     lengths = tuple(draw.randint(8, 64) for _ in range(200))
     return Workload(
@@ -53,7 +56,7 @@ def assert_same(found: Segments, expected: Segments) -> None:
     for name, marks in expected.parts.items():
         ours = [(mark.birth, mark.kind[0]) for mark in found.parts[name]]
         assert ours == [(mark.birth, mark.kind[0]) for mark in marks], name
-    order = ["build", "start", "micro", "update_first", "clear"]
+    order = ["build", "start", "micro", "update_first", "clear", "evaluate"]
     ours, theirs = simulate(play(found, order)), simulate(play(expected, order))
     assert ours.allocated_bytes == theirs.allocated_bytes
     assert ours.reserved_bytes == theirs.reserved_bytes
@@ -66,6 +69,7 @@ def assert_same(found: Segments, expected: Segments) -> None:
         ([HalfPrecision(), Freezing(6), Checkpointing(7)], (4, 5, 5, 5)),
         ([Packing(), FusedLayers(), Checkpointing(6), LOW, GradientRelease()], (3, 4, 4)),
         ([Packing(), Checkpointing(), ActivationOffload(), LOW], (4, 5)),
+        ([Packing(), FusedLayers(), LOW, SmallWorkspace(), CudaGraphs()], (2, 3)),
     ],
     ids=lambda value: "-".join(getattr(one, "name", str(one)) for one in value),
 )

@@ -104,12 +104,20 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
 
 
 def sorted_deaths(marks: list[Mark]) -> list[Mark]:
-    """Deaths at one moment in a fixed order: autocast empties its cache in that of a hash."""
+    """Deaths at one moment in a fixed order: autocast empties its cache in that of a hash.
+
+    Those inside layers come first. A block of the stack itself that dies after the last of several
+    layers would otherwise come in the middle of its deaths, and no repetition would be found.
+    """
     out: list[Mark] = []
     for birth, group in itertools.groupby(marks, key=lambda mark: mark.birth):
         together = list(group)
-        out += together if birth else sorted(together, key=lambda mark: mark.kind)
+        out += together if birth else sorted(together, key=_death_order)
     return out
+
+
+def _death_order(mark: Mark) -> tuple[bool, Kind]:
+    return layer_of(mark.module) is None, mark.kind
 
 
 def survivors(segments: Segments, part: str) -> list[Mark]:
