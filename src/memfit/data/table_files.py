@@ -19,10 +19,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from memfit.data.class_folders import open_class_folders
 from memfit.data.columns import begins_with_a_row, has_usual_name, named_columns, numbered_columns
-from memfit.data.encodings import find_encoding, opened
-from memfit.data.spreadsheets import SPREADSHEETS, open_spreadsheet
+from memfit.data.encodings import find_encoding, opened, read_text
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import quiet_logs
 from memfit.errors import DataError, nearest
@@ -485,11 +483,122 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+_SNIFFED_ROWS = 200
+
+
+def open_spreadsheet(path: Path, header: bool | None) -> Table:
+    """The table in a workbook's first sheet that is not empty; further sheets are not read.
+
+    calamine reads .xlsx, .xls and .ods alike.
+    """
+    rows = _sheet_rows(path)
+    first = next(rows, None)
+    if first is None:
+        raise DataError(t("{path} is empty; give a table with a header line", path=path))
+    cells = [_sheet_cell(cell) for cell in first]
+    if header is None:
+        below = ([_sheet_cell(cell) for cell in row] for row in islice(rows, _SNIFFED_ROWS))
+        header = not begins_with_a_row(cells, below)
+    columns = named_columns(cells) if header else numbered_columns(len(cells))
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        places = [columns.index(name) for name in wanted]
+        for row in islice(_sheet_rows(path), 1 if header else 0, None):
+            yield tuple(_shown_number(row[place]) for place in places)
+
+    return Table(str(path), columns, read, numbered=not header, has_header=header)
+
+
+def _sheet_rows(path: Path) -> Iterator[list[Any]]:
+    """The rows that hold anything."""
+    try:
+        import python_calamine
+    except ImportError:
+        raise DataError(
+            t(
+                '{path} is a spreadsheet, which needs a package: pip install "memfit[excel]" (or '
+                "save it as CSV in UTF-8)",
+                path=path,
+            )
+        ) from None
+    try:
+        book = python_calamine.load_workbook(str(path))
+        sheets = (book.get_sheet_by_index(index) for index in range(len(book.sheet_names)))
+        sheet = next((one for one in sheets if one.total_height), None)
+        rows = [] if sheet is None else sheet.to_python()
+    except Exception as error:  # each format has errors of its own, in Rust
+        raise DataError(
+            t(
+                "{path} cannot be read as a spreadsheet ({reason}); save it again, without a "
+                "password",
+                path=path,
+                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
+        ) from None
+    return (row for row in rows if any(_sheet_cell(cell) for cell in row))
+
+
+def _shown_number(cell: Any) -> Any:
+    """Numbers as they are shown: a workbook keeps 1 as 1.0."""
+    return int(cell) if isinstance(cell, float) and cell.is_integer() else cell
+
+
+def _sheet_cell(cell: Any) -> str:
+    return str(_shown_number(cell)).strip()
+
+
+_VALIDATION_FOLDERS = ("validation", "valid", "val", "dev")
+
+_TEXT_ENDING = ".txt"
+
+
+def open_class_folders(path: Path, encoding: str | None) -> tuple[Table, Table | None] | None:
+    """(training table, its own validation table or None); None for a folder of other things.
+
+    Each text is a file, and its label the folder it lies in. Beside `train`, a folder called
+    validation, valid, val or dev validates; others are left alone.
+
+        reviews/good/1.txt        reviews/train/good/1.txt
+        reviews/bad/2.txt         reviews/validation/bad/2.txt
+    """
+    train = path / "train"
+    if train.is_dir() and _classes(train):
+        found = (path / name for name in _VALIDATION_FOLDERS)
+        validation = next((one for one in found if one.is_dir() and _classes(one)), None)
+        own = None if validation is None else _folder_table(validation, encoding)
+        return _folder_table(train, encoding), own
+    return (_folder_table(path, encoding), None) if _classes(path) else None
+
+
+def _classes(folder: Path) -> list[Path]:
+    """The folders in it that hold texts, by name."""
+    folders = sorted(one for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")
+    return [one for one in folders if next(_texts(one), None) is not None]
+
+
+def _texts(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.iterdir() if file.suffix.lower() == _TEXT_ENDING)
+
+
+def _folder_table(folder: Path, encoding: str | None) -> Table:
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        for label in _classes(folder):
+            for file in sorted(_texts(label)):
+                cells = {"file": f"{label.name}/{file.name}", "label": label.name}
+                if "text" in wanted:
+                    cells["text"] = read_text(file, encoding)
+                yield tuple(cells[name] for name in wanted)
+
+    return Table(str(folder), ("text", "label", "file"), read)
+
+
 DELIMITED = (".csv", ".tsv", ".tab", ".txt")
 
 JSON = (".jsonl", ".ndjson", ".json")
 
 PARQUET = (".parquet", ".pq")
+
+SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 
 KNOWN = (*DELIMITED, *JSON, *PARQUET, *SPREADSHEETS)
 
