@@ -17,9 +17,8 @@ from memfit.config import files
 from memfit.doctor import measure
 from memfit.doctor.measure import Measurements, row_of
 from memfit.memory import nvml
-from memfit.memory.cards import CardPlace, find_card, match_card
+from memfit.memory.cards import CardPlace, find_card, keep_row, kept_rows, match_card
 from memfit.memory.cuda_context import LOADED_LATER_BYTES
-from memfit.memory.measured_cards import keep_row, kept_rows
 from memfit.planner.advice import margin_note
 from memfit.planner.step_time import speeds_of
 from memfit.units import GIB, MIB

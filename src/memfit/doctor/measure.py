@@ -1,7 +1,7 @@
 """`memfit doctor --measure`: what the rules guess, measured on the user's own card in a minute.
 
 Every measurement stands by itself: one that fails is noted and the rest goes on. What was found
-is kept for this user's plans (`measured_cards.py`) and printed as a row of cards.toml.
+is kept for this user's plans (memory/cards.py) and printed as a row of cards.toml.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import psutil
 import torch
 
 from memfit.memory import nvml
-from memfit.memory.cards import DeviceProfile, Speeds, match_card, this_card
+from memfit.memory.cards import DeviceProfile, Speeds, keep_row, match_card, this_card
 from memfit.memory.cuda_context import (
     LOADED_LATER_BYTES,
     drop_workspaces,
     load_libraries,
     with_large_handles,
 )
-from memfit.memory.measured_cards import keep_row
 from memfit.memory.out_of_memory import is_out_of_memory, return_freed_memory
 from memfit.planner import step_time
 from memfit.text import N_, doing, t

@@ -1,7 +1,8 @@
 """The cards memfit knows without seeing them, found by the name people use.
 
 What is known, from where and how surely stands in cards.toml. What `memfit doctor --measure` found
-out on this machine (`measured_cards.py`) replaces those figures.
+out on this machine replaces those figures. It is kept in the cache folder, one file a card, driver
+and torch; of several for one card the newest counts.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from importlib import resources
 from typing import Any
 
+from memfit.config import files
 from memfit.errors import ConfigError
 from memfit.memory.cuda_context import (
     LARGE_WORKSPACE_FROM,
@@ -29,7 +33,6 @@ from memfit.memory.cuda_context import (
     context_range,
     measured_context_bytes,
 )
-from memfit.memory.measured_cards import kept_rows
 from memfit.text import t
 from memfit.units import GIB, MIB
 
@@ -443,3 +446,51 @@ def _model(words: Iterable[str]) -> set[str]:
 def _either(cards: Iterable[str]) -> str:
     *first, last = cards
     return t("{first} or {last}", first=", ".join(first), last=last)
+
+
+# ---- measured on this machine ----
+
+
+_ROW_NUMBERS = ("gib", "sm", "gb_s", "fp32", "half")
+"""What a row must have."""
+
+_ROW_SPEEDS = {
+    "half_flops", "tf32_flops", "fp32_flops", "memory_bytes_per_second", "bus_bytes_per_second",
+}  # fmt: skip
+
+
+def kept_rows() -> dict[str, dict[str, Any]]:
+    """The rows measured on this machine, by the name cards.toml has for the card."""
+    if not files.cache_is_used():
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        kept = files.cache_folder().glob("card-*.json")
+        for path in sorted(kept, key=lambda path: path.stat().st_mtime):
+            values = files.remembered(path.name) or {}
+            name, row = values.get("card"), values.get("row")
+            if isinstance(name, str) and isinstance(row, dict) and _is_whole_row(row):
+                found[name] = row
+    return found
+
+
+def keep_row(card: str, row: dict[str, Any], *, driver: str, torch: str) -> None:
+    """Keeps a card's row for the plans of this user, in the format of cards.toml."""
+    digest = files.cache_digest({"card": card, "driver": driver, "torch": torch})
+    files.remember(f"card-{digest}.json", {"card": card, "row": row})
+    files.tidy_cache("card-*.json")
+
+
+def _is_whole_row(row: dict[str, Any]) -> bool:
+    """Whether a card can be described by it: somebody may have edited the file."""
+    capability, reached = row.get("capability"), row.get("reached", {})
+    if not (isinstance(capability, list) and isinstance(reached, dict)):
+        return False
+    optional = [row.get(name, 1) for name in ("usable_gib", "loaded_mib")]
+    numbers = [*capability, *reached.values(), *(row.get(name) for name in _ROW_NUMBERS), *optional]
+    known = not reached or set(reached) == _ROW_SPEEDS
+    return len(capability) == 2 and known and all(map(_is_positive, numbers))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf

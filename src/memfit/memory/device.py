@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from memfit.memory import nvml
-from memfit.memory.cards import TRITON_FROM, acted_card, match_card
+from memfit.memory.cards import TRITON_FROM, acted_card, kept_rows, match_card
 from memfit.memory.cuda_context import (
     context_range,
     measured_context_bytes,
     own_context_bytes,
     predicted_context_bytes,
 )
-from memfit.memory.measured_cards import kept_rows
 from memfit.units import MIB
 
 if TYPE_CHECKING:
