@@ -67,7 +67,7 @@ def with_sink(
 def run_step(
     model: nn.Module, sink: LowBitSink, x: Tensor, y: Tensor, micro_batches: int = 1
 ) -> Tensor:
-    """The loop of sinks.py."""
+    """The loop of `SinkExecutor`."""
     sink.begin(micro_batches)
     for phase in sink.phases:
         parts = zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)

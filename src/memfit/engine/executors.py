@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.graph_cache import GraphCache, GraphMemory, TokenBuckets
@@ -36,8 +36,84 @@ from memfit.memory.device import is_cuda
 from memfit.memory.out_of_memory import retrying
 from memfit.text import t
 
-if TYPE_CHECKING:
-    from memfit.engine.sinks import GradientSink
+
+class GradientSink(Protocol):
+    """Takes each parameter's gradient as backward produces it, and ends the step.
+
+    strategies/lowbit and strategies/offload have the sinks themselves.
+    """
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The backward passes of a step, by name."""
+
+    @property
+    def hooked(self) -> bool:
+        """Whether gradients reach it by hooks on the parameters."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its work can be captured in a CUDA graph."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether weights or moments change before backward has ended."""
+
+    @property
+    def launches_first(self) -> bool:
+        """Whether the training's first step must not be replayed from a graph."""
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer it feeds."""
+
+    @property
+    def loss_scale(self) -> Any:
+        """The fp16 loss scale; None without one."""
+
+    @property
+    def touched(self) -> bool:
+        """Whether this step has changed anything that cannot be taken back."""
+
+    def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
+        """Starts a step of this many micro-batches."""
+
+    def prepare(self, index: int) -> None:
+        """Does the host's part before a micro-batch."""
+
+    def arm(self, index: int, phase: str = "apply") -> None:
+        """Expects the gradients of a micro-batch."""
+
+    def end_backward(self) -> None:
+        """Ends one backward pass."""
+
+    def finish(self) -> Tensor:
+        """Makes the updates; returns the global gradient norm."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Drops the gradients of backward passes inside."""
+
+    def without_effect(self) -> AbstractContextManager[None]:
+        """Leaves everything as it was after whole steps inside."""
+
+
+class LayerwiseSink(GradientSink, Protocol):
+    """A sink that updates layer by layer, so that a failed backward pass can be resumed."""
+
+    by_layers: bool
+
+    def pass_boundary(self) -> None:
+        """Makes the updates of the layers that backward is through with."""
+
+    def has_settled(self, p: Tensor) -> bool:
+        """Whether backward will not be asked for this parameter's gradient again."""
+
+    def drop_unsettled(self) -> None:
+        """Forgets the gradients received since the last boundary."""
 
 
 def _sum_of(losses: list[torch.Tensor], model: nn.Module) -> torch.Tensor:

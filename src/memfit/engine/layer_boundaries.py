@@ -40,7 +40,7 @@ from memfit.models.layer_stack import Args, Kwargs, keeps_activations, stack_of,
 from memfit.text import t
 
 if TYPE_CHECKING:
-    from memfit.engine.sinks import LayerwiseSink
+    from memfit.engine.executors import LayerwiseSink
 
 TRIES = 4
 """How often backward is taken up from one boundary before the run is given up."""
