@@ -40,7 +40,7 @@ from memfit.text import t
 class GradientSink(Protocol):
     """Takes each parameter's gradient as backward produces it, and ends the step.
 
-    strategies/lowbit and strategies/offload have the sinks themselves.
+    The sinks themselves are in strategies/lowbit.
     """
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.memory.device import has_triton
+from memfit.memory.tracing.counting import count_kernel
 
 # A finalizer with little bias, found by search: github.com/skeeto/hash-prospector. All below 2^31,
 # so that every language reads them as the same type.
@@ -186,7 +187,7 @@ def _module(name: str) -> FusedKernels:
 def pick_kernels(tensor: Tensor) -> FusedKernels:
     """The kernels for a tensor."""
     if isinstance(tensor, FakeTensor):
-        return _module("traced")
+        return _TRACED
     return _module("triton" if tensor.is_cuda and has_triton() else "torch")
 
 
@@ -202,3 +203,66 @@ def rows_per_program(rows: int) -> int:
     while share * ROW_PROGRAMS < rows:
         share *= 2
     return share
+
+
+class _TracedKernels:
+    """A memory trace's view of the kernels: what they allocate, and nothing else."""
+
+    # ruff: noqa: ARG002
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        drop: Drop | None,
+    ) -> Normed:
+        """The output, the sum, and two numbers a row."""
+        mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+        count_kernel(x, residual, x, x)
+        return Normed(torch.empty_like(x), torch.empty_like(x), mean, rstd)
+
+    def add_norm_backward(
+        self, d_output: Tensor, normed: Normed, weight: Tensor, drop: Drop | None
+    ) -> NormGradients:
+        """One or two gradients, and partial sums that go at once."""
+        rows, columns = d_output.shape
+        d_residual = torch.empty_like(normed.total)
+        d_x = d_residual if drop is None else torch.empty_like(normed.total)
+        count_kernel(d_output, normed.total, d_residual, None if drop is None else d_x)
+        sums = _column_sums(weight, norm_programs(rows), 3 * columns).view(3, columns)
+        return NormGradients(d_x, d_residual, sums[0], sums[1], sums[2])
+
+    def gelu(self, x: Tensor, kind: Gelu) -> Tensor:
+        """One matrix."""
+        count_kernel(x, x)
+        return torch.empty_like(x)
+
+    def gelu_backward(
+        self, x: Tensor, d_output: Tensor, kind: Gelu
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One matrix; the other takes the gradient's memory."""
+        rows, columns = x.shape
+        programs = -(-rows // rows_per_program(rows))
+        count_kernel(x, x, d_output, d_output)
+        return torch.empty_like(x), d_output, _column_sums(x, programs, columns)
+
+    def join(self, parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """One matrix as large as the three."""
+        rows, columns = parts[0].shape
+        programs = -(-rows // rows_per_program(rows))
+        joined = parts[0].new_empty(rows, 3 * columns)
+        count_kernel(joined, joined)
+        return joined, _column_sums(joined, programs, 3 * columns)
+
+
+def _column_sums(like: Tensor, programs: int, columns: int) -> Tensor:
+    partial = like.new_empty(programs, columns, dtype=torch.float32)
+    count_kernel(partial, partial)  # written by the kernel before, then summed by one of its own
+    del partial
+    return like.new_empty(columns)
+
+
+_TRACED = _TracedKernels()

@@ -1,20 +1,11 @@
 """What becomes of gradients between backward and the update, beside the low-bit optimizer.
 
-kept8      added up in 8 bits, clipped by the true global norm         1 byte a parameter
+    kept8      added up in 8 bits, clipped by the true global norm         1 byte a parameter
     host       added up in host memory, clipped by the true global norm    none on the device
     two_pass   a first backward only for the norm, the update in a second  none, more time
     release    the update inside backward, no norm to clip by              none
 
 Without this strategy they are kept in 2 bytes, as any training loop does.
-
-lowbit_optimizer.py      LowBitAdamW: 5 or 4 bytes a parameter, a torch.optim.Optimizer
-number_formats.py    how numbers are stored; lowbit_kernels_torch.py and lowbit_kernels_triton.py
-compute
-small_parameters.py      biases and norms: fp32, flat
-gradient_sinks.py      where gradients go: gradient_sinks.py, releasing_sinks.py, host_sink.py
-step_scalars.py    fp16 loss scale on the device
-number_formats.py    fp32 model -> bf16 or fp16 weights, nothing lost
-lowbit_optimizer.py save, load, fp32 export
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -103,18 +102,6 @@ class UpdateKernels(Protocol):
         """kept = keep * kept + grad, rounded stochastically; `norm` becomes the sum's 2-norm."""
 
 
-def one_by_one(
-    update: Callable[[LowBitState, Tensor | CodedGradient, StepScalars], None],
-) -> Callable[[Work, StepScalars], None]:
-    """The `update_many` of a way that gains nothing from having several at once."""
-
-    def update_many(work: Work, scalars: StepScalars) -> None:
-        for state, grad in work:
-            update(state, grad, scalars)
-
-    return update_many
-
-
 def blocks_of(numel: int, block: int) -> int:
     """How many scales a tensor has."""
     return -(-numel // block)
@@ -157,7 +144,11 @@ def pick_kernels(backend: str, tensor: Tensor) -> UpdateKernels:
     if isinstance(tensor, FakeTensor):
         on = traced_device.device()
         tritons = on is None or (on.cuda and on.triton and backend != "torch")
-        return _TRACED if tritons else _module("traced")
+        if tritons:
+            return _TRACED
+        from memfit.strategies.lowbit import lowbit_kernels_torch
+
+        return lowbit_kernels_torch.TRACED
     if backend == "auto":
         backend = "triton" if tensor.is_cuda and has_triton() else "torch"
     return _module(backend)

@@ -19,7 +19,7 @@ from memfit.strategies.lowbit.lowbit_kernels import (
     Hyper,
     LowBitState,
     StepScalars,
-    one_by_one,
+    Work,
 )
 
 # About eleven fp32 temporaries live at once: 3 MiB on a CPU, where they should stay in
@@ -43,7 +43,10 @@ def update(
         )
 
 
-update_many = one_by_one(update)
+def update_many(work: Work, scalars: StepScalars) -> None:
+    """The same on whole parameters, one after the other."""
+    for state, grad in work:
+        update(state, grad, scalars)
 
 
 def accumulate(kept: CodedGradient, grad: Tensor, how: Addition) -> None:
@@ -166,3 +169,42 @@ def _blocked(x: Tensor, block: int) -> Tensor:
     """[blocks, block], the last one filled with zeros."""
     missing = -x.numel() % block
     return (F.pad(x, (0, missing)) if missing else x).view(-1, block)
+
+
+class _Traced:
+    """A memory trace's view of this module: the first chunk is run, and all chunks are alike."""
+
+    def update(
+        self, state: LowBitState, grad: Tensor | CodedGradient, scalars: StepScalars, start: int = 0
+    ) -> None:
+        """The temporaries of one chunk come and go."""
+        first, chunks = _first_chunk(grad, state.block)
+        codes = first.codes if isinstance(first, CodedGradient) else first
+        corrected = state.correction is not None
+        key = ("update", codes.numel(), codes.dtype, state.weight.dtype, corrected)
+        traced_device.alike(key, lambda: update(state, first, scalars, start), chunks)
+
+    def update_many(self, work: Work, scalars: StepScalars) -> None:
+        """One after the other."""
+        for state, grad in work:
+            self.update(state, grad, scalars)
+
+    def accumulate(self, kept: CodedGradient, grad: Tensor, how: Addition) -> None:
+        """The temporaries of one chunk of a gradient that is added up in 8 bits."""
+        first, chunks = _first_chunk(grad, how.block)
+        assert isinstance(first, Tensor)
+        key = ("accumulate", first.numel(), first.dtype)
+        traced_device.alike(key, lambda: accumulate(kept, first, how), chunks)
+
+
+def _first_chunk(grad: Tensor | CodedGradient, block: int) -> tuple[Tensor | CodedGradient, int]:
+    """The first chunk, and how many there are."""
+    codes = grad.codes if isinstance(grad, CodedGradient) else grad
+    count = chunk_elements(codes.device)
+    chunks = -(-codes.numel() // count)
+    if isinstance(grad, CodedGradient):
+        return CodedGradient(grad.codes[:count], grad.scales[: -(-count // block)]), chunks
+    return grad[:count], chunks
+
+
+TRACED = _Traced()
