@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ TIERS = ("e2e", "differential", "contract", "unit")
 # A full collection looks at half a million objects of torch and transformers for a quarter
 # second, every Trainer asks for one, and Python for many more while modules are imported.
 gc.disable()
-MANY_MODULES = 30
+LONG_COLLECTION_SECONDS = 0.01
 
 
 def pytest_configure() -> None:
@@ -66,13 +67,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+class _FullCollections:
+    """Notes the longest full collection of a test, in CPU seconds."""
+
+    longest_seconds = 0.0
+    _begun = 0.0
+
+    def __call__(self, phase: str, about: dict[str, int]) -> None:
+        if about["generation"] < 2:
+            return
+        now = time.thread_time()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.longest_seconds = max(self.longest_seconds, now - self._begun)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-    """After a test that imported many modules, and after the last of a file, without fixtures."""
-    before = len(sys.modules)
+    """After a test whose collections took long, and after the last of a file, without fixtures."""
+    noted = _FullCollections()
+    gc.callbacks.append(noted)
     done = yield
+    gc.callbacks.remove(noted)
     last = nextitem is not None and nextitem.path != item.path
-    if last or len(sys.modules) > before + MANY_MODULES:
+    if last or noted.longest_seconds > LONG_COLLECTION_SECONDS:
         _leave_what_stays_out_of_collections()
     return done
 
