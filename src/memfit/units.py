@@ -147,8 +147,14 @@ def gb(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share for a person: 11 %."""
-    return f"{100 * share:.0f} %"
+    """A share for a person: 17 %, and 0.4 % or 99.6 % near the ends."""
+    near_an_end = 0 < share < 0.01 or 0.99 < share < 1
+    return tenths_of_percent(share) if near_an_end else f"{100 * share:.0f} %"
+
+
+def tenths_of_percent(share: float) -> str:
+    """A share where tenths matter: 91.3 %."""
+    return f"{100 * share:.1f} %"
 
 
 def step_time(seconds: float) -> str:

@@ -18,7 +18,7 @@ from memfit.records.evaluation import Evaluation, evaluate_predictions
 from memfit.records.results import MemorySummary, RunSummary
 from memfit.report import memory_bar, terminal
 from memfit.text import speaking
-from memfit.units import GIB, MIB
+from memfit.units import GIB, MIB, percent
 
 COMPONENTS = {
     Component.WEIGHTS: 2 * GIB,
@@ -133,7 +133,7 @@ def test_shortened_text_counts_chinese_as_two_cells() -> None:
     [(0.0, "0 %"), (0.004, "0.4 %"), (0.17, "17 %"), (0.996, "99.6 %"), (1.0, "100 %")],
 )
 def test_percent(share: float, text: str) -> None:
-    assert terminal.percent(share) == text
+    assert percent(share) == text
 
 
 def binary() -> Evaluation:

@@ -15,10 +15,11 @@ from memfit.cli.options import (
     Reserved,
     Windows,
     check_card,
+    check_target,
     config_options,
 )
 from memfit.config import ModelConfig
-from memfit.errors import ConfigError, OutputError
+from memfit.errors import ConfigError
 from memfit.text import N_, t
 from memfit.units import MIB, format_both, format_bytes
 
@@ -33,6 +34,8 @@ EPILOG = (
     "own name: --optim adafactor, --bf16, --fp16, --gradient-checkpointing, "
     "--gradient-accumulation-steps 8, --eval-batch-size 64."
 )
+
+_CANNOT_WRITE = N_("cannot write the timeline {path}: name a file in a folder that is there")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,7 +73,7 @@ def estimate(
     if "model" not in options:
         raise ConfigError(t("no model given; name one with --model"))
     place = check_card(gpu, windows, display, reserved)
-    target = _check_target(timeline) if timeline is not None else None
+    target = check_target(timeline, _CANNOT_WRITE) if timeline is not None else None
     with console.working():
         from memfit import api
         from memfit.run import stock_flags
@@ -93,18 +96,6 @@ def estimate(
         _show(found, device, named=gpu is not None)
     if target is not None:
         console.say(t("timeline: {path}", path=target))
-
-
-def _check_target(timeline: str) -> Path:
-    target = Path(timeline).expanduser()
-    if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(
-            t(
-                "cannot write the timeline {path}: name a file in a folder that is there",
-                path=timeline,
-            )
-        )
-    return target
 
 
 _PARTS = {

@@ -19,6 +19,7 @@ import shutil
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,7 +34,7 @@ from memfit.config.training_fields import (
     takes_several,
     training_fields,
 )
-from memfit.errors import ConfigError, nearest
+from memfit.errors import ConfigError, OutputError, nearest
 from memfit.run.signals import INTERRUPTED, handled, stop_at_once
 from memfit.text import N_, Language, cells, checked, language, t, template_of, wrap
 from memfit.units import parse_bytes
@@ -409,6 +410,14 @@ Display = Annotated[
 Reserved = Annotated[
     str | None, typer.Option(help="What others hold of the card of --gpu, such as 600MB.")
 ]
+
+
+def check_target(path: str, sentence: str) -> Path:
+    """Refuses a file that cannot be written, by this sentence, before anything is computed."""
+    target = Path(path).expanduser()
+    if not target.parent.is_dir() or target.is_dir():
+        raise OutputError(t(sentence, path=path))
+    return target
 
 
 def check_card(

@@ -17,13 +17,14 @@ from memfit.cli.options import (
     Reserved,
     Windows,
     check_card,
+    check_target,
     config_options,
 )
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
-from memfit.errors import DoesNotFitError, OutputError
+from memfit.errors import DoesNotFitError
 from memfit.run.preloading import load_to_plan, other_processes, processes_to_use
-from memfit.text import doing, language, t
+from memfit.text import N_, doing, language, t
 from memfit.units import format_both
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ EPILOG = (
     "file: edit it, commit it, train by it with memfit train --plan plan.toml, and see whether it "
     "still fits with memfit plan --check plan.toml (exit code 3 where it does not)."
 )
+
+_CANNOT_WRITE = N_("cannot write the plan {path}: name a file in a folder that is there")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -71,7 +74,7 @@ def plan(
     """Plan a training inside a budget: each decision and its reason, memory and time."""
     del ctx
     place = check_card(gpu, windows, display, reserved)
-    target = _check_target(output) if output is not None else None
+    target = check_target(output, _CANNOT_WRITE) if output is not None else None
     if data is not None:
         options = {**options, "path": data}
     with files.cache_unused(no_cache):
@@ -184,12 +187,3 @@ def _check(
     console.show(sentence)
     if checked.changed:
         console.show(t("changed since: {what}", what="; ".join(checked.changed)))
-
-
-def _check_target(output: str) -> Path:
-    target = Path(output).expanduser()
-    if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(
-            t("cannot write the plan {path}: name a file in a folder that is there", path=output)
-        )
-    return target

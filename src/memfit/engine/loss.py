@@ -24,7 +24,8 @@ from transformers import TrainerCallback
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from memfit.engine.micro_batches import IGNORED_LABEL, row_count
+from memfit.engine.micro_batches import row_count
+from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
 from memfit.models.layer_stack import unwrap
 from memfit.text import t

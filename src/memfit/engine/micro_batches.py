@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import nested_concat
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
+from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
 from memfit.models.layer_stack import reads_last_token, sees_padding
 from memfit.text import t
@@ -30,12 +31,10 @@ Batch = dict[str, Any]
 
 Span = tuple[int, int]
 
-IGNORED_LABEL = -100
-"""The label that torch's and transformers' losses leave out."""
-
-_SEQUENCE_INPUTS = frozenset(
+TOKEN_INPUTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"}
 )
+"""Model inputs with one entry a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ def _only_padding_is_cut(batch: Mapping[Any, Any], mask: torch.Tensor) -> bool:
     know: the width stays.
     """
     for name, value in batch.items():
-        if name in _SEQUENCE_INPUTS or not isinstance(value, torch.Tensor):
+        if name in TOKEN_INPUTS or not isinstance(value, torch.Tensor):
             continue
         if value.dim() > 1 and value.shape[1] == mask.shape[1]:
             return False
@@ -283,7 +282,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _columns_of(name: str, value: Any, start: int, stop: int, width: int) -> Any:
-    if name not in _SEQUENCE_INPUTS or not isinstance(value, torch.Tensor) or value.dim() < 2:
+    if name not in TOKEN_INPUTS or not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     return value[:, start:stop] if value.shape[1] == width else value
 

@@ -49,6 +49,14 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def refuse_if(offline: bool) -> None:
+    """Raises if the environment keeps every request in."""
+    if offline:
+        raise ConfigError(
+            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Upload:
     """What goes to a hub, and where."""

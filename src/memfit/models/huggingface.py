@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memfit.errors import ConfigError, MemfitError, ModelError
-from memfit.models.hubs import causes, is_connection, reason
+from memfit.models.hubs import causes, is_connection, reason, refuse_if
 from memfit.text import N_, t
 from memfit.units import format_bytes
 
@@ -112,7 +112,7 @@ def login(token: str | None, *, force: bool) -> str:
     from huggingface_hub import get_token
     from huggingface_hub import login as hub_login
 
-    _refuse_offline()
+    refuse_if(is_off())
     if token is None and not force and get_token() is not None:
         with contextlib.suppress(MemfitError):
             return _user()
@@ -135,7 +135,7 @@ def upload(what: Upload) -> str:
     """One commit with the files and the card; returns the repository's address."""
     from huggingface_hub import HfApi
 
-    _refuse_offline()
+    refuse_if(is_off())
     api = HfApi()
     with _explained("upload", repo=what.repo):
         made = api.create_repo(what.repo, private=True if what.private else None, exist_ok=True)
@@ -195,13 +195,6 @@ def _without_xet() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_DISABLE_XET = False
-
-
-def _refuse_offline() -> None:
-    if is_off():
-        raise ConfigError(
-            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
-        )
 
 
 def _status(error: BaseException) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.errors import ConfigError, MemfitError, ModelError
-from memfit.models.hubs import is_set, reason
+from memfit.models.hubs import is_set, reason, refuse_if
 from memfit.text import N_, t
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _why_silent(address: str) -> str | None:
 
 def login(token: str | None, *, force: bool) -> str:
     """Keeps the token where ModelScope's own tools find it; returns the user's name."""
-    _refuse_offline()
+    refuse_if(is_off())
     config = _config()
     if token is None and not force and config.token:
         with contextlib.suppress(MemfitError):
@@ -127,7 +127,7 @@ def _user(config: HubConfig) -> str:
 
 def upload(what: Upload) -> str:
     """The model in one commit and the card in the next; returns the repository's address."""
-    _refuse_offline()
+    refuse_if(is_off())
     config = _config()
     if not config.token:
         raise ConfigError(
@@ -180,13 +180,6 @@ def _is_private(api: HubApi, repo: str) -> bool:
 
     known = api.get_repo(repo, "model")
     return bool(known.private) or known.visibility == Visibility.PRIVATE
-
-
-def _refuse_offline() -> None:
-    if is_off():
-        raise ConfigError(
-            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
-        )
 
 
 def _config() -> HubConfig:

@@ -20,10 +20,10 @@ from memfit.records.results import RunFolder
 from memfit.report import curves, plots, sections, terminal
 from memfit.report.formatting import PageTable, named, number, setting_name
 from memfit.report.story import FINISHED, Story, read_story
-from memfit.report.terminal import metric, percent
+from memfit.report.terminal import metric
 from memfit.report.verdict import useless, verdict
 from memfit.text import N_, clean, pt, t
-from memfit.units import format_both, format_bytes, format_seconds
+from memfit.units import format_both, format_bytes, format_seconds, percent
 
 _TITLES = {
     "settings": N_("Settings that differ"),

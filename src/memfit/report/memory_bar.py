@@ -16,9 +16,9 @@ from memfit.report import plots
 from memfit.report import plots as drawing
 from memfit.report.formatting import PageTable, Picture, named, number, together
 from memfit.report.story import Adjusted, Story
-from memfit.report.terminal import MAX_WIDTH, percent
+from memfit.report.terminal import MAX_WIDTH
 from memfit.text import N_, clean, pt, t
-from memfit.units import format_both, format_bytes
+from memfit.units import format_both, format_bytes, percent, tenths_of_percent
 
 MOST_ADJUSTMENTS = 50
 
@@ -154,7 +154,7 @@ def _sentences(memory: MemorySummary) -> str:
             if off >= 0
             else N_("The prediction was {share} below what was measured.")
         )
-        said.append(t(which, share=f"{abs(off):.1%}".replace("%", " %")))
+        said.append(t(which, share=tenths_of_percent(abs(off))))
     if memory.measured and memory.measured_step is not None:
         said.append(
             t(

@@ -13,7 +13,7 @@ from rich.text import Text
 from memfit.report.formatting import named
 from memfit.report.memory_bar import memory_bar, peak_components
 from memfit.text import N_, language, pt, t
-from memfit.units import format_both, format_bytes, format_seconds
+from memfit.units import format_both, format_bytes, format_seconds, step_time
 
 if TYPE_CHECKING:
     from memfit.planner.advice import Alternatives
@@ -172,13 +172,9 @@ def _others(planning: Planning) -> RenderableType:
     for plan in planning.candidates:
         assert plan.price is not None
         shown.add_row(
-            _step_time(plan.price.step_seconds),
+            step_time(plan.price.step_seconds),
             format_bytes(plan.price.device_bytes),
             named("fidelity", str(plan.fidelity)),
             Text(difference_in_words(settings_in_words(plan), chosen)),
         )
     return Padding(shown, (0, 0))
-
-
-def _step_time(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

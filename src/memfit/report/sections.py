@@ -12,7 +12,6 @@ from typing import Any
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import RunSummary
 from memfit.report import plots
-from memfit.report import plots as drawing
 from memfit.report.formatting import (
     PageTable,
     Picture,
@@ -22,9 +21,9 @@ from memfit.report.formatting import (
     together,
 )
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, step_seconds
-from memfit.report.terminal import metric, percent
+from memfit.report.terminal import metric
 from memfit.text import N_, NP_, clean, pt, shown, t
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds, percent
 
 LARGEST_MATRIX = 20
 
@@ -418,7 +417,7 @@ def _length_picture(lengths: Mapping[str, Any]) -> Picture | None:
         (item["first_tokens"], item["last_tokens"], item["rows"])
         for item in lengths.get("histogram") or ()
     ]
-    if not bins or not drawing.available():
+    if not bins or not plots.available():
         return None
     limit, caption = lengths.get("max_length"), t("Length of the texts")
     svg = plots.histogram(

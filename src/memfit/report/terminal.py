@@ -20,7 +20,7 @@ from rich.text import Text
 from memfit.memory.components import MemoryPeak
 from memfit.report.formatting import averaging_sentence, named, together
 from memfit.text import N_, NP_, clean, encodable, language, nt, pt, t
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds, percent
 
 if TYPE_CHECKING:
     from memfit.data import DataCounts, LengthSummary
@@ -73,12 +73,6 @@ def shorten(text: object, cells: int) -> str:
     line = Text(" ".join(clean(text).split()))
     line.truncate(cells, overflow="ellipsis")
     return line.plain
-
-
-def percent(share: float) -> str:
-    """17 %, 0.4 %, 99.6 %, 0 %."""
-    near_an_end = 0 < share < 0.01 or 0.99 < share < 1
-    return (f"{share:.1%}" if near_an_end else f"{share:.0%}").replace("%", " %")
 
 
 def metric(value: float | None) -> str:

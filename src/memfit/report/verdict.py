@@ -7,9 +7,9 @@ from typing import Any
 from memfit.records.evaluation import Evaluation
 from memfit.report.formatting import number
 from memfit.report.story import FINISHED, Story
-from memfit.report.terminal import metric, percent
+from memfit.report.terminal import metric
 from memfit.text import N_, clean, t
-from memfit.units import format_both, format_bytes
+from memfit.units import format_both, format_bytes, percent, tenths_of_percent
 
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 
@@ -53,14 +53,14 @@ def _answers(evaluation: Evaluation) -> tuple[str, bool]:
         known |= {"off": number(metrics.get("mae")), "r2": metric(metrics.get("r2"))}
         said = N_("On {rows:,} validation texts its values are off by {off} on average, R² {r2}")
         return t(said, **known), (metrics.get("r2") or 0.0) > 0
-    known["share"] = _percent(metrics.get("accuracy", 0.0))
+    known["share"] = tenths_of_percent(metrics.get("accuracy", 0.0))
     if evaluation.task == "multi_label" or not evaluation.classes:
         known["f1"] = metric(next(iter(metrics.values()), None))
         said = N_("All labels of {share} of the {rows:,} validation texts are right, F1 is {f1}")
         return t(said, **known), True
     largest = max(evaluation.classes, key=lambda row: row.rows)
     base = largest.rows / max(evaluation.rows, 1)
-    known |= {"largest": clean(largest.name), "base": _percent(base)}
+    known |= {"largest": clean(largest.name), "base": tenths_of_percent(base)}
     gains = metrics.get("accuracy", 0.0) > base + _LEAST_GAIN
     said = (
         N_(
@@ -93,8 +93,3 @@ def _budget(story: Story) -> tuple[str, bool]:
     return t(
         "its memory stayed at {share} of the budget of {budget}", share=share, budget=budget
     ), False
-
-
-def _percent(share: float) -> str:
-    """91.3 %."""
-    return f"{share:.1%}".replace("%", " %")

@@ -23,6 +23,7 @@ from memfit.errors import MemfitError, ModelError
 from memfit.records.results import RunFolder
 from memfit.report.live_page import LINGER_SECONDS, LivePage, PageServer
 from memfit.text import N_, clean, speaking, t
+from memfit.units import tenths_of_percent
 
 if TYPE_CHECKING:
     from memfit.run.inference import Classifier, Prediction
@@ -80,7 +81,7 @@ def _scores(answer: Prediction) -> dict[str, Any]:
     highest = sorted(answer.scores.items(), key=lambda item: -item[1])[:MOST_SCORES]
     return {
         "scores": [
-            {"name": clean(name), "value": value, "shown": f"{value:.1%}".replace("%", " %")}
+            {"name": clean(name), "value": value, "shown": tenths_of_percent(value)}
             for name, value in highest
         ]
     }

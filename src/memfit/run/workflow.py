@@ -69,7 +69,7 @@ from memfit.run.rank_group import RankError, RankGroup, joined
 from memfit.run.report_process import ReportProcess
 from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
-from memfit.units import format_both, format_bytes
+from memfit.units import format_both, format_bytes, percent
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -622,7 +622,7 @@ class _Run:
         self.say(line("metric", announcements.metric_sentence(self.prepared.scoring, trainer)))
         if self.predicted is not None:
             needs_bytes, budget_bytes = self.predicted.device_bytes, self.prepared.task.budget_bytes
-            share = terminal.percent(needs_bytes / max(budget_bytes, 1))
+            share = percent(needs_bytes / max(budget_bytes, 1))
             self.say(
                 line(
                     "memory" if kind_of(trainer.args.device) == "cpu" else "gpu_memory",

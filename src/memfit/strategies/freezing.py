@@ -17,14 +17,12 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import ConfigError
 from memfit.models.layers import freeze
 from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments, is_users
 from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
 from memfit.text import N_, Message, t
-
-HEAD_LEARNING_RATE = 1e-3
-"""What a fresh classification head learns at when nothing else does."""
 
 _TOO_LOW_FOR_A_HEAD = 1e-4
 

@@ -26,12 +26,14 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
+from memfit.config.training_fields import HEAD_LEARNING_RATE
+from memfit.engine.micro_batches import TOKEN_INPUTS
 from memfit.errors import ConfigError, DataError, ModelError
 from memfit.models.layer_stack import unwrap, wrap
 from memfit.models.layers import base_of
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy, change_arguments
-from memfit.strategies.freezing import HEAD_LEARNING_RATE, Freezing
-from memfit.strategies.packing.packed_model import FAMILIES
+from memfit.strategies.freezing import Freezing
+from memfit.strategies.packing.packed_model import FAMILIES, has_values, probe_batch
 from memfit.strategies.planning import (
     Axis,
     Combination,
@@ -50,14 +52,10 @@ if TYPE_CHECKING:
 FEATURES = "frozen_features"
 """The model input that features travel under."""
 
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
-
 _COLLATED_ROWS = 1024
 """Rows that are sorted by length together: enough for even batches, few enough to hold padded."""
 
 _TOLERANCE = 1e-4
-
-_PROBE_LENGTHS = (5, 9, 3)
 
 
 class HeadReading(StrEnum):
@@ -269,7 +267,7 @@ def _in_order(parts: list[tuple[MicroBatch, Tensor]]) -> Tensor:
 
 def _keep(columns: dict[str, list[Any]], batch: Mapping[str, Any], rows: int) -> None:
     for name, value in batch.items():
-        if name in _TOKEN_INPUTS:
+        if name in TOKEN_INPUTS:
             continue
         is_single = not hasattr(value, "__len__") or (isinstance(value, Tensor) and not value.dim())
         if is_single or len(value) != rows:
@@ -299,7 +297,7 @@ def head_problem(model: PreTrainedModel) -> str:
     A model without real weights (meta or fake tensors) is judged by its family.
     """
     name = type(model).__name__
-    if not _has_values(model):
+    if not has_values(model):
         known = model.config.model_type in FAMILIES
         return (
             ""
@@ -326,7 +324,7 @@ def head_problem(model: PreTrainedModel) -> str:
 def _difference(model: PreTrainedModel) -> float:
     """Between the logits of three texts and of their features, of the largest logit."""
     with _Encoder(model) as encoder:
-        vectors, result = encoder.run(_probe_batch(model))
+        vectors, result = encoder.run(probe_batch(model))
         head = FeatureHead(model)
         try:
             with torch.no_grad():
@@ -347,22 +345,6 @@ def _difference(model: PreTrainedModel) -> float:
             Message("its logits are the same for every text, so nothing can be compared")
         )
     return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-
-
-def _probe_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Three texts of different lengths and tokens, padded on the right."""
-    config: Any = model.config
-    pad, width = config.pad_token_id or 0, max(_PROBE_LENGTHS)
-    mask = torch.arange(width) < torch.tensor(_PROBE_LENGTHS)[:, None]
-    ids = torch.arange(mask.numel()).view(mask.shape) * 97 % config.vocab_size
-    ids = torch.where(ids == pad, (ids + 1) % config.vocab_size, ids)
-    return {"input_ids": torch.where(mask, ids, pad), "attention_mask": mask.long()}
-
-
-def _has_values(model: nn.Module) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not any(one.is_meta or isinstance(one, FakeTensor) for one in model.parameters())
 
 
 _LABEL_COLUMNS = ("labels", "label", "label_ids")

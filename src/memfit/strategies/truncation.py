@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memfit.engine.micro_batches import TOKEN_INPUTS
 from memfit.errors import ConfigError
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
 from memfit.strategies.planning import (
@@ -30,8 +31,6 @@ from memfit.units import percent
 
 if TYPE_CHECKING:
     from memfit.data import LengthSummary
-
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 _MULTIPLE = 8
 """Lengths are multiples of it: tensor cores take tokens by eights."""
@@ -241,7 +240,7 @@ def _is_tokens(name: str, value: Any, mask: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
         return False
     # Classes of tokens go with their tokens; several labels of a text are floating-point numbers.
-    return name in _TOKEN_INPUTS or (name == "labels" and not value.is_floating_point())
+    return name in TOKEN_INPUTS or (name == "labels" and not value.is_floating_point())
 
 
 def _picked(value: Tensor, columns: Tensor) -> Tensor:

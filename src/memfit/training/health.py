@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memfit.config.schema import ON_NAN
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, LossError
 from memfit.memory.device import is_cuda
@@ -167,8 +168,6 @@ def _here(tensor: Any) -> Tensor:
     part: Tensor = tensor.to_local() if is_divided(tensor) else tensor
     return part.detach()
 
-
-ON_NAN = ("stop", "skip")
 
 SKIPS_IN_A_ROW = 20
 """After so many the weights themselves are broken, and no batch will be better."""

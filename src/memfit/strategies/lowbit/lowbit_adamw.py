@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memfit.engine.executors import StepExecutor
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
+TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 _BYTES_PER_PARAMETER = {24: 5.03, 16: 4.03}
 """Weights and optimizer state; AdamW in fp32 has 12."""
@@ -132,7 +132,7 @@ class LowBitAdamW(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         optim = str(getattr(setup.args.optim, "value", setup.args.optim))
-        if is_users(setup, "optim") and optim not in _ADAMW:
+        if is_users(setup, "optim") and optim not in TORCH_ADAMW:
             return Message("you chose optim={optim}, and this is AdamW", optim=optim)
         if setup.args.bf16 or setup.args.fp16:
             return Message(

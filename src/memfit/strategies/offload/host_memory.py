@@ -23,7 +23,8 @@ from memfit.memory.tracing import traced_device
 
 _CHUNK_BYTES = 1 << 26
 
-_ALIGNMENT = 512
+ALIGNMENT_BYTES = 512
+"""As the CUDA allocator aligns tensors: a matrix product may choose its kernel by it."""
 
 
 class Arena:
@@ -51,7 +52,7 @@ class Arena:
         """So many bytes, uninitialised."""
         start = self._place(nbytes)
         self._out += 1
-        self._used = start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used = start + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return self._chunks[self._chunk][start : start + nbytes]
 
     def give(self) -> None:

@@ -30,9 +30,9 @@ from memfit.models.layer_stack import Args, Kwargs, stack_of, stack_problem, unw
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
 from memfit.strategies.half_precision import computed_in_half, half_arguments
-from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
+from memfit.strategies.lowbit.lowbit_adamw import TORCH_ADAMW, LowBitAdamW
 from memfit.strategies.offload.host_adamw import HostAdamW, Masters
-from memfit.strategies.offload.host_memory import Link, link_to
+from memfit.strategies.offload.host_memory import ALIGNMENT_BYTES, Link, link_to
 from memfit.strategies.planning import (
     Axis,
     Combination,
@@ -49,9 +49,6 @@ from memfit.units import gb
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# As the CUDA allocator aligns tensors: a matrix product may choose its kernel by it.
-_ALIGNMENT = 512
-
 
 class LayerWeights:
     """One layer's weights: on the host always, on the device between `fetch` and `leave`."""
@@ -67,7 +64,7 @@ class LayerWeights:
             self._move([p for p in parameters if p.dtype == dtype], dtype, device)
 
     def _move(self, parameters: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        step = _ALIGNMENT // dtype.itemsize
+        step = ALIGNMENT_BYTES // dtype.itemsize
         starts = [0]
         for p in parameters:
             starts.append(starts[-1] + -(-p.numel() // step) * step)
@@ -212,8 +209,6 @@ class HostWeights:
             self._layers[index - 1].fetch()
 
 
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
-
 _HOST_BYTES_PER_PARAMETER = 16
 """fp32 weights, gradient and two moments."""
 
@@ -331,7 +326,7 @@ class OptimizerOffload(Strategy):
         """What in the model or the arguments stands against it, on any device."""
         args = setup.args
         optim = str(getattr(args.optim, "value", args.optim))
-        if optim not in _ADAMW:
+        if optim not in TORCH_ADAMW:
             return Message("you chose optim={optim}, and this is AdamW", optim=optim)
         if args.fp16:
             return Message("fp16's loss scaling looks for gradients on the device; use bf16")

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from memfit.engine.packed_batch import PackedBatch, PackSpec, pack, padded_on_the_right
 from memfit.errors import ModelError
 from memfit.models.layer_stack import sees_padding, shows_tokens, unwrap
+from memfit.models.layers import base_of
 from memfit.strategies.packing.packed_attention import (
     IMPLEMENTATION,
     STOCK_ATTRIBUTE,
@@ -95,11 +96,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-
-
-def base_of(model: PreTrainedModel) -> nn.Module:
-    """The encoder below the classification head."""
-    return model.get_submodule(model.base_model_prefix)
 
 
 def attention_modules(model: PreTrainedModel, family: PackedFamily) -> list[nn.Module]:
@@ -346,7 +342,7 @@ def can_pack(model: nn.Module) -> PackingSupport:
         return PackingSupport(False, refusal)
     assert isinstance(inner, PreTrainedModel)
     name = type(inner).__name__
-    if not _has_values(inner):
+    if not has_values(inner):
         return PackingSupport(
             True, Message("{name}: a known family; not tried, as it has no weights yet", name=name)
         )
@@ -407,7 +403,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 def _probe(model: nn.Module, inner: PreTrainedModel) -> str:
     """Two ways through the model with three short texts; empty when they agree."""
     device, dtype = inner.device, inner.dtype
-    padded = _probe_batch(inner)
+    padded = probe_batch(inner)
     with _evaluating(model), torch.no_grad():
         expected = model(**{name: column.to(device) for name, column in padded.items()}).logits
         with packed(model) as packer, count_packed_calls() as calls:
@@ -437,7 +433,7 @@ def _probe(model: nn.Module, inner: PreTrainedModel) -> str:
     return ""
 
 
-def _probe_batch(model: PreTrainedModel) -> dict[str, Tensor]:
+def probe_batch(model: PreTrainedModel) -> dict[str, Tensor]:
     """Three texts of different lengths and tokens, padded on the right."""
     config: Any = model.config
     pad = config.pad_token_id or 0
@@ -461,7 +457,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _has_values(model: nn.Module) -> bool:
+def has_values(model: nn.Module) -> bool:
+    """Whether the model can be run: its weights are neither on meta nor fake."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
