@@ -19,7 +19,6 @@ from memfit.records.results import RunFolder
 from memfit.report import curves, memory_bar, plots, sections
 from memfit.report import sections as quality
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
-from memfit.report.verdict import verdict
 from memfit.text import chosen_language, clean, language, pt, speaking, t
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def render_story(story: Story, *, live: bool = False, served: bool = False) -> s
         title=sections.title(story),
         state=sections.state(story),
         path=where,
-        verdict=verdict(story),
+        verdict=sections.verdict(story),
         warnings=sections.run_warnings(story.summary),
         figures=sections.figures(story.summary),
         trial={"pairs": bool(story.summary.data.get("text_pair_column"))} if served else None,
