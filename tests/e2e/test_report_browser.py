@@ -17,10 +17,9 @@ from transformers import TrainerCallback
 
 import memfit
 from memfit.records.run_log import RunLog
-from memfit.report import live_page
-from memfit.report.live_page import LivePage, PageServer
 from memfit.report.page import write_report
-from memfit.run.serving import RunModel
+from memfit.run import serving
+from memfit.run.serving import LivePage, PageServer, RunModel
 from memfit.text import speaking
 
 pytestmark = pytest.mark.skipif(
@@ -243,7 +242,7 @@ def test_it_prints_on_a_few_pages(chromium: Browser, url: str, tmp_path: Path) -
 def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
     chromium: Browser, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_page, "_REST", 0)  # this test has waited enough
+    monkeypatch.setattr(serving, "_REST", 0)  # this test has waited enough
     lines = (trained / "progress.jsonl").read_text(encoding="utf-8").splitlines()
     shutil.copy(trained / "run.toml", tmp_path)
     log = tmp_path / "progress.jsonl"

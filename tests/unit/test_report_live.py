@@ -19,9 +19,8 @@ import pytest
 from report_fixtures import Page, add_samples, make_run
 
 from memfit.errors import OutputError
-from memfit.report.live_page import LivePage, PageServer
 from memfit.run.inference import Classifier
-from memfit.run.serving import RunModel, serve, watching
+from memfit.run.serving import LivePage, PageServer, RunModel, serve, watching
 
 
 class Clock:

@@ -3,25 +3,34 @@
 While a run trains, a process of its own serves it: drawing takes tenths of a second of Python,
 which a thread would take from the training. It ends when the training process ends or closes its
 standard input. The model is loaded at the first question, never before.
+
+The server binds to 127.0.0.1 only, answers only under a name of this machine (a page elsewhere
+that points its own name here gets nothing) and only under a path with a secret word in it (other
+users of this machine get nothing). Questions are taken from its own page alone: the browser says
+where they come from, and JSON that another page sends would have to be allowed first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, ModelError
 from memfit.records.results import RunFolder
-from memfit.report.live_page import LINGER_SECONDS, LivePage, PageServer
 from memfit.text import N_, clean, speaking, t
 from memfit.units import tenths_of_percent
 
@@ -33,6 +42,186 @@ _START_SECONDS = 20.0
 _NOT_STARTED = N_("the live page could not be started; report.html will be written")
 
 MOST_SCORES = 10
+
+HOST = "127.0.0.1"
+
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+LINGER_SECONDS = 6.0
+"""After the end, until open pages have fetched the last state."""
+
+MOST_QUESTION_BYTES = 100_000
+
+Trial = Callable[[str, str | None], dict[str, Any]]
+"""Answers a text, or a pair of texts, with what the page's script shows."""
+
+_REST = 9
+"""Times as long as a drawing took, nothing is drawn after it."""
+
+_WATCHED = (
+    "progress.jsonl", "summary.json", "evaluation.json", "trainer_state.json", "adjustments.jsonl",
+    "plan.toml", "run.toml",
+)  # fmt: skip
+
+
+class LivePage:
+    """The page, drawn again when the folder has changed and somebody asks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        lang: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        trial: Trial | None = None,
+    ) -> None:
+        self.folder, self.lang, self.trial = folder, lang, trial
+        self.ended = False
+        self.asked_at = -float("inf")
+        self.last_seen = False
+        """Whether somebody has got the page that is final."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._signature: object = None
+        self._next_at = -float("inf")
+        self._page: tuple[str, bytes] | None = None
+
+    def read(self) -> tuple[str, bytes]:
+        """Tag and text."""
+        from memfit.report.page import REFRESH_SECONDS
+
+        with self._lock:
+            self.asked_at, ended = self._clock(), self.ended
+            signature = (ended, *_signature(self.folder))
+            due = ended or self.asked_at >= self._next_at
+            if self._page is None or (signature != self._signature and due):
+                text = self._draw(live=not ended).encode()
+                # Of one processor at most a tenth: where there are two, the training wants both.
+                took = self._clock() - self.asked_at
+                self._next_at = self._clock() + max(REFRESH_SECONDS, _REST * took)
+                self._signature = signature
+                self._page = hashlib.sha256(text).hexdigest()[:16], text
+            self.last_seen = ended
+            return self._page
+
+    def _draw(self, *, live: bool) -> str:
+        from memfit.report.page import render, render_waiting
+
+        try:
+            served = self.trial is not None
+            return render(RunFolder(self.folder), live=live, lang=self.lang, served=served)
+        except MemfitError:  # nothing is there yet
+            return render_waiting(self.lang)
+
+    def watched_lately(self) -> bool:
+        """Whether a page is open somewhere."""
+        return self._clock() - self.asked_at < LINGER_SECONDS
+
+
+def _signature(folder: Path) -> Iterator[tuple[int, int] | None]:
+    for name in _WATCHED:
+        try:
+            found = (folder / name).stat()
+            yield found.st_mtime_ns, found.st_size
+        except OSError:
+            yield None
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one page on a port of this machine; `serve_forever` is the caller's."""
+
+    daemon_threads = True
+
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self.page = page
+        self.path = f"/{secrets.token_urlsafe(12)}/"
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """What a browser opens."""
+        return f"http://{HOST}:{self.server_address[1]}{self.path}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request for the page, or one question of its box."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if not self._is_for_us():
+            return
+        tag, text = self.server.page.read()
+        if self.headers.get("If-None-Match") == f'"{tag}"':
+            self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+        else:
+            self._answer(HTTPStatus.OK, text, tag)
+
+    def do_POST(self) -> None:
+        self.close_connection = True  # what is refused is not read
+        if not self._is_for_us():
+            return
+        question = self._question()
+        if isinstance(question, HTTPStatus):
+            self._answer(question)
+            return
+        assert self.server.page.trial is not None
+        body = json.dumps(self.server.page.trial(*question), ensure_ascii=False).encode()
+        self._answer(HTTPStatus.OK, body, kind="application/json")
+
+    def _is_for_us(self) -> bool:
+        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if name.lower() not in NAMES:
+            self._answer(HTTPStatus.FORBIDDEN)
+        elif not secrets.compare_digest(
+            self.path.partition("?")[0].encode(), self.server.path.encode()
+        ):
+            self._answer(HTTPStatus.NOT_FOUND)
+        else:
+            return True
+        return False
+
+    def _question(self) -> tuple[str, str | None] | HTTPStatus:
+        """The text, or the pair of texts; a status where the page cannot have sent this."""
+        origin = f"http://{self.headers.get('Host', '')}"
+        site = self.headers.get("Sec-Fetch-Site", "same-origin")
+        if self.headers.get("Origin") != origin or site != "same-origin":
+            return HTTPStatus.FORBIDDEN
+        if self.server.page.trial is None:
+            return HTTPStatus.METHOD_NOT_ALLOWED
+        if self.headers.get_content_type() != "application/json":
+            return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_QUESTION_BYTES:
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        try:
+            sent = json.loads(self.rfile.read(int(length)))
+            text, pair = sent["text"], sent.get("text_pair")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return HTTPStatus.BAD_REQUEST
+        if not isinstance(text, str) or not isinstance(pair, str | None):
+            return HTTPStatus.BAD_REQUEST
+        return text, pair
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes = b"", tag: str = "", kind: str = "text/html"
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if tag:
+            self.send_header("ETag", f'"{tag}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
 
 
 class RunModel:
