@@ -28,11 +28,10 @@ from memfit.records.results import (
     write_summary,
 )
 from memfit.records.run_warnings import answer_warnings, data_warnings
-from memfit.records.scoring import Scoring, scoring_for
+from memfit.records.scoring import Scoring, kept_scoring, scoring_for
 from memfit.report.formatting import averaging_sentence
 from memfit.run.callbacks import StopEarly
 from memfit.run.model_card import model_card
-from memfit.run.scoring_rules import kept_scoring
 from memfit.text import speaking
 
 TWO = LabelSpace("single_label", ("投诉", "正常"))

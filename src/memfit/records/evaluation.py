@@ -1,7 +1,7 @@
 """How good predictions are: one evaluation for the Trainer, the terminal and the report.
 
 `load()` stands in for the `evaluate` package, which fetches its metrics from a hub;
-`from memfit import evaluation as evaluate` is all that a notebook has to change.
+`from memfit.records import evaluation as evaluate` is all that a notebook has to change.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from memfit.errors import ConfigError, DataError, MemfitError, nearest
 from memfit.records.scoring import (
     THRESHOLD,
     Array,
-    Labels,
     Scoring,
     answers,
     leading_metric,
@@ -25,6 +24,9 @@ from memfit.records.scoring import (
     with_tuned_threshold,
 )
 from memfit.text import t
+
+if TYPE_CHECKING:
+    from memfit.data import LabelSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Mistake:
 
 
 def evaluate_predictions(
-    logits: Array, labels: Array, labelspace: Labels, scoring: Scoring | None = None
+    logits: Array, labels: Array, labelspace: LabelSpace, scoring: Scoring | None = None
 ) -> Evaluation:
     """Score raw model outputs against the true labels, by the names alone if no rules are given."""
     logits, labels = np.asarray(logits), np.asarray(labels)
@@ -123,7 +125,9 @@ def compute_metrics_for(
     task: str, names: Sequence[str], scoring: Scoring | None = None
 ) -> Callable[[Any], dict[str, float]]:
     """The `compute_metrics` that the Trainer calls after each evaluation."""
-    space = _Labels(task, tuple(names))
+    from memfit.data.tables import LabelSpace
+
+    space = LabelSpace(task, tuple(names))
 
     def compute_metrics(prediction: Any) -> dict[str, float]:
         logits, labels = prediction
@@ -153,7 +157,7 @@ def probabilities(logits: Array, task: str) -> Array:
 def worst_mistakes(
     logits: Array,
     labels: Array,
-    labelspace: Labels,
+    labelspace: LabelSpace,
     texts: Sequence[str],
     scoring: Scoring | None = None,
     *,
@@ -192,12 +196,6 @@ def _said(answer: Any, names: Sequence[str]) -> str:
     if np.ndim(answer) == 0:
         return names[int(answer)]
     return ", ".join(name for name, yes in zip(names, answer, strict=True) if yes) or "–"
-
-
-@dataclass(frozen=True, slots=True)
-class _Labels:
-    task: str
-    names: tuple[str, ...]
 
 
 def _scores(right: float, said: float, rows: float) -> tuple[float, float, float]:

@@ -1,5 +1,8 @@
 """How probabilities become answers, and which figure leads: decided once, before the training.
 
+`scoring_of_run` decides by the run's options and rows; `keep_scoring` writes it into the saved
+model, and `kept_scoring` reads it from there.
+
 Two classes: F1 is that of the positive class, which is the one named, or else the rarer one. If the
 rarer class has less than a tenth of the other's rows, or there are more classes, F1 is the mean
 over the classes: it falls to a half where the rarer class is never found.
@@ -12,10 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from memfit.config.files import read_json, write_json
+from memfit.errors import ConfigError
+from memfit.text import t
+
+if TYPE_CHECKING:
+    from memfit.config import DataConfig, RunConfig
+    from memfit.data import LabelSpace, TextData
 
 Array = npt.NDArray[Any]
 
@@ -34,18 +46,6 @@ _POSITIVE_WORDS = frozenset(
         "好評", "正评", "正評", "积极", "積極", "是", "有", "真", "阳性", "陽性", "满意", "滿意",
     }
 )  # fmt: skip
-
-
-class Labels(Protocol):
-    """What scoring needs to know of the labels; `memfit.data`'s LabelSpace is one."""
-
-    @property
-    def task(self) -> str:
-        """single_label, multi_label or regression."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Label names in the order of their ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Scoring:
 
 
 def scoring_for(
-    labels: Labels,
+    labels: LabelSpace,
     counts: Mapping[str, int] | None = None,
     *,
     positive: str | None = None,
@@ -129,7 +129,7 @@ def _usual_positive(names: Sequence[str], counts: Mapping[str, int]) -> tuple[st
     return names[-1], "tie_last" if any(rows) else "name"
 
 
-def answers(scores: Array, labels: Labels, scoring: Scoring) -> Array:
+def answers(scores: Array, labels: LabelSpace, scoring: Scoring) -> Array:
     """Class ids of a table of probabilities; for several labels a table of yes and no."""
     if labels.task == "multi_label":
         return np.asarray(scores >= (scoring.threshold or THRESHOLD))
@@ -140,7 +140,7 @@ def answers(scores: Array, labels: Labels, scoring: Scoring) -> Array:
 
 
 def with_tuned_threshold(
-    scores: Array, truth: Array, labels: Labels, scoring: Scoring, score: Any
+    scores: Array, truth: Array, labels: LabelSpace, scoring: Scoring, score: Any
 ) -> Scoring:
     """The threshold at which `score(scoring)` is highest; of equals the nearest to 0.5.
 
@@ -165,3 +165,102 @@ def with_tuned_threshold(
     cuts.sort(key=lambda cut: abs(cut - THRESHOLD))
     tried = [replace(scoring, threshold=cut) for cut in cuts]
     return max(tried, key=score)  # the first of equals
+
+
+# ---- of a run, a table, a model ----
+
+
+_KEY = "memfit"
+"""Under this name a model's config.json has the rules; transformers reads it and does nothing."""
+
+
+def keep_scoring(config_file: Path, scoring: Scoring) -> None:
+    """Writes the rules into the config of a saved model, whose threshold is not tuned again."""
+    values = read_json(config_file)
+    write_json(config_file, {**values, _KEY: replace(scoring, tuned=False).to_dict()})
+
+
+def kept_scoring(config: Any, labels: LabelSpace) -> Scoring | None:
+    """The rules a model came with; None where there are none that fit its labels.
+
+    They were chosen by the rows of the training, which says nothing of the rows met now.
+    """
+    values = getattr(config, _KEY, None)
+    if not isinstance(values, Mapping):
+        return None
+    scoring = Scoring.from_dict(values)
+    known = not scoring.positive or (scoring.positive in labels.names and len(labels.names) == 2)
+    why = "trained" if scoring.averaging == "binary" else ""
+    return replace(scoring, why=why) if known else None
+
+
+def scoring_of_run(config: RunConfig, text: TextData, arguments: Any) -> Scoring:
+    """The positive class, the leading metric and the threshold of a run."""
+    chosen_by = arguments.metric_for_best_model
+    return scoring_for(
+        text.labels,
+        text.counts.train_class_counts,
+        positive=_positive_label(config.data, text.labels),
+        threshold=_threshold(config, text.labels),
+        leads=chosen_by.removeprefix("eval_") if chosen_by else None,
+    )
+
+
+def class_weights_of_run(config: RunConfig, text: TextData) -> list[float] | None:
+    """What a row of each class counts in the loss; None where all count alike."""
+    from memfit.data.labels import weights_of_classes
+
+    if config.class_weights is None:
+        return None
+    counts = text.counts
+    return weights_of_classes(
+        config.class_weights,
+        text.labels,
+        counts.train_class_counts,
+        counts.train_rows,
+        config.data.label_names,
+    )
+
+
+def scoring_of_table(
+    kept: Scoring | None, data: DataConfig, labels: LabelSpace, counts: Mapping[str, int]
+) -> Scoring:
+    """For `evaluate`: the model's rules, or those its table suggests; --positive-label wins."""
+    positive = _positive_label(data, labels)
+    scoring = scoring_for(labels, counts) if kept is None else kept
+    if positive is None:
+        return scoring
+    threshold = scoring.threshold
+    if threshold is not None and scoring.positive not in ("", positive):
+        threshold = 1 - threshold  # the same answers, told of the other class
+    return replace(scoring, averaging="binary", positive=positive, why="given", threshold=threshold)
+
+
+def _threshold(config: RunConfig, labels: LabelSpace) -> float | str | None:
+    if config.threshold is not None and (
+        labels.task == "regression" or (labels.task == "single_label" and len(labels.names) != 2)
+    ):
+        raise ConfigError(
+            t(
+                "--threshold is for two classes or several labels a row, and this table has "
+                "neither; leave it out"
+            )
+        )
+    return config.threshold
+
+
+def _positive_label(data: DataConfig, labels: LabelSpace) -> str | None:
+    from memfit.data.labels import label_named
+
+    if data.positive_label is None:
+        return None
+    if labels.task != "single_label" or len(labels.names) != 2:
+        raise ConfigError(
+            t(
+                "--positive-label is for two classes, and there are {count} here; leave it out",
+                count=len(labels.names),
+            )
+            if labels.task == "single_label"
+            else t("--positive-label is for two classes, and a row has one of them; leave it out")
+        )
+    return label_named(data.positive_label, labels, data.label_names, "--positive-label")

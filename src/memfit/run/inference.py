@@ -32,11 +32,10 @@ from memfit.models.loading import (
 )
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary
-from memfit.records.scoring import Array, Scoring, answers
+from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
 from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
 from memfit.run.preloading import load_to_answer
 from memfit.run.ranks import ranks_of_environment
-from memfit.run.scoring_rules import kept_scoring, scoring_of_table
 from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from memfit.errors import ConfigError, DoesNotFitError, OutputError, TraceError
 from memfit.memory.device import kind_of
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
-from memfit.records.scoring import Scoring
+from memfit.records.scoring import Scoring, class_weights_of_run, scoring_of_run
 from memfit.report.terminal import fact_line
 from memfit.run.ranks import Ranks, cards_are_shared, count_of
-from memfit.run.scoring_rules import class_weights_of_run, scoring_of_run
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
 

@@ -52,7 +52,7 @@ from memfit.records.results import (
     write_summary,
 )
 from memfit.records.run_warnings import RunWarning, answer_warnings, data_warnings
-from memfit.records.scoring import Scoring
+from memfit.records.scoring import Scoring, keep_scoring
 from memfit.report import terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements, preloading
@@ -67,7 +67,6 @@ from memfit.run.prepare import (
 )
 from memfit.run.rank_group import RankError, RankGroup, joined
 from memfit.run.report_process import ReportProcess
-from memfit.run.scoring_rules import keep_scoring
 from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes, percent
 
