@@ -11,7 +11,8 @@ from transformers import BertConfig, TrainingArguments
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.allocator import simulate
 from memfit.memory.cards import find_card
-from memfit.memory.tracing.depth import Segments, play
+from memfit.memory.components import Component, Event
+from memfit.memory.tracing.depth import Segments, cut, play
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.pricing.step_trace import trace_step
 from memfit.strategies import (
@@ -88,6 +89,16 @@ def test_k_of_n_layers_follow_from_shallow_traces_to_the_byte(
     assert found.host_bytes == pytest.approx(full.host_bytes, rel=0.05)
     assert found.counts.half_flops == pytest.approx(full.counts.half_flops)
     assert found.counts.launches == pytest.approx(full.counts.launches)
+
+
+def test_when_a_single_number_dies_makes_no_difference() -> None:
+    def events(*order: int) -> dict[str, list[Event]]:
+        births = [Event(block, 4, True, Component.ACTIVATIONS, "layer.0") for block in (1, 2, 3)]
+        deaths = [one._replace(birth=False) for one in births]
+        every = [*births, *deaths]
+        return {"micro": [every[index] for index in order]}
+
+    assert cut(events(0, 1, 3, 2, 4, 5)) == cut(events(0, 1, 2, 3, 4, 5))
 
 
 def test_layers_recomputed_are_computed_once_more() -> None:

@@ -305,7 +305,7 @@ def test_a_killed_run_goes_on_with_two_ranks_as_with_one(
     assert run([*words, "--gpus", "2"]) == 0
     out, err = capfd.readouterr()
     assert out == f"wrote {MANY:,} rows to {target}\n"
-    resumed, done = (line.strip() for line in without_waits(err).splitlines())
+    resumed, *_, done = (line.strip() for line in without_waits(err).splitlines())
     assert resumed == f"going on from row {first_row + 1:,}"
     assert done.startswith(f"{MANY - first_row:,} rows in ")
     Classifier.load(tiny_model_dir).predict_file(many, tmp_path / "whole.csv")

@@ -85,7 +85,7 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
     done: dict[str, list[Mark]] = {}
     for name, events in parts.items():
         marks: list[Mark] = []
-        for event in events:
+        for event in _brief_scalars(events):
             kind = (event.nbytes, event.component, without_index(event.module))
             blocks = living.setdefault(kind, [])
             rank = 0
@@ -101,6 +101,26 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
             marks.append(Mark(event.birth, kind, event.module, rank))
         done[name] = sorted_deaths(marks)
     return Segments(done)
+
+
+_SCALAR_BYTES = 8
+
+
+def _brief_scalars(events: list[Event]) -> list[Event]:
+    """The same with single numbers dying as soon as they are born.
+
+    When they die is a matter of chance where a compiled function makes them (DeBERTa's scale), and
+    two traces with another order of such deaths do not differ by whole layers.
+    """
+    born = {event.block for event in events if event.birth and event.nbytes <= _SCALAR_BYTES}
+    deaths = {event.block: event for event in events if not event.birth and event.block in born}
+    out: list[Event] = []
+    for event in events:
+        if event.block not in deaths:
+            out.append(event)
+        elif event.birth:
+            out += [event, deaths[event.block]]
+    return out
 
 
 def sorted_deaths(marks: list[Mark]) -> list[Mark]:
