@@ -1,12 +1,15 @@
-"""The memory of real steps, by the tracker that predictions use."""
+"""The memory of real steps and of recorded events, by the code that predictions use."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 from memfit import BudgetTrainer
-from memfit.memory.components import Component
+from memfit.memory.cards import find_card
+from memfit.memory.components import Component, Event, MemoryPeak
+from memfit.memory.phases import Run, peaks
 from memfit.memory.tracing.tracker import Tracker
 
 
@@ -37,3 +40,11 @@ def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
         gc.enable()
         trainer.setup.restore()
     return tracker.peak_bytes, weights
+
+
+def peak_on_a_card(events: Sequence[Event], *, expandable_segments: bool = False) -> MemoryPeak:
+    """What the caching allocator of a card makes of these events."""
+    run = Run(list(events), ())
+    stretch = (0, len(events))
+    (found,) = peaks(run, [stretch], find_card("T4"), expandable_segments=expandable_segments)
+    return found

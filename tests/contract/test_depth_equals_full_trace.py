@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from memfit.memory.allocator import simulate
 from memfit.memory.cards import find_card
 from memfit.memory.phases import training_order
 from memfit.memory.stock_estimate import predict_segments, trace_segments
 from memfit.memory.stock_step import StepSpec
 from memfit.memory.tracing.depth import play
 from memfit.memory.tracing.meta_models import build_on_meta, model_config
+from step_memory import peak_on_a_card
 
 CARD = find_card("T4")
 WIDTH = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
@@ -52,7 +52,7 @@ def compare(step: StepSpec, traced_layers: tuple[int, ...]) -> None:
     )
     assert births == Counter(e.module for e in expected if e.birth)
     assert deaths == Counter(e.module for e in expected if not e.birth)
-    ours, theirs = simulate(events), simulate(expected)
+    ours, theirs = peak_on_a_card(events), peak_on_a_card(expected)
     assert ours.allocated_bytes == theirs.allocated_bytes
     assert ours.reserved_bytes == pytest.approx(theirs.reserved_bytes, rel=0.02)
 

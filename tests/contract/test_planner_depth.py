@@ -9,7 +9,6 @@ import pytest
 from transformers import BertConfig, TrainingArguments
 
 from memfit.engine.micro_batches import MicroBatching
-from memfit.memory.allocator import simulate
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component, Event
 from memfit.memory.tracing.depth import Segments, cut, play
@@ -28,6 +27,7 @@ from memfit.strategies import (
     SmallWorkspace,
     Strategy,
 )
+from step_memory import peak_on_a_card
 
 H200 = find_card("H200")
 SMALL: dict[str, Any] = {
@@ -58,7 +58,7 @@ def assert_same(found: Segments, expected: Segments) -> None:
         ours = [(mark.birth, mark.kind[0]) for mark in found.parts[name]]
         assert ours == [(mark.birth, mark.kind[0]) for mark in marks], name
     order = ["build", "start", "micro", "update_first", "clear", "evaluate"]
-    ours, theirs = simulate(play(found, order)), simulate(play(expected, order))
+    ours, theirs = peak_on_a_card(play(found, order)), peak_on_a_card(play(expected, order))
     assert ours.allocated_bytes == theirs.allocated_bytes
     assert ours.reserved_bytes == theirs.reserved_bytes
 
@@ -120,7 +120,7 @@ def test_an_update_in_plain_torch_follows_from_shallow_traces() -> None:
     pascal = find_card("GTX 1050 Ti")  # no Triton
     order = ["build", "start", "micro", "update_first", "clear"]
     found, full = (
-        simulate(play(trace_step(base, chosen, pascal, layers=layers).segments, order))
+        peak_on_a_card(play(trace_step(base, chosen, pascal, layers=layers).segments, order))
         for layers in (None, 12)
     )
     assert found.allocated_bytes == full.allocated_bytes

@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import ConfigError
 from memfit.memory import nvml
-from memfit.memory.cards import CardPlace, facts, find_card, known_cards, match_card, this_card
+from memfit.memory.cards import CardPlace, facts, find_card, match_card, this_card
 from memfit.memory.cuda_context import (
     context_range,
     handle_workspace_bytes,
@@ -127,7 +127,7 @@ def test_a_device_the_table_lacks_or_with_other_memory_is_not_matched() -> None:
 
 
 def test_every_card_is_sane() -> None:
-    for name in known_cards():
+    for name in facts()["cards"]:
         card = find_card(name)
         assert card.name == name
         box_gib = int(name.rsplit(" ", 1)[1].removesuffix("GB"))
@@ -141,7 +141,7 @@ def test_every_card_is_sane() -> None:
 
 
 def test_speeds_are_a_data_sheets_until_somebody_measured() -> None:
-    for name in known_cards():
+    for name in facts()["cards"]:
         card = find_card(name)
         if card.reached is not None:
             assert card.reached.half_flops < card.half_flops
@@ -176,7 +176,7 @@ def test_newer_cards_of_a_generation_are_never_slower_by_name() -> None:
 
 
 def test_only_measured_contexts_claim_to_be_measured() -> None:
-    assert [name for name in known_cards() if find_card(name).measured] == ["H200 141GB"]
+    assert [name for name in facts()["cards"] if find_card(name).measured] == ["H200 141GB"]
 
 
 def test_the_predicted_context_of_the_measured_card_is_close_to_its_measurement() -> None:
@@ -257,7 +257,7 @@ def test_a_card_elsewhere_leaves_its_system_and_its_display_their_part() -> None
 
 
 def test_cards_without_tensor_cores_are_known() -> None:
-    without = {name for name in known_cards() if not find_card(name).matrix_units}
+    without = {name for name in facts()["cards"] if not find_card(name).matrix_units}
     assert {"GeForce GTX 1650 4GB", "GeForce GTX 1660 Ti 6GB", "GeForce MX450 2GB"} < without
     assert {"Tesla P100 16GB", "GeForce GTX 1080 Ti 11GB"} < without
     assert not {"T4 16GB", "GeForce RTX 2060 6GB", "Tesla V100 16GB"} & without

@@ -24,6 +24,13 @@ def test_a_storage_is_born_once_and_dies_with_its_last_view() -> None:
     ]
 
 
+def test_an_empty_tensor_takes_no_memory() -> None:
+    with Tracker() as tracker:
+        tensor = torch.empty(0)
+        del tensor
+    assert tracker.events() == []
+
+
 def test_an_operator_in_place_takes_no_memory() -> None:
     with Tracker() as tracker:
         tensor = torch.zeros(10)

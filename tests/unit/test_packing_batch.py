@@ -31,11 +31,11 @@ def batch(**changes: Any) -> dict[str, Any]:
 def test_texts_follow_one_another_without_padding() -> None:
     flat = pack(batch())
     assert flat.input_ids.tolist() == [5, 6, 7, 8, 9, 4, 3, 2, 1, 6]
-    assert flat.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
+    assert flat.tokens["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
     assert flat.cu_seqlens.tolist() == [0, 3, 5, 10]
     assert flat.cu_seqlens.dtype == torch.int32
     assert (flat.max_seqlen, flat.lengths) == (5, (3, 2, 5))
-    assert (flat.rows, flat.real_rows, flat.real_tokens, flat.total_tokens) == (3, 3, 10, 10)
+    assert (flat.rows, flat.real_rows, flat.total_tokens) == (3, 3, 10)
     assert flat.labels is not None
     assert flat.labels.tolist() == [1, 0, 1]
 
@@ -43,13 +43,13 @@ def test_texts_follow_one_another_without_padding() -> None:
 def test_left_padding_gives_the_same_batch() -> None:
     left = pack(batch(input_ids=IDS.flip(1), attention_mask=MASK.flip(1)))
     assert left.input_ids.tolist() == [7, 6, 5, 9, 8, 6, 1, 2, 3, 4]
-    assert left.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
+    assert left.tokens["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
 
 
 def test_a_hole_in_the_mask_keeps_the_columns_of_what_follows() -> None:
     flat = pack(batch(attention_mask=torch.tensor([[1, 0, 1, 0, 0], [1, 1, 0, 0, 0], [1] * 5])))
     assert flat.input_ids.tolist()[:2] == [5, 7]
-    assert flat.position_ids.tolist()[:2] == [0, 2]
+    assert flat.tokens["position_ids"].tolist()[:2] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_roberta_positions_start_after_the_padding_token_and_skip_it() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     flat = pack({"input_ids": ids, "attention_mask": mask}, PackSpec(padding_idx=1))
     # An inner padding token stays where fairseq's rule puts it: at padding_idx itself.
-    assert flat.position_ids.tolist() == [2, 1, 3, 2, 3, 4, 5]
+    assert flat.tokens["position_ids"].tolist() == [2, 1, 3, 2, 3, 4, 5]
 
 
 def test_given_positions_and_token_types_are_stripped_alike() -> None:
     positions = torch.arange(5).expand(1, 5) + 10
     types = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]])
     flat = pack(batch(position_ids=positions, token_type_ids=types))
-    assert flat.position_ids.tolist() == [10, 11, 12, 10, 11, 10, 11, 12, 13, 14]
+    assert flat.tokens["position_ids"].tolist() == [10, 11, 12, 10, 11, 10, 11, 12, 13, 14]
     assert flat.tokens["token_type_ids"].tolist() == [0, 1, 1, 0, 1, 0, 0, 1, 1, 1]
 
 
@@ -140,9 +140,9 @@ def test_bucketed_batches_of_any_content_have_one_shape(rows: int) -> None:
 
 
 def test_dummy_tokens_have_a_position_every_family_has() -> None:
-    assert pack(batch(), pad_to_tokens=12).position_ids.tolist()[-2:] == [0, 0]
+    assert pack(batch(), pad_to_tokens=12).tokens["position_ids"].tolist()[-2:] == [0, 0]
     roberta = pack(batch(), PackSpec(padding_idx=0), pad_to_tokens=12)
-    assert roberta.position_ids.tolist()[-2:] == [1, 1]
+    assert roberta.tokens["position_ids"].tolist()[-2:] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ class PackedBatch:
     """The segments' lengths once more as numbers, so that nothing must ask the device."""
     rows: int
     real_rows: int
-    real_tokens: int
     row_weight: Tensor
     """1 for a real row, 0 for a dummy: float32 [rows]."""
     labels: Tensor | None = None
@@ -56,10 +55,6 @@ class PackedBatch:
     @property
     def input_ids(self) -> Tensor:
         return self.tokens["input_ids"]
-
-    @property
-    def position_ids(self) -> Tensor:
-        return self.tokens["position_ids"]
 
     @property
     def total_tokens(self) -> int:
@@ -183,7 +178,6 @@ def pack(
         lengths=tuple(segments),
         rows=rows,
         real_rows=len(lengths),
-        real_tokens=sum(lengths),
         row_weight=_padded(torch.ones(len(lengths), device=ids.device), rows, 0),
         labels=_padded_labels(batch.get("labels"), rows),
         extras=extras,

@@ -1,6 +1,6 @@
 """Every rung in a process of its own; what is done is kept, and not done again.
 
-ladder/ladder.toml          the settings
+    ladder/ladder.toml          the settings
     ladder/rungs/NAME-KEY.json  a rung's result; KEY is a digest of all that decides it
     ladder/rungs/NAME-KEY.log   what its process said
     ladder/ladder.json, .md, .png, .svg

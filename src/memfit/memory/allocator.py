@@ -5,7 +5,8 @@ default settings: requests are rounded up to 512 bytes; up to 1 MiB they come fr
 2 MiB, beyond that from segments of 20 MiB or, from 10 MiB on, of their own size rounded up to
 2 MiB; the smallest free block that fits is taken, the one at the lowest address among equals; what
 is left of it is split off unless it is too small to be of use; neighbours join when freed; and
-segments go back to the driver only when it refuses another one.
+segments go back to the driver only when they are released. (The real allocator also releases them
+when the driver refuses another one. A plan has no room for that: it must fit without.)
 
 With `expandable_segments` each pool is one range of addresses, of which pages are mapped as needed.
 A process that is held to a part of the card is asked more there: before a page is mapped, the whole
@@ -22,13 +23,9 @@ import contextlib
 import os
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from memfit.errors import TraceError
-from memfit.memory.components import Event
-from memfit.text import t
 from memfit.units import MIB
 
 ROUND_BYTES = 512
@@ -47,24 +44,6 @@ ROUND_SEGMENT_BYTES = 2 * MIB
 _RANGE_BYTES = 2**50
 
 _LARGE_FROM = 2 * _RANGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorPeak:
-    """The highest use a sequence of events led to.
-
-    `allocated_bytes` is what `torch.cuda.max_memory_allocated` would say: it counts whole blocks,
-    and a block is more than the request where the rest of it was too small to be split off.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    asked_bytes: int
-    """What a process must be allowed to hold; more than it reserves where segments expand."""
-    peak_event: int
-    """The event at which the allocated bytes were highest."""
-    failed_event: int | None = None
-    """The event that did not fit under the cap; None when all did."""
 
 
 def round_request(nbytes: int) -> int:
@@ -134,17 +113,14 @@ class Pool:
         block.free = True
         self._insert(self._join(block))
 
-    def grow(self, size: int, room_bytes: float) -> bool:
-        """A new segment for a request of `size`, if `room_bytes` leave space for it."""
+    def grow(self, size: int) -> None:
+        """A new segment for a request of `size`."""
         nbytes = segment_bytes(size)
-        if nbytes > room_bytes:
-            return False
         self._lowest_address -= nbytes
         block = Block(self._lowest_address, nbytes)
         self._blocks[block.address] = block
         self.reserved_bytes += nbytes
         self._insert(block)
-        return True
 
     def release(self) -> None:
         """Gives every segment that is wholly free back to the driver."""
@@ -205,17 +181,14 @@ class ExpandablePool(Pool):
         self._blocks[address] = first
         self._unmapped = [address]
 
-    def grow(self, size: int, room_bytes: float) -> bool:
+    def grow(self, size: int) -> None:
         """Maps pages until `size` fits in one block."""
         block = self._lowest(size)
-        if self._missing_bytes(block, size) > room_bytes:
-            return False
         if not block.mapped:
             block = self._map(block, size)
         while block.size < size:
             assert block.next is not None  # the range never ends
             block = self._map(block.next, size - block.size)
-        return True
 
     def release(self) -> None:
         """Unmaps every page that lies wholly in a free block."""
@@ -259,16 +232,6 @@ class ExpandablePool(Pool):
             size -= block.size
             block = block.next
         return size <= 0
-
-    def _missing_bytes(self, block: Block | None, size: int) -> int:
-        """What has to be mapped for `size` bytes from the start of `block`."""
-        missing = 0
-        while size > 0 and block is not None:
-            nbytes = block.size if block.mapped else self._pages(block, size)
-            missing += 0 if block.mapped else nbytes
-            size -= nbytes
-            block = block.next
-        return missing
 
     def _pages(self, block: Block, size: int) -> int:
         return min(-(-size // self._page_bytes) * self._page_bytes, block.size)
@@ -322,42 +285,38 @@ class ExpandablePool(Pool):
 
 
 class Allocator:
-    """The state between two requests; `simulate` is the usual way in."""
+    """The state between two requests.
 
-    def __init__(self, *, expandable_segments: bool = False, cap_bytes: int | None = None) -> None:
+    `allocated_bytes` is what `torch.cuda.memory_allocated` would say: it counts whole blocks, and
+    a block is more than the request where the rest of it was too small to be split off.
+    """
+
+    def __init__(self, *, expandable_segments: bool = False) -> None:
         kind = ExpandablePool if expandable_segments else Pool
         self.small = kind(small=True, address=0)
         self.large = kind(small=False, address=_LARGE_FROM)
         self.allocated_bytes = 0
         self.asked_bytes = 0
         """What the last request needed to be allowed: all that was reserved, and its segment."""
-        self._cap_bytes = float("inf") if cap_bytes is None else cap_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """What the driver has handed out."""
         return self.small.reserved_bytes + self.large.reserved_bytes
 
-    def allocate(self, nbytes: int) -> Block | None:
-        """A block for `nbytes`; None when it does not fit under the cap."""
+    def allocate(self, nbytes: int) -> Block:
+        """A block for `nbytes`."""
         size = round_request(nbytes)
         pool = self._pool(size)
         block = pool.take(size)
         self.asked_bytes = self.reserved_bytes
         if block is None:
-            if not self._grow(pool, size):
-                self.release()
-                if not self._grow(pool, size):
-                    return None
+            self.asked_bytes += segment_bytes(size)
+            pool.grow(size)
             block = pool.take(size)
             assert block is not None  # the pool has just grown for it
         self.allocated_bytes += block.size
         return block
-
-    def _grow(self, pool: Pool, size: int) -> bool:
-        self.asked_bytes = self.reserved_bytes + segment_bytes(size)
-        allowed = self.asked_bytes <= self._cap_bytes
-        return allowed and pool.grow(size, self._cap_bytes - self.reserved_bytes)
 
     def free(self, block: Block) -> None:
         """Puts a block back among the free ones."""
@@ -371,45 +330,6 @@ class Allocator:
 
     def _pool(self, size: int) -> Pool:
         return self.small if size <= SMALL_REQUEST_BYTES else self.large
-
-
-def simulate(
-    events: Iterable[Event], *, expandable_segments: bool = False, cap_bytes: int | None = None
-) -> AllocatorPeak:
-    """What the allocator reserves while the events happen, one after the other.
-
-    With `cap_bytes`, what is reserved never exceeds the cap: cached segments are given back
-    first, and the first event that still does not fit ends the simulation.
-    """
-    allocator = Allocator(expandable_segments=expandable_segments, cap_bytes=cap_bytes)
-    live: dict[int, Block | None] = {}
-    allocated = reserved = asked = peak_event = 0
-    for index, event in enumerate(events):
-        if not event.birth:
-            if event.block not in live:
-                raise TraceError(
-                    t(
-                        "block {block} dies at event {index} without a birth",
-                        block=event.block,
-                        index=index,
-                    )
-                )
-            block = live.pop(event.block)
-            if block is not None:
-                allocator.free(block)
-            continue
-        if event.nbytes == 0:  # an empty tensor holds no block
-            live[event.block] = None
-            continue
-        block = allocator.allocate(event.nbytes)
-        if block is None:
-            return AllocatorPeak(allocated, reserved, asked, peak_event, failed_event=index)
-        live[event.block] = block
-        if allocator.allocated_bytes > allocated:
-            allocated, peak_event = allocator.allocated_bytes, index
-        reserved = max(reserved, allocator.reserved_bytes)
-        asked = max(asked, allocator.asked_bytes, reserved)
-    return AllocatorPeak(allocated, reserved, asked, peak_event)
 
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -200,11 +200,6 @@ class CardPlace:
         )
 
 
-def known_cards() -> tuple[str, ...]:
-    """Every card's name, oldest first."""
-    return tuple(_table())
-
-
 def facts() -> dict[str, Any]:
     """cards.toml: `general`, `generations`, `sources` and `cards`, each figure with its source."""
     return _read()

@@ -128,7 +128,7 @@ class Books:
         self._allocator: Allocator | None = None
         if device is not None:
             self._allocator = Allocator(expandable_segments=expandable_segments)
-        self._blocks: dict[int, Block | None] = {}
+        self._blocks: dict[int, Block] = {}
         self.sizes: list[int] = []
         """What each event so far took or gave back."""
 
@@ -143,8 +143,8 @@ class Books:
         if event.birth:
             self._blocks[event.block] = allocator.allocate(event.nbytes)
             self.asked = allocator.asked_bytes
-        elif (block := self._blocks.pop(event.block)) is not None:
-            allocator.free(block)
+        else:
+            allocator.free(self._blocks.pop(event.block))
         self.allocated, self.reserved = allocator.allocated_bytes, allocator.reserved_bytes
         self.asked = max(self.asked, self.reserved)
 

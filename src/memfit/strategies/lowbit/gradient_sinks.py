@@ -1,6 +1,6 @@
 """Where gradients go between backward and the low-bit optimizer; sinks that keep them all.
 
-sink       bytes a parameter      global norm   micro-batches      fidelity
+    sink       bytes a parameter      global norm   micro-batches      fidelity
     kept       2                      yes           any                rounding
     kept8      1.02                   yes           any                rounding
     host       0 (2 on the host)      yes           any                rounding

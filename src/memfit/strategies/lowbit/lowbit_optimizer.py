@@ -1,6 +1,6 @@
 """AdamW in five bytes a parameter, or four: a `torch.optim.Optimizer`, saved bit for bit.
 
-master_bits   weight + correction + m + v      bytes a parameter
+    master_bits   weight + correction + m + v      bytes a parameter
     24            2 + 1 + 1 + 1                    5.03   updates far below a bf16 step add up
     16            2 + 0 + 1 + 1                    4.03   the weight is rounded stochastically
 

@@ -1,6 +1,6 @@
 """How the low-bit optimizer stores its numbers, and how an fp32 model is converted to them.
 
-weight    bf16 or fp16 in the model + int8 correction   24-bit master, exact round trip
+    weight    bf16 or fp16 in the model + int8 correction   24-bit master, exact round trip
     moment m  int8 c, one fp32 scale s a block              m = s * c|c|^3 / 127^4
     moment v  uint8 c, one fp32 scale s a block             sqrt(v) = s * c^4 / 255^4
     noise     32 bits an element from a counter-based hash

@@ -1,6 +1,6 @@
 """Attention over packed texts: each text attends to itself, on whatever kernel there is.
 
-flash        CUDA, capability >= 8.0, half precision, sliding windows too
+    flash        CUDA, capability >= 8.0, half precision, sliding windows too
     efficient    CUDA, any card and precision, no sliding window, no dropout
     repadded     any device, the CPU's kernel: texts are padded again for the attention alone
 

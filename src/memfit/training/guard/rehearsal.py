@@ -1,6 +1,6 @@
 """The largest batch there can be, tried before the first step.
 
-try       forward and backward of the worst batch, made smaller until it fits
+    try       forward and backward of the worst batch, made smaller until it fits
     learn     half of it, recomputed otherwise: what a token takes, and what of it a layer keeps
     dress     the whole step as it will be run: graphs captured, the update made with its gate shut
     evaluate  the longest rows of an evaluation
