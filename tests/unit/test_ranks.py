@@ -13,25 +13,26 @@ import pytest
 from memfit.api import finetune
 from memfit.cli import run
 from memfit.config import RunConfig
+from memfit.config.launched import LaunchedRank, launched_rank
 from memfit.errors import ConfigError, PlanMissedError
 from memfit.run.launching import ranks_to_start
-from memfit.run.ranks import Ranks, _tell, count_of, ranks_of_environment, start_ranks
+from memfit.run.rank_agent import _tell, count_of, start_ranks
 
 
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
-        ({}, Ranks(0, 1, 0, 1)),
-        ({"RANK": "", "WORLD_SIZE": ""}, Ranks(0, 1, 0, 1)),
+        ({}, LaunchedRank(0, 1, 0, 1)),
+        ({"RANK": "", "WORLD_SIZE": ""}, LaunchedRank(0, 1, 0, 1)),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            Ranks(3, 4, 1, 2),
+            LaunchedRank(3, 4, 1, 2),
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchedRank(1, 2, 1, 2)),
     ],
 )
-def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: Ranks) -> None:
-    assert ranks_of_environment(environment) == ranks
+def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: LaunchedRank) -> None:
+    assert launched_rank(environment) == ranks
     assert ranks.is_first == (ranks.rank == 0)
 
 
@@ -46,7 +47,7 @@ def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: Ra
 )
 def test_an_environment_that_contradicts_itself_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="torchrun"):
-        ranks_of_environment(environment)
+        launched_rank(environment)
 
 
 @pytest.mark.parametrize(

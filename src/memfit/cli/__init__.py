@@ -33,10 +33,11 @@ from memfit.cli import (
     train,
 )
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
+from memfit.config.launched import launched_rank
 from memfit.errors import MemfitError
 from memfit.run.launching import RanksEndedError
 from memfit.run.preloading import own_process
-from memfit.run.ranks import end_with_launcher, kept_for_launcher, ranks_of_environment
+from memfit.run.rank_agent import end_with_launcher, kept_for_launcher
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -161,7 +162,7 @@ def _run(words: list[str]) -> int:
 
 
 def _interrupted(code: int) -> int:
-    if ranks_of_environment().is_first:
+    if launched_rank().is_first:
         console.say("memfit: " + t("interrupted"))
     return code
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.config.files import plain
-from memfit.run.ranks import ranks_of_environment
+from memfit.config.launched import launched_rank
 from memfit.text import doing, escaped_json, make_way, printable, t, telling, without_tokens
 
 
@@ -75,7 +75,7 @@ def show_json(values: Any) -> None:
 @contextlib.contextmanager
 def first_rank_speaks() -> Iterator[None]:
     """Of the processes that share a command only the first says anything, until one fails."""
-    if ranks_of_environment().is_first:
+    if launched_rank().is_first:
         yield
         return
     with (

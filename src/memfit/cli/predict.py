@@ -9,8 +9,9 @@ import typer
 
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
+from memfit.config.launched import launched_rank
 from memfit.errors import ConfigError
-from memfit.run.ranks import count_of, ranks_of_environment, start_ranks
+from memfit.run.rank_agent import count_of, start_ranks
 from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def predict(
     if gpus is not None:
         if output is None:
             raise ConfigError(t("--gpus shares the rows of a file; it goes with --output"))
-        if ranks_of_environment().world_size == 1 and (count := count_of(gpus)) > 1:
+        if launched_rank().world_size == 1 and (count := count_of(gpus)) > 1:
             raise typer.Exit(start_ranks(count, ctx.find_root().obj))
     reading: dict[str, Any] = {
         "text_column": text_column,

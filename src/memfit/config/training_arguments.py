@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 
 from memfit._compat import OLD_FIELDS, modernize
+from memfit.config.launched import cards_are_shared, launched_rank
 from memfit.errors import ConfigError, nearest
 from memfit.text import t
 
@@ -52,11 +52,11 @@ class TrainingArguments(transformers.TrainingArguments):
         super().__init__(*args, **fields)
 
     def __post_init__(self) -> None:
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        if launched_rank().world_size > 1:
             here = torch.accelerator.current_accelerator(check_available=True)
             if here is None or here.type == "mps":
                 self.use_cpu = True  # accelerate joins ranks on a CPU only if told to use it
-            elif os.environ.get("MEMFIT_SHARE_GPU") == "1":
+            elif cards_are_shared():
                 self.ddp_backend = "gloo"  # NCCL refuses two ranks on one GPU
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not smaller_is_better(self.metric_for_best_model)

@@ -28,10 +28,15 @@ QUIET_SECONDS = 2.0
 """A progress bar appears only after this long."""
 
 
-@cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     # One folder a process, removed at its end and not with the dataset: what is derived from a
-    # dataset (select, map, a copy in a data-loading worker) still points at these files.
+    # dataset (select, map, a copy in a data-loading worker) still points at these files. A fork
+    # makes its own, and leaves the parent's to the parent.
+    return _folder_of(os.getpid())
+
+
+@cache
+def _folder_of(_process: int) -> tempfile.TemporaryDirectory[str]:
     # Windows cannot remove a file that is still mapped, hence the ignored errors.
     _remove_abandoned(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)

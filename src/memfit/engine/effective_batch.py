@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from memfit.config.launched import launched_rank
 from memfit.config.training_arguments import TrainingArguments as OurTrainingArguments
 from memfit.config.training_arguments import smaller_is_better
 from memfit.engine.half_on_cpu import half_on_cpu
@@ -79,6 +80,15 @@ def _refuse(args: TrainingArguments) -> None:
             t(
                 "The `AcceleratorConfig`'s `num_steps` is set but "
                 "`gradient_accumulation_steps` is greater than 1, too: leave one of them out"
+            )
+        )
+    count = launched_rank().world_size
+    if count > 1 and args.world_size == 1:
+        raise ConfigError(
+            t(
+                "this is one of {count} processes, and these TrainingArguments would train it "
+                "alone; on a CPU add use_cpu=True to them, or take memfit.TrainingArguments",
+                count=count,
             )
         )
     sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from memfit.config.launched import is_fork
 from memfit.engine.step_state import on_gradient
 from memfit.errors import RankLostError
 from memfit.memory.out_of_memory import is_out_of_memory, retrying
@@ -74,6 +75,10 @@ class Peers:
         """Those of this process's group; every rank must ask at the same place in its program."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
+        if is_fork():
+            # The parent's OpenMP threads do not exist here, and a parallel loop would wait for them
+            # forever. torch does the same for the workers of a DataLoader.
+            torch.set_num_threads(1)
         # A group of its own: gradients on their way must not get between a question and its answer.
         return cls(dist.get_rank(), dist.get_world_size(), host_group())
 

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from memfit.config.files import read_json
+from memfit.config.launched import LaunchedRank
 from memfit.errors import OutputError
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.device import is_cuda
@@ -25,7 +26,6 @@ from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
 from memfit.run.rank_group import RankGroup
-from memfit.run.ranks import Ranks
 from memfit.run.signals import Stopped, handled
 from memfit.text import t
 from memfit.training.progress import MemoryMeter
@@ -306,7 +306,7 @@ class StopAfterStep(TrainerCallback):
 
     def __init__(self, say: Callable[[str], None], group: RankGroup | None = None) -> None:
         self.say = say
-        self.group = group or RankGroup(Ranks())
+        self.group = group or RankGroup(LaunchedRank())
         self.asked: int | None = None
         self._asked_at = 0.0
         self._epoch_ends = False

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit._version import __version__
 from memfit.config.files import plain, why_not_written
+from memfit.config.launched import launched_rank
 from memfit.data.columns import choose_texts
 from memfit.data.reading import as_text, unbroken
 from memfit.data.tables import Row, Table
@@ -30,7 +31,6 @@ from memfit.data.working_files import RowMeter, progress_bar
 from memfit.errors import DataError, OutputError
 from memfit.run.in_order import Exchange, Piece, exchange
 from memfit.run.partial_output import PartialOutput, partial_output, partial_path
-from memfit.run.ranks import ranks_of_environment
 from memfit.text import N_, doing, is_told, t
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def predict_file(
     _check_columns(table)
     names = _answer_columns(table)
     form = _Form(path, (*table.columns, *names))
-    with doing(t("predicting …")), exchange(ranks_of_environment()) as ranks:
+    with doing(t("predicting …")), exchange(launched_rank()) as ranks:
         predictor = _Predictor(classifier, table, texts, form, ranks, batch_tokens)
         if not ranks.ranks.is_first:
             predictor.send()

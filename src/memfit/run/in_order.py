@@ -10,8 +10,8 @@ from datetime import timedelta
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from memfit.config.launched import LaunchedRank
 from memfit.errors import MemfitError
-from memfit.run.ranks import Ranks
 from memfit.text import t
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Piece:
 class Exchange:
     """Carries numbers and pieces between ranks over gloo; alone it carries nothing."""
 
-    def __init__(self, ranks: Ranks, group: Any) -> None:
+    def __init__(self, ranks: LaunchedRank, group: Any) -> None:
         self.ranks = ranks
         self._group = group
 
@@ -112,7 +112,7 @@ class Exchange:
 
 
 @contextmanager
-def exchange(ranks: Ranks) -> Iterator[Exchange]:
+def exchange(ranks: LaunchedRank) -> Iterator[Exchange]:
     """Connects the ranks for as long as it lasts; a process group that is there stays."""
     if ranks.world_size == 1:
         yield Exchange(ranks, None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memfit.config import DataConfig, ModelConfig
+from memfit.config.launched import launched_rank
 from memfit.config.schema import DTYPES
 from memfit.data import LabelSpace, read_labelled
 from memfit.data.in_memory import source_of as data_source
@@ -35,7 +36,6 @@ from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
 from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
 from memfit.run.preloading import load_to_answer
-from memfit.run.ranks import ranks_of_environment
 from memfit.text import N_, doing, t
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Classifier:
         `accelerate launch` the ranks share the rows, and the first writes the file.
         """
         columns = (text_column, text_pair_column)
-        if ranks_of_environment().is_first:
+        if launched_rank().is_first:
             check_target(Path(target), Path(source))
         with quiet_datasets():
             table, _ = open_source(os.fspath(source), encoding, header, only_texts=not any(columns))
@@ -427,7 +427,7 @@ def _device(name: str | None) -> torch.device:
 
     if name is None:
         name = best_device().type
-        ranks = ranks_of_environment()
+        ranks = launched_rank()
         if name == "cuda" and ranks.local_world_size > 1:  # each rank has a card of its own
             name = f"cuda:{ranks.local_rank % torch.cuda.device_count()}"
     try:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig, files
+from memfit.config.launched import launched_rank
 from memfit.config.training_fields import SECRET_FIELDS
 from memfit.errors import ConfigError, MemfitError, OutputError
-from memfit.run.ranks import count_of, start_ranks
+from memfit.run.rank_agent import count_of, start_ranks
 from memfit.text import shown_by_bar, t
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class RanksEndedError(MemfitError):
 
 def ranks_to_start(config: RunConfig) -> int:
     """How many ranks this process is to start: 1 if a launcher has started it as one of several."""
-    if config.gpus is None or os.environ.get("LOCAL_RANK"):
+    is_launched = os.environ.get("LOCAL_RANK") or launched_rank().world_size > 1
+    if config.gpus is None or is_launched:
         return 1
     return count_of(config.gpus)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
+from memfit.config.launched import LaunchedRank, cards_are_shared
 from memfit.config.training_fields import check_training, training_arguments
 from memfit.errors import ConfigError, DoesNotFitError, OutputError, TraceError
 from memfit.memory.device import kind_of
@@ -19,7 +20,7 @@ from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring, class_weights_of_run, scoring_of_run
 from memfit.report.terminal import fact_line
-from memfit.run.ranks import Ranks, cards_are_shared, count_of
+from memfit.run.rank_agent import count_of
 from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
 
@@ -245,7 +246,7 @@ def prepare(
     )
 
 
-def budget_of_rank(prepared: Prepared, ranks: Ranks) -> int:
+def budget_of_rank(prepared: Prepared, ranks: LaunchedRank) -> int:
     """The budget of this rank in bytes; ranks on one device share what is free of it."""
     from memfit.planner.this_machine import budget_bytes
 

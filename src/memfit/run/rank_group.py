@@ -23,8 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+from memfit.config.launched import (
+    LaunchedRank,
+    cards_are_shared,
+    launched_rank,
+    number_for_torch,
+)
 from memfit.errors import MemfitError, RunStoppedError
-from memfit.run.ranks import Ranks, cards_are_shared, ranks_of_environment
 from memfit.run.signals import Stopped
 from memfit.text import make_way, printable, t
 
@@ -93,7 +98,7 @@ class RankFailure:
 class RankGroup:
     """The ranks of a run; alone it is rank 0, and agrees with itself."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: LaunchedRank) -> None:
         self.ranks = ranks
         self.is_first = ranks.is_first
         self.is_alone = ranks.world_size == 1
@@ -177,8 +182,9 @@ class RankGroup:
 @contextlib.contextmanager
 def joined(*, on_cpu: bool = False, timeout_seconds: float = 1800) -> Iterator[RankGroup]:
     """Joins the other ranks that a launcher has started; alone without one."""
-    ranks = ranks_of_environment()
+    ranks = launched_rank()
     if ranks.world_size > 1:
+        number_for_torch(ranks)
         _initialize(on_cpu=on_cpu, timeout=timedelta(seconds=timeout_seconds))
     group = RankGroup(ranks)
     with group.failing_together():
@@ -218,7 +224,7 @@ def _initialize(*, on_cpu: bool, timeout: timedelta) -> None:
 class _RankWatch:
     """Threads that hear how other ranks end: rank 0 of each, the others of rank 0."""
 
-    def __init__(self, ranks: Ranks, group: Any) -> None:
+    def __init__(self, ranks: LaunchedRank, group: Any) -> None:
         self._ranks, self._group = ranks, group
         self._verdict: RankFailure | None = None
         """The first failure of any rank."""

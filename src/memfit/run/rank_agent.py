@@ -1,8 +1,4 @@
-"""Ranks: the processes that share one command, and the launcher that starts them.
-
-torchrun, `accelerate launch` and `--gpus N` all start the same command N times and number the
-processes in the environment. memfit only reads these numbers; `--gpus` starts torchrun's own agent.
-"""
+"""Starts ranks on this machine by torchrun's own agent, as `--gpus N` asks for."""
 
 from __future__ import annotations
 
@@ -14,21 +10,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.config.launched import cards_are_shared
 from memfit.errors import ConfigError
 from memfit.text import ENVIRONMENT as LANGUAGE
 from memfit.text import language, printable, t
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-SHARE_CARDS = "MEMFIT_SHARE_GPU"
-"""Set to 1, several ranks may use one GPU: for tests, it is never faster."""
 
 SHUTDOWN_SECONDS = 600
 """How long ranks may take to save and end after a signal, before they are killed."""
@@ -40,59 +33,6 @@ _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _SHOWN_LINES = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Which of the processes of a command this one is; alone unless a launcher started it."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process speaks and writes for all."""
-        return self.rank == 0
-
-
-def cards_are_shared() -> bool:
-    """Whether several ranks may use one GPU."""
-    return os.environ.get(SHARE_CARDS) == "1"
-
-
-def ranks_of_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Reads what torchrun and `accelerate launch` tell the processes they start."""
-    world_size = _number(environment, "WORLD_SIZE", 1, least=1)
-    rank = _number(environment, "RANK", 0)
-    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", world_size, least=1)
-    local_rank = _number(environment, "LOCAL_RANK", rank % local_world_size)
-    if rank >= world_size or local_rank >= local_world_size:
-        raise ConfigError(
-            t(
-                "the environment says RANK={rank} and WORLD_SIZE={world_size}; start the "
-                "processes with torchrun, accelerate launch or --gpus",
-                rank=rank,
-                world_size=world_size,
-            )
-        )
-    return Ranks(rank, world_size, local_rank, local_world_size)
-
-
-def _number(environment: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
-    written = environment.get(name, "")
-    if not written:
-        return default
-    if not written.isdecimal() or int(written) < least:
-        raise ConfigError(
-            t(
-                "the variable {name} is {value}; it is a number that torchrun sets, unset it",
-                name=name,
-                value=repr(written),
-            )
-        )
-    return int(written)
 
 
 def count_of(gpus: str | int) -> int:
