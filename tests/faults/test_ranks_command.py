@@ -157,6 +157,119 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert read_summary(out).training["steps"] == 12
 
 
+def losses(folder: Path) -> list[float]:
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_accelerate_launch_trains_as_gpus_does(tmp_path: Path, by_plan: list[str]) -> None:
+    words = [*by_plan, "--epochs", "1", "--logging-steps", "1", "--quiet", "--output-dir"]
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    codes, said = two_ranks(tmp_path, [*words, str(ours)])
+    assert codes == [0, 0], said
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    several = [*accelerate, "--multi_gpu", "--main_process_port", "0", "-m", "memfit"]
+    done = subprocess.run([*several, *words, str(theirs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert losses(theirs) == losses(ours)
+    assert len(losses(ours)) == 4
+    one = subprocess.run(
+        [*accelerate, "--cpu", "-m", "memfit", *words, str(tmp_path / "no")],
+        capture_output=True,
+        text=True,
+    )
+    assert one.returncode != 0
+    assert "start them with memfit train --gpus 2" in one.stderr
+    assert not (tmp_path / "no").exists()
+
+
+def numbered_by_mpirun(_root: Path, words: list[str], number: int, port: int) -> None:
+    os.environ |= {
+        "OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    os._exit(run(words))
+
+
+def test_ranks_that_mpirun_numbers_are_one_training(tmp_path: Path, by_plan: list[str]) -> None:
+    out, port = tmp_path / "out", free_port()
+    words = [*by_plan, "--epochs", "1", "--output-dir", str(out)]
+    started = [
+        in_child(numbered_by_mpirun, tmp_path / str(number), words, number, port)
+        for number in (0, 1)
+    ]
+    for process in started:
+        process.join(300)
+    said = [(tmp_path / str(number) / "said.txt").read_text() for number in (0, 1)]
+    assert [process.exitcode for process in started] == [0, 0], said
+    assert len(read_summary(out).ranks) == 2
+
+
+CELLS = (
+    """
+import memfit, torch, transformers
+from accelerate import notebook_launcher
+torch.randn(3_000_000).exp().sum()  # by OpenMP's threads, which a fork has not
+
+class Seen(transformers.TrainerCallback):
+    def on_train_end(self, args, state, control, **_):
+        (root / f"seen-by-{args.process_index}").touch()
+
+def train(name, **more):
+    memfit.finetune(reviews, model=model, output_dir=root / name, max_length=16, quiet=True,
+                    per_device_train_batch_size=8, num_train_epochs=1, learning_rate=1e-3,
+                    logging_steps=1, callbacks=[Seen()], plan=plan, **more)
+""",
+    "train('gpus', gpus=2)",
+    "notebook_launcher(train, ('launcher',), num_processes=2, use_port=port)",
+    """
+try:
+    memfit.finetune(root / "missing.csv", model=model, output_dir=root / "no", gpus=2)
+except memfit.errors.MemfitError as error:
+    print(error, error.exit_code)
+""",
+    "transformers.Trainer(transformers.AutoModel.from_pretrained(model))",
+    """
+try:
+    train('callbacks', gpus=2)
+except memfit.errors.ConfigError as error:
+    print(error)
+""",
+)
+
+
+# Jupyter's libraries warn about each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+def test_a_notebook_forks_its_ranks_through_accelerate(
+    tmp_path: Path, by_plan: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    values = {
+        "reviews": by_plan[1], "model": by_plan[3], "plan": by_plan[-1], "port": str(free_port())
+    }  # fmt: skip
+    begin = f"from pathlib import Path\nroot = Path({str(tmp_path)!r})\n" + "".join(
+        f"{name} = {value!r}\n" for name, value in values.items()
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (begin, *CELLS)]
+    NotebookClient(notebook, timeout=200).execute()
+    *_, missing, _, refused = (
+        "".join(str(one.get("text", "")) for one in cell["outputs"]) for cell in notebook.cells
+    )
+    assert losses(tmp_path / "gpus") == losses(tmp_path / "launcher")
+    assert len(read_summary(tmp_path / "gpus").ranks) == 2
+    assert sorted(one.name for one in tmp_path.glob("seen-by-*")) == ["seen-by-0", "seen-by-1"]
+    assert "missing.csv" in missing
+    assert missing.strip().endswith(" 2")
+    assert "something was trained in this notebook before" in refused
+
+
 class TwoMachines:
     """Two agents of torchrun with one rank each, as on two machines; one command for all."""
 

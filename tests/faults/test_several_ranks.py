@@ -23,15 +23,18 @@ PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded", "divided")
 
 
-def train(ranks: int, folder: Path, *names: str) -> None:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
+ACCELERATE = (
+    "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes",
+)  # fmt: skip
+
+
+def train(ranks: int, folder: Path, *names: str, launcher: tuple[str, ...] = TORCHRUN) -> None:
     """Runs trainings on so many ranks, each in its own process; on one rank they run here."""
     if ranks == 1:
         leave(folder, *names)
         return
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={ranks}", str(PROGRAM), str(folder), *names,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", *launcher, str(ranks), str(PROGRAM), str(folder), *names]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -52,6 +55,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(1, folder, *WAYS, "saved")
     train(2, folder, *WAYS, "saved", "measured", *(f"sharded_{way}" for way in SHARDED))
     return folder
+
+
+def test_a_script_under_accelerate_launch_trains_as_under_torchrun(
+    runs: Path, tmp_path: Path
+) -> None:
+    train(2, tmp_path, "plain", launcher=ACCELERATE)
+    for rank in (0, 1):
+        here, there = found(tmp_path, "plain", 2, rank), found(runs, "plain", 2, rank)
+        assert here["losses"] == there["losses"]
 
 
 @pytest.mark.parametrize("way", WAYS)

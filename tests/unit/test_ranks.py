@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from memfit.api import finetune
 from memfit.cli import run
 from memfit.config import RunConfig
-from memfit.config.launched import LaunchedRank, launched_rank
+from memfit.config.launched import LaunchedRank, launched_rank, number_for_torch
+from memfit.data.working_files import new_file
+from memfit.engine.effective_batch import effective_arguments
 from memfit.errors import ConfigError, PlanMissedError
 from memfit.run.launching import ranks_to_start
 from memfit.run.rank_agent import _tell, count_of, start_ranks
@@ -29,6 +33,15 @@ from memfit.run.rank_agent import _tell, count_of, start_ranks
             LaunchedRank(3, 4, 1, 2),
         ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchedRank(1, 2, 1, 2)),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "2", "WORLD_SIZE": "3"},
+            LaunchedRank(2, 3, 2, 3),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            LaunchedRank(3, 4, 1, 2),
+        ),
+        ({"ACCELERATE_USE_CPU": "True"}, LaunchedRank(0, 1, 0, 1)),
     ],
 )
 def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: LaunchedRank) -> None:
@@ -43,11 +56,53 @@ def test_ranks_are_what_the_launcher_says(environment: dict[str, str], ranks: La
         {"WORLD_SIZE": "0"},
         {"RANK": "2", "WORLD_SIZE": "2"},
         {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+        {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="torchrun"):
         launched_rank(environment)
+
+
+def test_numbers_of_mpi_are_handed_on_and_several_machines_need_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("os.environ", dict(os.environ))
+        os.environ.pop("MASTER_ADDR", None)
+        number_for_torch(LaunchedRank(1, 2, 1, 2))
+        assert launched_rank(os.environ) == LaunchedRank(1, 2, 1, 2)
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+        del os.environ["MASTER_ADDR"]
+        with pytest.raises(ConfigError, match="set MASTER_ADDR"):
+            number_for_torch(LaunchedRank(3, 4, 1, 2))
+
+
+def test_arguments_that_would_train_a_rank_alone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="use_cpu=True"):
+        effective_arguments(arguments)
+
+
+def _leave_file(told: Any) -> None:
+    told.send(str(new_file()))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_fork_has_working_files_of_its_own() -> None:
+    mine = new_file()
+    context = multiprocessing.get_context("fork")
+    told, tell = context.Pipe()
+    process = context.Process(target=_leave_file, args=(tell,))
+    process.start()
+    theirs = Path(told.recv())
+    process.join()
+    assert theirs.parents[1] != mine.parents[1]
+    assert mine.parent.is_dir()
 
 
 @pytest.mark.parametrize(

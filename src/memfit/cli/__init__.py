@@ -35,9 +35,13 @@ from memfit.cli import (
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.config.launched import launched_rank
 from memfit.errors import MemfitError
-from memfit.run.launching import RanksEndedError
 from memfit.run.preloading import own_process
-from memfit.run.rank_agent import end_with_launcher, kept_for_launcher
+from memfit.run.rank_agent import (
+    RanksEndedError,
+    end_with_launcher,
+    first_rank_speaks,
+    kept_for_launcher,
+)
 from memfit.run.signals import INTERRUPTED
 from memfit.text import speaking, t
 
@@ -130,7 +134,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        with console.first_rank_speaks():
+        with first_rank_speaks():
             # A command that starts itself again as several ranks finds its words in
             # `ctx.find_root().obj`.
             code = app(words, prog_name="memfit", standalone_mode=False, obj=words)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.config.files import plain
-from memfit.config.launched import launched_rank
 from memfit.text import doing, escaped_json, make_way, printable, t, telling, without_tokens
 
 
@@ -70,20 +69,6 @@ def show_json(values: Any) -> None:
     """The result, for a machine."""
     text = json.dumps(plain(values), ensure_ascii=False, indent=2, allow_nan=False)
     print(escaped_json(without_tokens(text)), flush=True)
-
-
-@contextlib.contextmanager
-def first_rank_speaks() -> Iterator[None]:
-    """Of the processes that share a command only the first says anything, until one fails."""
-    if launched_rank().is_first:
-        yield
-        return
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
 
 
 @contextlib.contextmanager

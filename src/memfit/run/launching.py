@@ -1,8 +1,9 @@
 """A training on several GPUs that one process starts: `--gpus 2`, `finetune(..., gpus=2)`.
 
-The ranks are processes of their own, started by torchrun's agent with the command `memfit train`
-and a TOML file of the settings. So a script needs no guard around its main part, and a notebook
-may have used the GPU before. This process waits, and reads the result from the run's folder.
+A notebook forks its ranks, if it can: `notebook_ranks.py`. Otherwise they are fresh processes,
+started by torchrun's agent with the command `memfit train` and a TOML file of the settings. So a
+script needs no guard around its main part, and a notebook may have used the GPU before. This
+process waits, and reads the result from the run's folder.
 """
 
 from __future__ import annotations
@@ -12,30 +13,22 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig, files
 from memfit.config.launched import launched_rank
 from memfit.config.training_fields import SECRET_FIELDS
-from memfit.errors import ConfigError, MemfitError, OutputError
-from memfit.run.rank_agent import count_of, start_ranks
+from memfit.errors import ConfigError, OutputError
+from memfit.run.notebook_ranks import cannot_fork, fork_ranks, in_notebook
+from memfit.run.rank_agent import RanksEndedError, count_of, start_ranks
 from memfit.text import shown_by_bar, t
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memfit.planner.plans import Plan
-
-
-class RanksEndedError(MemfitError):
-    """The ranks of a training failed, and have said why on stderr."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(
-            t("the training ended with exit code {code}; its words stand above", code=exit_code)
-        )
-        self.exit_code = exit_code
 
 
 def ranks_to_start(config: RunConfig) -> int:
@@ -59,6 +52,22 @@ def train_on_ranks(
     """Trains in so many processes; RanksEndedError where they fail."""
     if config.output_dir is None:
         raise OutputError(t("no output folder given; name one with --output-dir"))
+    reason = cannot_fork() if in_notebook() else None
+    if in_notebook() and reason is None:
+        from memfit.run.workflow import train_classifier
+
+        how: dict[str, Any] = {"resume": resume, "quiet": quiet, "watch": watch, "plan": plan}
+        fork_ranks(count, partial(train_classifier, config, callbacks=callbacks, **how))
+        return
+    if callbacks and reason is not None:
+        raise ConfigError(
+            t(
+                "gpus={count} trains in forks of this notebook, which get your callbacks, but "
+                "{reason}; restart the notebook and call finetune first, or leave callbacks out",
+                count=count,
+                reason=reason,
+            )
+        )
     if callbacks:
         raise ConfigError(
             t(

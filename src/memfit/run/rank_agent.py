@@ -11,12 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.config.launched import cards_are_shared
-from memfit.errors import ConfigError
+from memfit.config.launched import cards_are_shared, launched_rank
+from memfit.errors import ConfigError, MemfitError
 from memfit.text import ENVIRONMENT as LANGUAGE
 from memfit.text import language, printable, t
 
@@ -33,6 +33,17 @@ _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _SHOWN_LINES = 20
+
+
+class RanksEndedError(MemfitError):
+    """The ranks of a training failed; without words of theirs they have said why on stderr."""
+
+    def __init__(self, exit_code: int, words: str = "") -> None:
+        super().__init__(
+            words
+            or t("the training ended with exit code {code}; its words stand above", code=exit_code)
+        )
+        self.exit_code = exit_code
 
 
 def count_of(gpus: str | int) -> int:
@@ -70,11 +81,7 @@ def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with (
-        tempfile.TemporaryDirectory(prefix="memfit-ranks-") as logs,
-        _environment_for(count),
-        _signals_given_back(),
-    ):
+    with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as logs, ready_for_ranks(count):
         kept: dict[int, Any] = dict.fromkeys(range(1, count), Std.ALL)
         kept[0] = Std.NONE if results else Std.OUT
         # What a process of a notebook writes to its terminal is not shown in the notebook.
@@ -106,6 +113,13 @@ def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int
         except ChildFailedError as failed:
             return _tell(failed, Path(logs))
     return 0
+
+
+@contextmanager
+def ready_for_ranks(count: int) -> Iterator[None]:
+    """The environment that torch's agent hands on; afterwards all is as it was before."""
+    with _environment_for(count), _signals_given_back():
+        yield
 
 
 @contextmanager
@@ -155,6 +169,20 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
+@contextmanager
+def first_rank_speaks() -> Iterator[None]:
+    """Of the processes that share a command only the first says anything, until one fails."""
+    if launched_rank().is_first:
+        yield
+        return
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
+
+
 def kept_for_launcher(sentence: str) -> bool:
     """Writes why this rank failed where torchrun's agent looks for it.
 
@@ -166,7 +194,7 @@ def kept_for_launcher(sentence: str) -> bool:
     with suppress(OSError):
         word = {"message": sentence, "timestamp": time.time()}
         Path(path).write_text(json.dumps(word), encoding="utf-8")
-        return os.environ.get("RANK", "0") != "0"
+        return not launched_rank().is_first
     return False
 
 

@@ -512,6 +512,7 @@ class _Run:
                 self.plan = self._plan()
 
     def _trainer(self, text: TextData) -> BudgetTrainer:
+        import transformers.trainer
         from transformers import PrinterCallback, ProgressCallback, set_seed
 
         from memfit.engine.micro_batches import MicroBatching
@@ -559,7 +560,10 @@ class _Run:
         trainer.checkpoints.keeps_model = True
         if self.quiet:
             trainer.guard.adjustments.say = lambda _: None
-        for stock_bar in (PrinterCallback, ProgressCallback):
+        stock_bars = [PrinterCallback, ProgressCallback]
+        if not self.group.is_alone:  # a notebook's own bar cannot be drawn by a rank
+            stock_bars.append(transformers.trainer.DEFAULT_PROGRESS_CALLBACK)
+        for stock_bar in stock_bars:
             trainer.remove_callback(stock_bar)
         return trainer
 
