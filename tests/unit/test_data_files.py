@@ -375,7 +375,7 @@ def test_a_process_that_starts_beside_another_leaves_its_files_alone(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(fcntl, "flock", flock)
-    made = working_files._folder.__wrapped__()
+    made = working_files._folder_of.__wrapped__(os.getpid())
     assert Path(made.name).is_dir()
     working_files._remove_abandoned(tmp_path)
     assert Path(made.name).is_dir()
