@@ -38,9 +38,6 @@ _FILLS = 256
 _SLOWER = 6.0
 """A piece that takes so many times as long as the others lies in host memory: Windows pages."""
 
-_LONGEST = 160
-"""Letters of a reason that are shown."""
-
 _HEAP_BYTES, _HEAP_PIECE_BYTES = 192 * MIB, 64 * 1024
 
 WHAT = {

@@ -192,16 +192,6 @@ class RunFolder:
                 return read_json(state)
         return {}
 
-    def manifest(self) -> dict[str, int]:
-        """Every file of the run with its size in bytes, checkpoints as one line each."""
-        sizes: dict[str, int] = {}
-        for item in sorted(self.path.rglob("*")):
-            if item.is_file():
-                parts = item.relative_to(self.path).parts
-                name = "/".join(parts[:2]) + "/" if parts[0] == "checkpoints" else "/".join(parts)
-                sizes[name] = sizes.get(name, 0) + item.stat().st_size
-        return sizes
-
 
 class OutputClaim:
     """The right to write into an output folder; `keep()` once there is something worth keeping."""
