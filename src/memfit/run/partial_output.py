@@ -28,7 +28,7 @@ KEPT_AFTER_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """What of an output is complete: whole rows, and the bytes they end at."""
+    """How much of an output is complete: whole rows, and the byte they end at."""
 
     rows: int
     empty_rows: int
@@ -41,15 +41,15 @@ class PartialOutput:
 
     path: Path
     made_from: Mapping[str, Any]
-    """What decides the rows; only a run that has all of it alike goes on."""
+    """Everything that decides the rows. A run resumes only if all of it is the same."""
     file: IO[bytes] = field(repr=False)
     complete: Complete
     total_rows: int | None = None
-    """Rows of the source, where somebody has counted them."""
+    """Rows of the source, if they were counted."""
     resumed_rows: int = 0
     """Rows that an earlier run has written."""
     differs: str = ""
-    """What differs in an earlier run that cannot be gone on with."""
+    """The part of `made_from` that differs, if an earlier run cannot be resumed."""
     _kept: float = -math.inf
 
     def add(self, data: bytes, rows: int, empty_rows: int) -> None:
@@ -92,7 +92,7 @@ def partial_path(path: Path) -> Path:
 
 
 def state_path(path: Path) -> Path:
-    """What says how many of these rows are complete."""
+    """The file that says how many of these rows are complete."""
     return path.with_name(f"{path.name}.partial.json")
 
 
@@ -102,8 +102,8 @@ def partial_output(
 ) -> Iterator[PartialOutput]:
     """Goes on with the partial output of an equal run, or begins one with `head`.
 
-    It is kept whatever ends the block, except for a source that is wrong: once mended, that is
-    another source. A source that could not be read may be right the next time.
+    The partial output is kept whatever error ends the block, with one exception: bad data in the
+    source. Once that is corrected, the source is another one. After a failure to read, it is kept.
     """
     partial = partial_path(path)
     with partial.open("a+b") as file:
@@ -128,7 +128,7 @@ def partial_output(
 
 
 def _resumed(path: Path, made_from: Mapping[str, Any], file: IO[bytes]) -> PartialOutput:
-    """The output with what the state vouches for; the tail of a half-written window is cut off."""
+    """The output with the rows that the state lists; a half-written window is cut off."""
     out = PartialOutput(path, made_from, file, Complete(0, 0, 0))
     try:
         state = json.loads(state_path(path).read_text(encoding="utf-8"))

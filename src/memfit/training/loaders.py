@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 def quick(collator: Any) -> Any:
-    """The same collator, quick where it is the stock one; any other stays as it is."""
+    """Returns a fast version of the stock collator, and any other collator as it is."""
     if type(collator) is not DataCollatorWithPadding:
         return collator
     kind = type(collator.tokenizer)
@@ -57,7 +57,7 @@ class QuickPadding:
         return getattr(self.stock, name)
 
     def __call__(self, rows: Sequence[Row]) -> Any:
-        """As the stock one's."""
+        """Returns the tensors that the stock collator would return."""
         if not self._is_plain(rows):
             return self.stock(list(rows))  # type: ignore[arg-type]
         tokenizer = self.stock.tokenizer
@@ -86,7 +86,7 @@ class QuickPadding:
         return BatchEncoding(made)
 
     def _is_plain(self, rows: Sequence[Row]) -> bool:
-        """Whether rows hold lists of ids and a label, and nothing that wants to be looked at."""
+        """Whether rows hold only lists of ids and a label."""
         stock = self.stock
         if stock.padding not in (True, "longest") or stock.return_tensors != "pt" or not rows:
             return False
@@ -110,9 +110,9 @@ class QuickPadding:
 class ShareOfRank:
     """Keeps this rank's rows of an effective batch: about the same tokens for each rank.
 
-    The whole batch is collated, so that rows are as wide as in a process by itself: there are
-    models that see padding. A rank that gets no row has a batch without rows, and one that is by
-    itself for a while, to rehearse, keeps them all.
+    The whole batch is collated first, so that rows are as wide as in a single process: some models
+    see padding. A rank without rows gets an empty batch. A rank that rehearses on its own keeps all
+    rows.
     """
 
     def __init__(self, collator: Any, ranks: Peers) -> None:
@@ -133,9 +133,9 @@ class ShareOfRank:
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Rows for each of so many ranks: the longest first, each to the one with fewest tokens.
+    """Deals rows to the ranks: the longest first, each to the rank with the fewest tokens.
 
-    None gets more rows than an even share, for which the plan was made.
+    No rank gets more than an even share of rows, which is what the plan was made for.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -152,7 +152,7 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
 def prepared_for(accelerator: Any, ranks: Peers, seed: int) -> Iterator[None]:
     """Inside, accelerate prepares loaders for these ranks: batches are dealt to them in turn.
 
-    No batch is filled up with rows of another. A rank by itself reads all rows.
+    No batch is filled up with rows of another. A single process reads all rows.
     """
 
     def prepare(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -186,7 +186,7 @@ def kept_on_cpu(dataloader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def repeatable(sampler: Sampler[int] | None, args: TrainingArguments) -> Sampler[int] | None:
-    """The same order in a resumed run; any other sampler is repeatable as it is."""
+    """Replaces the length-grouped sampler, whose order a resumed run could not repeat."""
     if not isinstance(sampler, LengthGroupedSampler):
         return sampler
     seed = args.seed if args.data_seed is None else args.data_seed

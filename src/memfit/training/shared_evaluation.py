@@ -1,9 +1,9 @@
 """An evaluation shared by several ranks: each predicts some batches, all get all answers.
 
-The batches are those of a process by itself, dealt out in turn, so every number is the same as
-there. (accelerate fills the last batches up with rows of the first, whose losses then count.)
-Nothing is gathered on a card, and no rank waits for another before the end. Where a metric is
-computed batch by batch, or the rows are a stream, every rank evaluates all of them.
+The batches are those of a single process, dealt to the ranks in turn, so every number is the same.
+(accelerate fills the last batches with rows of the first, whose losses then count twice.) Nothing
+is gathered on a card, and no rank waits for another before the end. If a metric is computed batch
+by batch, or the rows are a stream, every rank evaluates all rows.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from memfit.engine.exchange import Peers
 
 
 class SharedEvaluation:
-    """How one rank takes part in evaluations."""
+    """Runs this rank's part of each evaluation."""
 
     def __init__(self, ranks: Peers) -> None:
         self._ranks = ranks
         self.rows = 0
-        """Of the batch that is predicted now."""
+        """Rows of the current batch."""
         self._counted = 0
 
     def _own(self, answers: Any) -> Any:
-        """What of the Trainer's answers, or of a loss it has repeated, is of this batch."""
+        """The first entries, one for each row of the batch: the Trainer repeats losses."""
         return nested_truncate(answers, self.rows)  # type: ignore[no-untyped-call]
 
     def run(
         self, trainer: Any, loader: Any, prefix: str, loop: Callable[[], EvalLoopOutput]
     ) -> EvalLoopOutput:
-        """The Trainer's loop; if its batches were dealt to the ranks, joined and scored."""
+        """Runs the Trainer's loop; joins and scores the answers if batches were dealt to ranks."""
         if self._ranks.world_size == 1:
             return loop()
         score = trainer.compute_metrics
@@ -67,7 +67,7 @@ class SharedEvaluation:
         prefix: str,
         score: Callable[[EvalPrediction], dict[str, Any]] | None,
     ) -> EvalLoopOutput:
-        """What all ranks have found, in the order of the rows, with its metrics."""
+        """The answers of all ranks in the order of the rows, with their metrics."""
         metrics = dict(own.metrics or {})
         loss = metrics.pop(f"{prefix}_loss", None)
         found = self._ranks.gathered((own.predictions, own.label_ids, loss, self._counted))
@@ -91,13 +91,13 @@ class SharedEvaluation:
         return own._replace(predictions=predictions, label_ids=labels, metrics=metrics)
 
     def note(self, rows: int) -> None:
-        """A batch of so many rows is predicted next."""
+        """Records how many rows the next batch has."""
         self.rows = rows
         self._counted += rows
 
 
 def _in_order(found: Sequence[Any], batch_rows: int, *, in_batches: bool) -> Any:
-    """Answers of all ranks as one process would have them; None where there are none."""
+    """Answers of all ranks in the order of a single process; None if there are none."""
     there = [one for one in found if one is not None]
     if not there:
         return None

@@ -58,7 +58,7 @@ class Adjustments:
 
     @property
     def made(self) -> list[Adjustment]:
-        """All of the run, those before it was resumed too."""
+        """All adjustments of the run, including those before it was resumed."""
         return [Adjustment(**entry[KEY]) for entry in self._history() if KEY in entry]
 
 
@@ -70,7 +70,7 @@ class Way:
     """Of one micro-batch; None: the whole effective batch."""
     max_rows: int | None = None
     recomputed: int = 0
-    """The first so many layers are computed a second time in backward."""
+    """How many layers, from the first on, are computed a second time in backward."""
     offloaded: bool = False
 
     @property
@@ -79,7 +79,7 @@ class Way:
         return MicroBatching(self.max_rows, self.max_tokens)
 
     def needs_no_less_than(self, other: Way) -> bool:
-        """Whether whatever had no room for the other way has none for this one."""
+        """Whether this way fails wherever the other one failed."""
         return (
             _most(self.max_tokens) >= _most(other.max_tokens)
             and _most(self.max_rows) >= _most(other.max_rows)
@@ -144,7 +144,7 @@ class MemoryModel:
     """What the second of several micro-batches finds there already."""
 
     def peak_bytes(self, pieces: StepPieces, recomputed: int) -> float:
-        """What micro-batches need of which this is the largest."""
+        """Bytes at the peak of a step whose largest micro-batch this is."""
         kept = max(self.depth - recomputed, 0)
         there_bytes = self.fixed_bytes + (self.gradient_bytes if pieces.count > 1 else 0)
         return there_bytes + pieces.tokens * (self.token_bytes + self.layer_bytes * kept)
@@ -168,9 +168,10 @@ class Abilities:
     """Layers that could be recomputed; none where the model's are not known."""
     offloads: bool = False
     captured: bool = False
-    """Whether steps are replayed: one way for all batches, and rather recomputed than cut."""
+    """Whether steps are replayed from graphs. Then all batches run one way, and layers are
+    recomputed before a batch is cut."""
     piece_tokens: int = 64
-    """What it costs to begin another micro-batch, in tokens computed."""
+    """The cost of one more micro-batch, in tokens computed."""
     cut_tokens: int = 0
     """What it costs to cut a batch at all: kept gradients of several graphs cannot be added up,
     so that such a step is launched."""
@@ -236,18 +237,18 @@ def _splits(lengths: Sequence[int], widest: Way, abilities: Abilities) -> Iterat
 
 
 CLEAN_STEPS = 20
-"""So many steps must go well before more is tried."""
+"""How many steps must succeed before a larger step is tried."""
 
 FLOOR_TRIES = 3
-"""With nothing left to change, a step is tried so often: a neighbour may give memory back."""
+"""How often a step is tried with nothing left to change: other processes may free memory."""
 
 GROWTH = 1.5
 
 WORTH_IT = 1.1
-"""A micro-batch that is not larger by this is not worth the risk."""
+"""A micro-batch must grow at least by this factor to be worth the risk."""
 
 GROWN = 1.05
-"""The limit must have grown by this before what failed is tried again."""
+"""The limit must grow by this factor before a failed way is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +264,14 @@ class Adjuster:
 
     def __init__(self, plan: Way, abilities: Abilities) -> None:
         self.plan = plan
-        """The widest way there is a reason for."""
+        """The widest way that is of any use."""
         self.abilities = abilities
         self.widest = plan
         """The widest way that is believed to fit."""
         self.keeps_plan = False
         """Whether the user said how batches are to be run."""
         self.keeps_tokens = False
-        """Whether no micro-batch may be larger than planned: its memory was promised."""
+        """Whether no micro-batch may exceed the plan, whose memory was promised."""
         self.memory: MemoryModel | None = None
         self._failures: list[Failure] = []
         self._largest_failed = 0
@@ -283,13 +284,13 @@ class Adjuster:
         self._clean_steps = 0
 
     def keep(self, plan: Way) -> None:
-        """What was learnt led to a way that did not fit: go by the plan from here on."""
+        """Follows the plan from now on, because the learnt model chose a way that did not fit."""
         self.plan = self.widest = plan
         self.memory = None
         self._clean_steps = 0
 
     def learn(self, memory: MemoryModel) -> None:
-        """What batches need is known: from here on each is run as its size allows.
+        """Takes the measured model; from now on each batch runs as its size allows.
 
         A number of layers to recompute was a guess for the worst batch, and so was a limit on
         tokens, unless a plan was priced with it.
@@ -386,7 +387,7 @@ class Adjuster:
         return None if not self._failures and more > self._largest_failed else more
 
     def _below_failure(self, now: Way) -> int:
-        """Half-way to the smallest micro-batch that failed, run as now."""
+        """The micro-batch half-way between this one and the smallest that failed."""
         failed = [
             f.way.max_tokens
             for f in self._failures
@@ -399,6 +400,6 @@ class Adjuster:
         return (min(failed) + (now.max_tokens or 0)) // 2 if failed else 0
 
     def _smallest(self, lengths: Sequence[int]) -> Way:
-        """Nothing fits by the model: the least there is, and see."""
+        """The way that needs least, for when nothing fits by the model."""
         tokens = max(lengths) if self.abilities.splits else self.widest.max_tokens
         return replace(self.widest, max_tokens=tokens, recomputed=self.abilities.depth)

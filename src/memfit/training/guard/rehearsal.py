@@ -49,9 +49,9 @@ _SAVED_BYTES_PER_SECOND = 7.5e8
 
 
 def update_seconds(trainer: GuardedTrainer) -> float:
-    """What the optimizer needs after each backward, by how fast memory is read and written.
+    """Seconds of the optimizer's update after each backward, by the speed of memory.
 
-    Nothing where the update is part of what was rehearsed, or is done elsewhere.
+    0 if the rehearsed step contains the update, or if it happens elsewhere.
     """
     if trainer.setup.sink is not None or trainer.setup.make_optimizer is not None:
         return 0.0
@@ -69,7 +69,7 @@ def update_seconds(trainer: GuardedTrainer) -> float:
 
 
 def seconds_between_steps(trainer: GuardedTrainer, found: Rehearsal) -> float:
-    """Evaluations and checkpoints that come before the last step."""
+    """Seconds that evaluations and checkpoints take before the last step."""
     args, state = trainer.args, trainer.state
     steps = state.max_steps - state.global_step
     an_epoch = max(round(state.max_steps / max(state.num_train_epochs, 1)), 1)
@@ -91,7 +91,7 @@ def _before_the_last(strategy: Any, every: int | None, steps: int, an_epoch: int
 
 
 LONG_SECONDS = 5.0
-"""Nobody should wait for a second try of a step that takes this long."""
+"""A step that takes this long is not tried a second time."""
 
 _QUICK_SECONDS = 1.0
 """On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
@@ -99,14 +99,14 @@ _QUICK_SECONDS = 1.0
 _SHORT_SHARE = 0.02
 
 _SHORT_BYTES = 20 * MIB
-"""By how much a failed plan is taken to miss its limit, beside what its context has grown by; the
-bytes are a page of torch's allocator on a card."""
+"""How far a failed plan is assumed to miss its limit, beside the growth of its context. The
+bytes are one page of torch's allocator on a card."""
 
 _DRAWN = 200
-"""Batches drawn to see which sizes will come."""
+"""How many batches are drawn to learn which sizes occur."""
 
 _ROOMY = 0.5
-"""A worst batch that needs no more than this of the limit leaves nothing to decide."""
+"""If the worst batch needs no more than this share of the limit, nothing has to be decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ class Rehearsal:
     """What was found out before the first step."""
 
     step_seconds: float
-    """A usual step, warm; without a sink its update is not in it."""
+    """An average step after warm-up. It contains the update only if there is a sink."""
     peak_bytes: int
     """The highest moment of the largest batch."""
     worst_lengths: tuple[int, ...]
     capture_seconds: float = 0.0
-    """What capturing the graphs takes that the steps will still need."""
+    """How long the graphs take that have still to be captured."""
     evaluation_seconds: float | None = None
     """All rows of one evaluation; None where none was tried."""
 
@@ -135,7 +135,7 @@ class _Tried:
 
 
 def rehearse(guard: Guard, loader: Any) -> Rehearsal | None:
-    """The effective batch of the longest rows; None where rows cannot be looked at beforehand."""
+    """Rehearses the batch of the longest rows. Returns None if rows cannot be read beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
     if not has_rows(dataset):
         return None
@@ -176,7 +176,7 @@ class _Stage:
         return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating)
 
     def learn_if_tight(self) -> None:
-        """Find out what a token takes, once the limit could make a difference."""
+        """Measures the memory of a token, once the limit can matter."""
         guard, tried = self._guard, self._tried
         if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
             return
@@ -206,7 +206,7 @@ class _Stage:
             self._make_smaller(way, pieces, failed)
 
     def _make_smaller(self, way: Way, pieces: StepPieces, failed: str) -> None:
-        """What did not fit is run in another way from now on, or by another plan."""
+        """Runs what did not fit another way from now on, or asks for another plan."""
         guard = self._guard
         if guard.may_plan_again:
             planned = guard.planned_way
@@ -249,7 +249,7 @@ class _Stage:
         return grown_bytes + pages_bytes + int(_SHORT_SHARE * self._guard.limit_bytes)
 
     def _dress(self, worst: Batch, lengths: list[int]) -> None:
-        """The worst batch as it will be trained: with its update, and replayed where it will be."""
+        """Runs the worst batch as in training: with its update, and from a graph if steps are."""
         guard = self._guard
         while True:
             way = guard.way_for(lengths)
@@ -261,7 +261,7 @@ class _Stage:
             self._make_smaller(way, pieces, failed)
 
     def _dress_fullest(self) -> None:
-        """The largest micro-batch that is not cut: the worst batch is, into parts of even size."""
+        """Runs the largest micro-batch that is not cut; the worst batch is cut into even parts."""
         lengths = self._guard.worst_lengths
         assert lengths is not None
         limits = self._guard.way_for(lengths).micro_batching
@@ -279,7 +279,7 @@ class _Stage:
             self._dress(batch, lengths)
 
     def _evaluate(self) -> float | None:
-        """The longest rows that an evaluation will see; it is cut smaller where it must be.
+        """Predicts the longest rows of an evaluation, in smaller pieces if necessary.
 
         Returns the seconds of a whole evaluation, by a batch of rows from all over the data.
         """
@@ -313,7 +313,7 @@ class _Stage:
     def _try(
         self, batch: Batch, way: Way, *, dressed: int = 0, metered: bool = True
     ) -> tuple[_Tried | None, str]:
-        """Forward and backward, or so many whole steps; counting live bytes slows a CPU down."""
+        """Runs forward and backward, or several whole steps. On a CPU counting bytes is slow."""
         model, guard = self._trainer.model, self._guard
         lengths = lengths_of(batch, self._trainer.executor.trim)
         pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
@@ -351,7 +351,7 @@ class _Stage:
         return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
 
     def _learn(self, lengths: list[int], tried: _Tried) -> None:
-        """Two more tries, of half the rows: what a token takes, and what of it a layer keeps."""
+        """Tries half the rows twice: how much a token takes, and how much of it a layer keeps."""
         guard, depth = self._guard, self._guard.adjuster.abilities.depth
         way = guard.way_for(lengths)
         half = self._batch(self._longest()[::2])
@@ -379,14 +379,14 @@ class _Stage:
         guard.adjuster.learn(MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients))
 
     def _gradient_bytes(self) -> int:
-        """What several micro-batches add up in, where that is the parameters' own gradient."""
+        """Bytes of the gradients that several micro-batches add up in, if these are `.grad`."""
         sink = self._trainer.setup.sink
         if sink is not None and getattr(sink, "hooked", True):
             return 0
         return sum(p.nbytes for p in self._trainer.model.parameters() if p.requires_grad)
 
     def _usual_seconds(self, tried: _Tried) -> float:
-        """A batch of rows from all over the data, now that everything is warm."""
+        """Seconds of a step on rows from all over the data, after warm-up."""
         size = len(self._dataset)
         usual = self._batch([index * size // self._count for index in range(self._count)])
         lengths = lengths_of(usual, self._trainer.executor.trim)
@@ -403,7 +403,7 @@ class _Stage:
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
 
     def _capture_seconds(self, step_seconds: float) -> float:
-        """What the graphs of batches to come will take, by the one that was captured last."""
+        """Seconds to capture the graphs still needed, judged by the last capture."""
         executor = self._trainer.executor
         if not isinstance(executor, GraphedExecutor) or not (self._captured and self._warmed):
             return 0.0
@@ -424,7 +424,7 @@ class _Stage:
 
 
 def longest_rows(dataset: Any, count: int) -> list[int]:
-    """The rows with most tokens; any where that cannot be told."""
+    """The rows with most tokens; any rows if their lengths are unknown."""
     try:
         lengths = row_lengths(dataset)
     except (KeyError, TypeError):  # rows of something else than tokens

@@ -82,7 +82,7 @@ class GuardedTrainer(TrainerParts, Protocol):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Those of this trainer."""
+        """The trainer's checkpoints."""
 
     def evaluating_executor(self) -> StepExecutor:
         """How a batch is cut to be predicted."""
@@ -113,7 +113,7 @@ class LiveStrategies:
 
     @functools.cached_property
     def depth(self) -> int:
-        """The layers that could be; none where that cannot be changed here."""
+        """How many layers could be recomputed; 0 if that cannot be changed between steps."""
         setup = self._setup
         if setup.recomputed is None and not self._may_recompute():
             return 0
@@ -127,7 +127,7 @@ class LiveStrategies:
         return not ActivationOffload().unavailable(self._setup)
 
     def apply(self, way: Way) -> bool:
-        """Have it this way from the next step on; whether anything changed."""
+        """Runs the following steps this way. Returns whether anything changed."""
         changed = False
         if way.recomputed != self.recomputed and self.depth:
             if self._setup.recomputed is None:
@@ -163,23 +163,23 @@ class LiveStrategies:
 
 
 _WAIT_SECONDS = 0.5
-"""Before a step with nothing left to change is tried again: a neighbour may be done by then."""
+"""The pause before a step is tried again unchanged; another process may free memory by then."""
 
 _WITHOUT_GAPS = 0.97
-"""What of its reserved memory torch's allocator can fill with tensors of changing size."""
+"""The share of reserved memory that torch's allocator fills when tensor sizes change."""
 
 _PAGES_BYTES = 2 * 20 * MIB
-"""And beside these gaps: the last page is never full, and another one is asked for as a whole."""
+"""Lost beside these gaps: the last page is never full, and the next is requested whole."""
 
 _WITHOUT_ERROR = 0.98
-"""Where every byte is counted: a line through two measurements is not quite the truth."""
+"""Left where every byte is counted: the line through two measurements has a small error."""
 
 _WITHIN_PLAN = 1.02
-"""By how much a batch may exceed what its plan predicts before it is run in smaller pieces."""
+"""How far a batch may exceed its plan's prediction before it runs in smaller pieces."""
 
 _LAUNCHED_TOKENS = 40_000
-"""What launching a step from Python costs beside replaying it, in tokens computed; more than any
-recomputation does."""
+"""What a launched step costs above a replayed one, in tokens computed. Recomputation never costs as
+much."""
 
 
 class Guard:
@@ -214,7 +214,7 @@ class Guard:
         self.worst_lengths: list[int] | None = None
         """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
         self.when_squeezed: Callable[[], None] | None = None
-        """Called when the limit has fallen: the rehearsal may have more to find out."""
+        """Called when the limit has fallen: the rehearsal may have to measure more."""
         self.boundaries: LayerBoundaries | None = None
         """Where gradients are released: how far backward has come."""
         self.used: MicroBatching | None = None
@@ -242,7 +242,7 @@ class Guard:
         return self.trainer.executor.micro_batching if now == planned else now
 
     def prepare(self, loader: Any) -> None:
-        """What is done between loading and the first step: measured, watched, rehearsed."""
+        """Measures memory, starts watching it and rehearses, before the first step."""
         trainer = self.trainer
         if is_cuda(self._device):
             trainer.executor.drop()
@@ -319,11 +319,11 @@ class Guard:
         return None if self.cap is None else self.cap.room_bytes()
 
     def retrying(self) -> contextlib.AbstractContextManager[None]:
-        """Every operator inside that finds no memory is run again, at last without graphs."""
+        """Inside, an operator that runs out of memory runs again; in the end without graphs."""
         return retrying(self._device, last_resort=self.drop_graphs)
 
     def drop_graphs(self) -> None:
-        """Give back what is only held to be faster."""
+        """Gives back memory that is only held to save time."""
         with contextlib.suppress(RuntimeError):  # of a card that no longer answers
             self.trainer.executor.drop()
 
@@ -377,7 +377,7 @@ class Guard:
             self.make_room()
 
     def look(self) -> None:
-        """Follow the memory that others leave, before it is too late."""
+        """Adjusts the limit to what other processes leave, before a step runs out of memory."""
         moved = None if self.watch is None else self.watch.look()
         if self.watch is None or self.cap is None:
             return
@@ -441,7 +441,7 @@ class Guard:
     # ---- one attempt ----
 
     def attempt(self, run: Callable[[StepExecutor], None], way: Way, pieces: StepPieces) -> str:
-        """Something tried before the first step; empty where it went well, else what was said."""
+        """Tries something before the first step. Returns the error's text, or an empty one."""
 
         def done(executor: StepExecutor) -> Tensor:
             run(executor)
@@ -470,7 +470,7 @@ class Guard:
         return outcome, ""
 
     def _copying_buffers(self) -> contextlib.AbstractContextManager[None]:
-        """A copy that finds no memory is made again: the step is not to blame, nor run twice."""
+        """Inside, a copy that finds no memory runs again, and the step does not count as failed."""
         may_move = self._buffers.may_move
         return retrying(self._device) if may_move else contextlib.nullcontext()
 
@@ -489,7 +489,7 @@ class Guard:
         return dataclasses.replace(executor, **changes)
 
     def clear(self, model: nn.Module, *, free: bool = True) -> None:
-        """As if the step had not begun, but for the random state."""
+        """Undoes the step so far, except for the random state."""
         if self._before is not None:
             self._before.restore()
         sink = self.trainer.setup.sink
@@ -531,7 +531,7 @@ class Guard:
 
     @property
     def _planned_bytes(self) -> int:
-        """What the plan takes of tensors, where it may be adjusted: more room is not a reason."""
+        """What the plan's tensors need, if it may be adjusted: more room alone changes nothing."""
         plan = self.trainer.plan
         if plan is None or plan.price is None or self.adjuster.keeps_plan:
             return self.judged_bytes
@@ -539,7 +539,7 @@ class Guard:
 
     @property
     def judged_bytes(self) -> int:
-        """What failures and successes are held against: how much there was for them."""
+        """The memory that a failed or successful step had available."""
         return self.limit_bytes if self.cap is None else self.usable_bytes
 
     def standing_tensors(self) -> Iterator[Tensor]:
@@ -618,7 +618,7 @@ class Guard:
         )
 
     def watch_layers(self) -> None:
-        """Where backward moves weights, note how far it has come (layer_boundaries.py)."""
+        """Records how far backward has come, if it moves weights (layer_boundaries.py)."""
         setup = self.trainer.setup
         sink: Any = setup.sink
         if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
@@ -629,7 +629,7 @@ class Guard:
         setup.undo.append(self.boundaries.remove)
 
     def _go_on_smaller(self, tries: int) -> None:
-        """Before a backward pass goes on where it failed: recompute all, then wait a little."""
+        """Recomputes all layers, then waits, before a failed backward pass continues."""
         turns = self.trainer.setup.recomputed
         if turns is not None:
             turns.limit = self.live.depth

@@ -4,11 +4,10 @@ State. torch's own optimizers make it in `_init_group` when they first see a gra
 one that takes no memory, so it is the same state, made by the same code, only earlier.
 
 Update. An operator that finds no memory has written nothing, so it is run again after memory was
-given back (out_of_memory.Retrying): what is half done is never left. What the update needs for
-itself is as large as the gradients it is given at once; where that much is not free, it is given
-fewer at a time. Each parameter's update knows nothing of the others, so the numbers are the same.
-That is known of torch's own optimizers; another one may count its steps, or hear of them by hooks,
-and is given all gradients in one.
+given back (out_of_memory.retrying), and no update stays half done. An update needs as much memory
+as the gradients it gets at once; if that is not free, it gets fewer at a time. Each parameter is
+updated by itself, so the numbers are the same. That holds for torch's own optimizers. Others may
+count steps or have hooks on them, so they get all gradients at once.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _TEMPORARIES = 2
 
 
 def allocate_state(optimizer: Optimizer, keeps: Callable[[Tensor], bool] = lambda _: True) -> bool:
-    """Make the state that the first step would make; whether this kind can be asked for it.
+    """Makes the state that the first step would make. Returns whether this optimizer can.
 
-    `keeps` says whose state is made here, and not by another rank.
+    `keeps` selects the parameters whose state this rank holds.
     """
     if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
         own()
@@ -83,9 +82,9 @@ def careful(
     room_bytes: Callable[[], int | None],
     last_resort: Callable[[], None] | None = None,
 ) -> None:
-    """Have this optimizer's step finished once begun; `room_bytes` is what is free for it.
+    """Makes the optimizer finish every step that it begins; `room_bytes` is the memory for it.
 
-    `last_resort` gives back what is only held to be faster (out_of_memory.retrying).
+    `last_resort` gives back memory that is only held to save time (out_of_memory.retrying).
     """
     optimizer = unwrapped(optimizer)  # a trainer that trains once more has the wrapped one
     if hasattr(optimizer, _MARK):
@@ -119,7 +118,7 @@ def _splits(optimizer: Optimizer) -> bool:
 
 
 def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor]]:
-    """The parameters to update together, so that what this needs is free."""
+    """Groups of parameters to update together, each small enough for the free memory."""
     ready = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     if room_bytes is None:
         yield ready
