@@ -60,6 +60,10 @@ def task(
     )
 
 
+BERT_LARGE = task()
+"""For tests that need no task of their own: they share what was priced for it."""
+
+
 def to_plan(
     workload: Workload, budget_bytes: int, card: DeviceProfile | None, **asked: Any
 ) -> PlanTask:
@@ -103,8 +107,8 @@ class FormulaPricer:
         self.workload, self.card, self.off = workload, card, off
         self.host_is_fast = host_is_fast
         self.packs = packs
-        self.traced: list[Candidate] = []
         self.known: dict[Candidate, Price] = {}
+        self._of: dict[str, FormulaPricer] = {}
         config: Any = workload.config
         self.layers, self.width = config.num_hidden_layers, config.hidden_size
         self.layer_parameters = 12 * self.width**2
@@ -136,19 +140,23 @@ class FormulaPricer:
         return 0.0
 
     def of(self, workload: Workload) -> FormulaPricer:
-        return FormulaPricer(workload, self.card, off=self.off, packs=self.packs)
+        assert workload.lengths is self.workload.lengths, "only the model may be another"
+        key = workload.config.to_json_string()
+        if key not in self._of:
+            self._of[key] = FormulaPricer(workload, self.card, off=self.off, packs=self.packs)
+        return self._of[key]
 
     def timed(self, candidate: Candidate) -> Timed:
         return Timed(candidate, self.quick(candidate).step_seconds)
 
     def quick(self, candidate: Candidate) -> Price:
-        if candidate not in self.known:
-            self.known[candidate] = self._price(candidate, 1.0)
-        return self.known[candidate]
+        price = self.known.get(candidate)
+        if price is None:
+            price = self.known[candidate] = self._price(candidate, 1.0)
+        return price
 
     def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
         del budget_bytes
-        self.traced.append(candidate)
         noise = random.Random(repr(candidate)).uniform(-self.off, self.off)
         price = self._price(candidate, 1 + noise)
         return dataclasses.replace(price, traced=True)
@@ -246,3 +254,12 @@ class FormulaPricer:
             host = learning / 0.6e9
             bus += (12 if offload.weights else 4) * learning / 4e10
         return max(device, launch, bus) + host
+
+
+_pricers: dict[tuple[int, str], FormulaPricer] = {}
+
+
+def pricer_of(workload: Workload, card: DeviceProfile | None) -> FormulaPricer:
+    """One for all tests of a task: what it has priced once it knows."""
+    key = (id(workload), "" if card is None else card.name)  # the pricer keeps the workload
+    return _pricers.setdefault(key, FormulaPricer(workload, card))

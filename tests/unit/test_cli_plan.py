@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner_fixtures import FormulaPricer, bert, h200, planned, task
+from planner_fixtures import BERT_LARGE, FormulaPricer, bert, h200, planned, pricer_of, task
 from rich.console import Console
 
 from memfit.cli import run
@@ -40,9 +40,8 @@ from memfit.text import speaking
 @pytest.fixture(scope="module")
 def made() -> Planning:
     """BERT-Large inside 4 GB, priced by formulas."""
-    workload = task()
-    pricer = FormulaPricer(workload, h200())
-    return planned(workload, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
+    pricer = pricer_of(BERT_LARGE, h200())
+    return planned(BERT_LARGE, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**11)
 
 
 @pytest.fixture(scope="module")

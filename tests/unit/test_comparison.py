@@ -104,6 +104,7 @@ def test_the_command_prints_tables_and_writes_a_page(
     assert "设置的差异" in Page(page.read_text(encoding="utf-8")).words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_file_is_not_overwritten(runs: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<p>mine</p>")
     with pytest.raises(OutputError, match="is not a page of memfit"):
@@ -205,6 +206,7 @@ def test_names_and_settings_never_become_markup(tmp_path: Path) -> None:
     assert not ACTING & set(html)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_notebook_shows_the_tables_and_python_prints_them(runs: tuple[Path, Path]) -> None:
     compared = memfit.compare(*runs)
     assert repr(compared) == "Comparison(first, second)"

@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from planner_fixtures import FormulaPricer, bert, h200, planned, task, to_plan
+from planner_fixtures import BERT_LARGE, bert, h200, planned, pricer_of, task, to_plan
 
 from memfit.planner.advice import Alternatives, FoundBeside, alternatives, more_budget
 from memfit.planner.search import Planning, ask
@@ -20,9 +20,8 @@ BUDGET = 2_600_000_000
 
 @pytest.fixture(scope="module")
 def planning() -> Planning:
-    workload, card = task(), h200()
-    pricer = FormulaPricer(workload, card)
-    return planned(workload, BUDGET, card, pricer=pricer, host_bytes_free=10**12)
+    pricer = pricer_of(BERT_LARGE, h200())
+    return planned(BERT_LARGE, BUDGET, h200(), pricer=pricer, host_bytes_free=10**12)
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +89,11 @@ def test_permission_that_reaches_nothing_says_so(planning: Planning, found: Alte
 
 
 def test_permission_that_is_given_is_not_shown_again() -> None:
-    workload, card = task(), h200()
-    pricer = FormulaPricer(workload, card)
     made = planned(
-        workload,
+        BERT_LARGE,
         BUDGET,
-        card,
-        pricer=pricer,
+        h200(),
+        pricer=pricer_of(BERT_LARGE, h200()),
         allow=frozenset({"lora"}),
         host_bytes_free=10**12,
     )

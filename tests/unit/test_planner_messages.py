@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import cache
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, planned, task
+from planner_fixtures import BERT_LARGE, FormulaPricer, h200, planned, pricer_of
 
 from memfit.config.schema import FIDELITY_NAMES
 from memfit.planner.search import Planning
@@ -33,7 +34,7 @@ def test_reports_call_strategies_and_fidelities_as_plans_do() -> None:
 
 
 def test_a_weighted_loss_is_not_called_the_users_own() -> None:
-    workload, card = dataclasses.replace(task(), stock_loss=False, weighted_loss=True), h200()
+    workload, card = dataclasses.replace(BERT_LARGE, stock_loss=False, weighted_loss=True), h200()
     found = planned(workload, int(80e9), card, pricer=FormulaPricer(workload, card)).chosen
     said = "\n".join(found.sentences())
     assert "the loss is weighted by class" in said
@@ -44,15 +45,11 @@ def test_a_strategy_of_unknown_name_keeps_it() -> None:
     assert called("somebody_elses") == "somebody_elses"
 
 
-def planning(budget: float, **options: object) -> Planning:
-    workload, card = task(), h200()
+@cache
+def planning(budget: float, *, exact: bool = False) -> Planning:
+    pricer = pricer_of(BERT_LARGE, h200())
     return planned(
-        workload,
-        int(budget),
-        card,
-        pricer=FormulaPricer(workload, card),
-        host_bytes_free=10**12,
-        **options,  # type: ignore[arg-type]
+        BERT_LARGE, int(budget), h200(), exact=exact, pricer=pricer, host_bytes_free=10**12
     )
 
 

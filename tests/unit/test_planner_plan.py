@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
-from planner_fixtures import FormulaPricer, h200, planned, task, to_plan
+from planner_fixtures import BERT_LARGE, FormulaPricer, h200, planned, pricer_of, task, to_plan
 
 from memfit.config import files
 from memfit.engine.micro_batches import MicroBatching
@@ -31,7 +32,7 @@ from memfit.strategies import (
     ordered,
 )
 
-TASK = task()
+TASK = BERT_LARGE
 
 
 def plan_with(*strategies: Strategy, tokens: int | None = None) -> Plan:
@@ -42,12 +43,11 @@ def plan_with(*strategies: Strategy, tokens: int | None = None) -> Plan:
     )
 
 
-def chosen(budget: float = 4e9) -> Plan:
-    card = h200()
-    planning = planned(
-        TASK, int(budget), card, pricer=FormulaPricer(TASK, card), host_bytes_free=10**12
-    )
-    return planning.chosen
+@cache
+def chosen() -> Plan:
+    """For 4 GB."""
+    pricer = pricer_of(TASK, h200())
+    return planned(TASK, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**12).chosen
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_check_says_whether_it_still_fits_and_what_changed() -> None:
     card = h200()
     plan = chosen()
     assert plan.price is not None
-    same = check(plan, to_plan(TASK, 4 * 10**9, card), FormulaPricer(TASK, card))
+    same = check(plan, to_plan(TASK, 4 * 10**9, card), pricer_of(TASK, card))
     assert same.fits
     assert same.changed == ()
     assert same.missing_bytes == 0
     less = plan.price.device_bytes - 12345
-    short = check(plan, to_plan(TASK, less, card), FormulaPricer(TASK, card))
+    short = check(plan, to_plan(TASK, less, card), pricer_of(TASK, card))
     assert not short.fits
     assert short.missing_bytes == 12345
     assert short.changed == (f"budget_bytes: 4000000000 -> {less}",)

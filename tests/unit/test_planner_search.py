@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as values
-from planner_fixtures import FormulaPricer, bert, h200, planned, task
+from planner_fixtures import BERT_LARGE, FormulaPricer, bert, h200, planned, pricer_of, task
 
 from memfit.errors import ConfigError, DoesNotFitError
-from memfit.memory.cards import DeviceProfile
 from memfit.planner.advice import NothingFitsError
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.search import Planning
@@ -30,16 +29,7 @@ def plan(workload: Workload, budget_bytes: float, **options: Any) -> Planning:
     return planned(workload, int(budget_bytes), card, pricer=pricer, **options)
 
 
-_pricers: dict[tuple[int, bool], tuple[Workload, FormulaPricer]] = {}
-
-
-def pricer_of(workload: Workload, card: DeviceProfile | None) -> FormulaPricer:
-    """One for all tests of a task: what it has priced once it knows."""
-    key = (id(workload), card is None)
-    return _pricers.setdefault(key, (workload, FormulaPricer(workload, card)))[1]
-
-
-TASK = task()
+TASK = BERT_LARGE
 SMALL = task(bert(layers=6))
 """A third of the candidates, for tests that plan many times; 0.93 GB is its least."""
 

@@ -113,6 +113,7 @@ def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:
     assert "svg" not in Page(notebook_html(a_plan(None))).tags  # read from a file, not priced
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("of_run", ["zh", "en"])
 def test_a_plans_reasons_are_told_in_the_language_of_the_page(of_run: str, tmp_path: Path) -> None:
     plan, told = a_plan(priced()), {"zh": "重计算 24 层中的 9 层", "en": "recomputes 9 of 24"}

@@ -252,6 +252,7 @@ def test_a_peak_over_the_budget_is_said_loudly(tmp_path: Path) -> None:
     assert "bad" in found.values("p", "class")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_live_page_asks_for_itself_again_and_may_reach_nothing_else(tmp_path: Path) -> None:
     add_samples(tmp_path)
     found = Page(page.render(RunFolder(tmp_path), live=True))
@@ -335,6 +336,7 @@ def test_a_report_keeps_the_language_of_its_run(
     assert shown(tmp_path).values("html", "lang") == ["en"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_command_and_path_has_a_button_that_copies_it(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('budget = "4GB"\n')
     found = shown(make_run(tmp_path))

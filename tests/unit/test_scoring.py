@@ -280,6 +280,7 @@ def test_warnings_survive_the_summary_and_unknown_ones_are_passed_over(tmp_path:
 # ---- a whole run ----
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +403,7 @@ class _Broken(TrainerCallback):
             raise RuntimeError("the machine went away")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_weights_threshold_and_early_stopping_hold_for_a_run_and_its_resumption(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
