@@ -7,18 +7,22 @@ Each training is left in FOLDER as NAME-RANKS-RANK. With RANKS_ON=cuda they shar
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import TrainerCallback, TrainingArguments
 
 from memfit import BudgetTrainer
+from memfit.engine.exchange import in_messages
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.measured import plain_tensors
 from memfit.memory.phases import TRAINING
@@ -35,6 +39,8 @@ from memfit.strategies import (
     ShardedState,
     Strategy,
 )
+from memfit.training.guard.rehearsal import with_exchange
+from memfit.training.progress import MemfitProgress
 from small_training import collate, wide_model, wide_texts
 from step_memory import peak_of_two_steps
 
@@ -145,10 +151,44 @@ def measured(folder: Path) -> dict[str, list[int]]:
     return found
 
 
+SLOW_SECONDS = 0.05
+
+
+def timed(folder: Path) -> dict[str, Any]:
+    """What is said of a step's time, over a link where the last rank's messages take long."""
+    bar = MemfitProgress(console=Console(file=io.StringIO()))
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True,
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = BudgetTrainer(
+        wide_model(), args, train_dataset=wide_texts(), data_collator=collate, budget="4GB",
+        strategies=[ShardedState()], micro_batching=MicroBatching(), callbacks=[bar],
+    )  # fmt: skip
+    ranks = trainer.ranks
+    slowed = {"launch": ranks.launch, "launch_from": ranks.launch_from}
+    for name, real in slowed.items() if RANK == RANKS - 1 else ():
+        setattr(ranks, name, lambda *sent, real=real: (time.sleep(SLOW_SECONDS), real(*sent))[1])
+    trainer.train()
+    found = trainer.guard.rehearsal
+    assert found is not None
+    waited, weights = ranks.waited_seconds, [p.clone() for p in trainer.model.parameters()]
+    again = with_exchange(trainer, replace(found, step_seconds=0.5))
+    return {
+        "said": bar.step_seconds,
+        "found": [found.step_seconds, found.exchange_seconds],
+        "again": [again.step_seconds, again.exchange_seconds],
+        "messages": len(list(in_messages(list(trainer.model.parameters())))),
+        "untouched": ranks.waited_seconds == waited
+        and all(map(torch.equal, trainer.model.parameters(), weights)),
+    }
+
+
 def leave(folder: Path, *names: str) -> None:
     """These trainings, each in a file of its own."""
     for name in names:
-        made = measured(folder) if name == "measured" else trained(folder, name)
+        other = {"measured": measured, "timed": timed}.get(name)
+        made = trained(folder, name) if other is None else other(folder)
         torch.save(made, folder / f"{name.replace(':', '-')}-{RANKS}-{RANK}")
 
 

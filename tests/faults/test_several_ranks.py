@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
-from ranks_program import SHARDED, leave
+from ranks_program import SHARDED, SLOW_SECONDS, leave
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded", "divided")
@@ -53,7 +53,7 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     train(1, folder, *WAYS, "saved")
-    train(2, folder, *WAYS, "saved", "measured", *(f"sharded_{way}" for way in SHARDED))
+    train(2, folder, *WAYS, "saved", "measured", "timed", *(f"sharded_{way}" for way in SHARDED))
     return folder
 
 
@@ -88,6 +88,19 @@ def test_the_peak_of_a_rank_is_predicted(runs: Path, rank: int) -> None:
     for way, (measured, predicted, alone) in found(runs, "measured", 2, rank).items():
         assert predicted == pytest.approx(measured, rel=0.01), way
         assert way not in ("plain", "kept8") or measured > 1.1 * alone, way
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_time_said_has_the_exchange_in_it(runs: Path, rank: int) -> None:
+    """Of gradients before the update, and of weights after it."""
+    seen = found(runs, "timed", 2, rank)
+    sent_seconds = 2 * seen["messages"] * SLOW_SECONDS
+    for step_seconds, exchange_seconds in (seen["found"], seen["again"]):
+        assert sent_seconds < exchange_seconds < sent_seconds + 5
+        assert step_seconds > exchange_seconds
+    assert seen["said"] == seen["found"][0]
+    assert seen["again"][0] == pytest.approx(0.5 + seen["again"][1], abs=1e-5)
+    assert seen["untouched"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

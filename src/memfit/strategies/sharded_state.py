@@ -151,13 +151,13 @@ class StateShares:
             result = plain(*given, **named)
             if self._ranks.together:
                 with retrying(self._device):
-                    self._spread()
+                    self.spread()
             return result
 
         return step
 
     @torch.no_grad()
-    def _spread(self) -> None:
+    def spread(self) -> None:
         """Gives every rank the weights that the others have updated."""
         sent = []
         for owner, unit in self._messages:

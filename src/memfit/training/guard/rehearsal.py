@@ -5,11 +5,13 @@
     dress     the whole step as it will be run: graphs captured, the update made with its gate shut
     evaluate  the longest rows of an evaluation
     time      a usual batch, warm
+    exchange  as many gradients as a step sends to other ranks
 
-Nothing of it leaves a trace: no weight and no state moves, random numbers are put back. After it
-the process holds all it will hold: kernels are compiled, libraries loaded, the largest graph
-captured. A plan that does not fit then is given up (PlanMissedError) where the trainer can be made
-anew with another plan, and made smaller here where it cannot.
+A rank does all but the last by itself. Nothing of it leaves a trace: no weight and no state moves,
+random numbers are put back. After it the process holds all it will hold: kernels are compiled,
+libraries loaded, the largest graph captured. A plan that does not fit then is given up
+(PlanMissedError) where the trainer can be made anew with another plan, and made smaller here where
+it cannot.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.engine.exchange import GradientExchange
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.memory.device import is_cuda, synchronize
+from memfit.planner.exchange_cost import BACKWARD_SHARE
+from memfit.strategies.sharded_state import StateShares
 from memfit.text import t
 from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, pieces_of
 from memfit.training.limits import LiveBytes
@@ -68,6 +73,39 @@ def update_seconds(trainer: GuardedTrainer) -> float:
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
 
 
+def with_exchange(trainer: GuardedTrainer, found: Rehearsal) -> Rehearsal:
+    """Adds what the ranks wait for each other in a step; all of them must come here together."""
+    ranks, shares, device = trainer.ranks, trainer.setup.state_shares, trainer.args.device
+    if not ranks.together:
+        return found
+
+    def seconds_of(exchange: Callable[[], Any]) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        exchange()
+        synchronize(device)
+        return time.perf_counter() - started
+
+    def sum_gradients() -> None:
+        exchange = GradientExchange(ranks)
+        exchange.begin(one for one in trainer.model.parameters() if one.requires_grad)
+        exchange.finish(torch.zeros_like, lambda _: None)
+
+    waited = ranks.waited_seconds
+    ranks.summed(torch.zeros(1, device=device))  # connects them
+    spreading = seconds_of(shares.spread) if isinstance(shares, StateShares) else 0.0
+    mine = (found.step_seconds, seconds_of(sum_gradients), spreading)
+    alone, summing, spreading = (
+        1e-6 * one for one in ranks.highest([round(1e6 * one) for one in mine])
+    )
+    ranks.waited_seconds = waited  # in steps only
+    hidden = 0.0  # on a CPU the exchange takes the cores that compute
+    if is_cuda(device) and not isinstance(trainer.executor, GraphedExecutor):
+        hidden = BACKWARD_SHARE * alone / max(found.pieces, 1)
+    exchange_seconds = max(summing - hidden, 0.0) + spreading
+    return replace(found, step_seconds=alone + exchange_seconds, exchange_seconds=exchange_seconds)
+
+
 def seconds_between_steps(trainer: GuardedTrainer, found: Rehearsal) -> float:
     """Seconds that evaluations and checkpoints take before the last step."""
     args, state = trainer.args, trainer.state
@@ -77,11 +115,11 @@ def seconds_between_steps(trainer: GuardedTrainer, found: Rehearsal) -> float:
     if evaluation is None:
         rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
         batches = rows / max(args.per_device_train_batch_size, 1)
-        evaluation = batches * found.step_seconds * _FORWARD_SHARE
+        evaluation = batches * (found.step_seconds - found.exchange_seconds) * _FORWARD_SHARE
     saving = trainer.checkpoints.size_bytes / _SAVED_BYTES_PER_SECOND
     evaluations = _before_the_last(args.eval_strategy, state.eval_steps, steps, an_epoch)
     saves = _before_the_last(args.save_strategy, state.save_steps, steps, an_epoch)
-    return evaluations * evaluation + saves * saving
+    return evaluations * evaluation / trainer.ranks.world_size + saves * saving
 
 
 def _before_the_last(strategy: Any, every: int | None, steps: int, an_epoch: int) -> int:
@@ -121,7 +159,11 @@ class Rehearsal:
     capture_seconds: float = 0.0
     """How long the graphs take that have still to be captured."""
     evaluation_seconds: float | None = None
-    """All rows of one evaluation; None where none was tried."""
+    """All rows of one evaluation, on one rank; None where none was tried."""
+    pieces: int = 1
+    """Micro-batches of a usual step."""
+    exchange_seconds: float = 0.0
+    """What of a step is waiting for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +198,7 @@ class _Stage:
         self._warmed: _Tried | None = None
         self._captured = 0
         """Graphs captured for `_warmed`."""
+        self._usual_pieces = 1
 
     def play(self) -> Rehearsal:
         model, guard = self._trainer.model, self._guard
@@ -173,7 +216,9 @@ class _Stage:
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
             capturing = self._capture_seconds(seconds)
-        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating)
+        return Rehearsal(
+            seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating, self._usual_pieces
+        )
 
     def learn_if_tight(self) -> None:
         """Measures the memory of a token, once the limit can matter."""
@@ -393,6 +438,8 @@ class _Stage:
         on_cuda = is_cuda(self._device)  # where the first try compiled its kernels
         if on_cuda or tried.seconds <= LONG_SECONDS:
             way = self._guard.way_for(lengths)
+            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            self._usual_pieces = pieces.count
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
                 graphs = self._trainer.executor.captured_graphs
                 self._warmed, _ = self._try(usual, way, dressed=2)

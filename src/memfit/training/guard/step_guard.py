@@ -56,7 +56,12 @@ from memfit.training.guard.adjusting import (
     Way,
     pieces_of,
 )
-from memfit.training.guard.rehearsal import Rehearsal, rehearse, seconds_between_steps
+from memfit.training.guard.rehearsal import (
+    Rehearsal,
+    rehearse,
+    seconds_between_steps,
+    with_exchange,
+)
 from memfit.training.limits import Cap, CountingCap, CudaCap, SpillWatch
 from memfit.training.parts import TrainerParts
 from memfit.training.progress import MemfitProgress
@@ -266,6 +271,8 @@ class Guard:
             except DoesNotFitError as error:
                 missed = error
             trainer.ranks.raised(missed)
+            if self.rehearsal is not None:
+                self.rehearsal = with_exchange(trainer, self.rehearsal)
         found = self.rehearsal
         for bar in bars:
             if found is not None and bar.step_seconds is None:
