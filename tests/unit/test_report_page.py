@@ -281,7 +281,7 @@ def test_long_curves_are_thinned_and_keep_their_last_point_and_their_peak() -> N
 def test_drawings_are_valid_and_take_the_pages_colours() -> None:
     def draw(last: float = 4.0) -> str:
         lines = [plots.Line("a", [(1, 2.0)], 0), plots.Line("b", [(1, 3.0), (2, last)], 1)]
-        return plots.curves(lines, name="loss", label='x "<&> y', x_label="步").svg
+        return plots.line_chart(lines, name="loss", label='x "<&> y', x_label="步").svg
 
     svg = draw()
     root = ElementTree.fromstring(svg)

@@ -101,7 +101,7 @@ def test_what_is_drawn_before_the_last_files_is_not_drawn_again(
 def test_a_drawing_is_made_again_when_its_values_or_its_language_change() -> None:
     def draw(last: float) -> str:
         line = plots.Line("a", [(1.0, 2.0), (20.0, last)], 0)
-        return plots.curves([line], name="x", label="x", x_label="x", steps_per_epoch=10).svg
+        return plots.line_chart([line], name="x", label="x", x_label="x", steps_per_epoch=10).svg
 
     first = draw(3.0)
     assert draw(3.0) is first

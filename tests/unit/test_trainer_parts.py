@@ -20,7 +20,7 @@ from memfit.errors import LossError, SaveError
 from memfit.training.checkpoints import checkpoints_in, damage
 from memfit.training.export import MasterWeights
 from memfit.training.health import Health
-from memfit.training.saving import Checkpoints
+from memfit.training.saving import CheckpointSaver
 
 SOURCE = Path(memfit.__file__).parent
 METHODS = {name for name, value in vars(transformers.Trainer).items() if callable(value)}
@@ -82,7 +82,7 @@ def parts(folder: Path, **more: Any) -> Any:
 
 def test_a_checkpoint_lies_beside_its_place_until_it_is_whole(tmp_path: Path) -> None:
     trainer = parts(tmp_path)
-    checkpoints = Checkpoints(trainer, make_room=lambda: None)
+    checkpoints = CheckpointSaver(trainer, make_room=lambda: None)
 
     def write() -> None:
         unfinished = Path(checkpoints.folder_for(str(tmp_path))) / "checkpoint-3"
@@ -100,7 +100,7 @@ def test_a_checkpoint_lies_beside_its_place_until_it_is_whole(tmp_path: Path) ->
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     trainer = parts(tmp_path)
-    checkpoints = Checkpoints(trainer, make_room=lambda: None)
+    checkpoints = CheckpointSaver(trainer, make_room=lambda: None)
 
     def write() -> None:
         folder = Path(checkpoints.folder_for(str(tmp_path)))

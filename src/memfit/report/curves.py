@@ -123,7 +123,7 @@ def picture(
         for line in lines
     ]
     x_label = pt("axis", "epoch") if by_epoch else t("step")
-    chart = plots.curves(
+    chart = plots.line_chart(
         lines,
         name=name,
         label="; ".join([caption, *told]),

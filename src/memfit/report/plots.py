@@ -290,7 +290,7 @@ class Chart:
 
 
 @_drawn_once
-def curves(
+def line_chart(
     lines: Sequence[Line],
     *,
     name: str,

@@ -252,7 +252,7 @@ _DEVICE_IS_GONE = (
 )  # fmt: skip
 
 
-class Checkpoints:
+class CheckpointSaver:
     """The checkpoints of one trainer: written whole, rotated, found again and loaded.
 
     `make_room` is called when a checkpoint found no memory on the device; it is then written once

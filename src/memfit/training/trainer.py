@@ -84,7 +84,7 @@ from memfit.training.model_changes import (
 )
 from memfit.training.parts import unwrapped
 from memfit.training.progress import MemfitProgress, register_memory_logging
-from memfit.training.saving import Checkpoints, arguments_as_given, reading, same_parameters
+from memfit.training.saving import CheckpointSaver, arguments_as_given, reading, same_parameters
 from memfit.training.shared_evaluation import SharedEvaluation
 from memfit.units import Budget, parse_budget
 
@@ -170,7 +170,7 @@ class BudgetTrainer(transformers.Trainer):
             on_nan=on_nan,
         )
         self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
-        self.checkpoints = Checkpoints(self, make_room=lambda: self.guard.make_room())
+        self.checkpoints = CheckpointSaver(self, make_room=lambda: self.guard.make_room())
         self.masters = MasterWeights(self, self._load_optimizer_and_scheduler)
         self.health = Health(self, on_nan)
         self.heap = HeapTrimmer()

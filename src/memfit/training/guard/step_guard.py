@@ -70,7 +70,7 @@ from memfit.units import MIB, Budget, format_both
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan
     from memfit.strategies import Setup
-    from memfit.training.saving import Checkpoints
+    from memfit.training.saving import CheckpointSaver
 
 
 class GuardedTrainer(TrainerParts, Protocol):
@@ -86,7 +86,7 @@ class GuardedTrainer(TrainerParts, Protocol):
         """What was planned for the budget."""
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> CheckpointSaver:
         """The trainer's checkpoints."""
 
     def evaluating_executor(self) -> StepExecutor:
