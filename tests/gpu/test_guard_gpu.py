@@ -27,7 +27,8 @@ from memfit.strategies import (
     Packing,
     Strategy,
 )
-from memfit.training.limits import CudaCap
+from memfit.strategies.offload.host_memory import give_back_unused
+from memfit.training.limits import CudaCap, pinned_bytes
 from memfit.units import MIB, Budget
 from small_training import collate, model_of
 
@@ -323,3 +324,11 @@ def test_an_update_is_made_in_parts_where_its_temporaries_do_not_fit(tmp_path, m
     assert len(calls) > 3 * 2
     for mine, theirs in zip(tight.model.parameters(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_pinned_host_memory_is_counted_by_torch() -> None:
+    torch.zeros(1, device=CUDA)
+    give_back_unused()
+    before = pinned_bytes()
+    held = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    assert pinned_bytes() - before == held.nbytes

@@ -78,8 +78,10 @@ def test_only_what_comes_on_top_of_the_beginning_is_a_spill(grown_mib, spilled_m
 
 
 def test_pinned_memory_is_shared_and_no_spill():
-    shared = {"bytes": 300 * MIB}
-    watch = SpillWatch(lambda: shared["bytes"])
-    watch.spilled_bytes()
-    shared["bytes"] += 500 * MIB
-    assert watch.spilled_bytes(pinned_bytes=500 * MIB) == 0
+    held = {"spilled": 0, "pinned": 100 * MIB}
+    watch = SpillWatch(lambda: 300 * MIB + sum(held.values()), lambda: held["pinned"])
+    assert watch.spilled_bytes() == 0
+    held["pinned"] += 500 * MIB
+    assert watch.spilled_bytes() == 0
+    held["spilled"] += 200 * MIB
+    assert watch.spilled_bytes() == 200 * MIB

@@ -102,23 +102,31 @@ ReadShared = Callable[[], int | None]
 class SpillWatch:
     """Says when this process' shared usage has grown beyond what it began with.
 
-    Pinned host memory is shared too, so what `pinned_bytes` says is taken off.
+    Pinned host memory counts as shared too, but is no spill: it is subtracted.
     """
 
-    def __init__(self, read: ReadShared | None = None) -> None:
+    def __init__(
+        self, read: ReadShared | None = None, pinned: Callable[[], int] | None = None
+    ) -> None:
         self._read = read or reader_for(sys.platform)
+        self._pinned = pinned or pinned_bytes
         self._usual_bytes: int | None = None
 
-    def spilled_bytes(self, pinned_bytes: int = 0) -> int:
+    def spilled_bytes(self) -> int:
         """What lies in host memory and should not; 0 where there is no such counter."""
         shared = self._read()
         if shared is None:
             return 0
-        own = shared - pinned_bytes
+        own = shared - self._pinned()
         if self._usual_bytes is None:
             self._usual_bytes = own
         beyond = own - self._usual_bytes
         return beyond if beyond > _SPILLED_BYTES else 0
+
+
+def pinned_bytes() -> int:
+    """Returns the host memory that torch has pinned, in use or kept for later."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def reader_for(platform: str) -> ReadShared:

@@ -176,11 +176,6 @@ class CudaLink:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arena = Arena(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True))
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory held for good, whether in use or not."""
-        return self._arena.reserved_bytes
-
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         return self._arena.take(count * dtype.itemsize).view(dtype)
 
