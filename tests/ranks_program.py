@@ -64,6 +64,9 @@ WAYS |= {f"sharded_{way}": ((*WAYS[way][0], ShardedState()), WAYS[way][1]) for w
 MOMENTS = ("momentum_buffer", "moment1", "scale1", "moment2", "scale2")
 SAVING = ("saved", "killed", "sharded", "divided", "kept8", "sharded_kept8")
 NEEDS_RANKS = (ShardedState, FullySharded)
+MEASURED = {"plain": 128, "kept": 256, "kept8": 256, "release": 256}
+"""Ways whose memory is compared with its prediction, and how wide the model is."""
+MEASURED |= {"sharded": 256} | {f"sharded_{way}": 256 for way in ("kept", "kept8", "release")}
 
 
 class Killed(TrainerCallback):
@@ -131,7 +134,7 @@ def measured(folder: Path) -> dict[str, list[int]]:
     """By way: a rank's highest use as measured, as predicted, and as predicted without others."""
     texts = [{"input_ids": [2, *[5 + row] * 38, 3], "labels": row % 3} for row in range(2 * RANKS)]
     found = {}
-    for way, width in (("plain", 128), ("kept", 256), ("kept8", 256), ("release", 256)):
+    for way, width in MEASURED.items():
         strategies, cut = WAYS.get(way, ((), None))
         cut = MicroBatching() if cut is None else MicroBatching(max_tokens=40)
         args = TrainingArguments(
@@ -145,8 +148,9 @@ def measured(folder: Path) -> dict[str, list[int]]:
             strategies=strategies, micro_batching=cut,
         )  # fmt: skip
         found[way] = [peak_of_two_steps(trainer)[0]]
-        for task in (workload, replace(workload, ranks=1)):
-            _, phases, _ = price_memory(task, Candidate(strategies, cut), None)
+        alone = tuple(one for one in strategies if not isinstance(one, NEEDS_RANKS))
+        for task, used in ((workload, strategies), (replace(workload, ranks=1), alone)):
+            _, phases, _ = price_memory(task, Candidate(used, cut), None)
             found[way].append(phases[TRAINING].allocated_bytes)
     return found
 

@@ -28,6 +28,7 @@ def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
             loader = trainer.get_train_dataloader()
             batch = next(iter(loader))
             trainer.prepare_steps(loader)
+            tracker.peak_bytes = tracker.live_bytes  # sizes of a checkpoint were looked at
             for _ in range(2):
                 trainer.training_step(model, dict(batch))
                 if trainer.args.max_grad_norm:

@@ -18,7 +18,7 @@ from memfit.engine.exchange import IN_FLIGHT_BYTES, Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Workload
 from memfit.planner.exchange_cost import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
@@ -26,9 +26,12 @@ from memfit.planner.exchange_cost import (
     link_bytes_per_second,
 )
 from memfit.planner.explain import explain
+from memfit.planner.plans import Plan
 from memfit.planner.pricing import step_trace
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
+from memfit.planner.pricing.traced_setup import build_model, full_config
+from memfit.planner.search import make_plan, price_all
 from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import (
     CudaGraphs,
@@ -36,12 +39,15 @@ from memfit.strategies import (
     LowBitAdamW,
     OptimizerOffload,
     Packing,
+    ShardedState,
     Strategy,
 )
+from memfit.strategies.sharded_state import owners
+from memfit.units import Budget
 from small_training import collate, model_of, texts
 
 T4, CARD = find_card("T4"), find_card("RTX 3060 12GB")
-LOW, KEPT8 = LowBitAdamW(), GradientRelease("kept8")
+LOW, KEPT8, SHARDED = LowBitAdamW(), GradientRelease("kept8"), ShardedState()
 
 
 @cache
@@ -160,6 +166,64 @@ def test_a_step_waits_for_what_backward_does_not_hide() -> None:
     assert cost(0.09) == (0.0982, 0.0382)
     assert cost(0.3, micro_batches=4.0) == (0.0982, 0.0482)
     assert cost(0.3, graphed=True) == (0.0982, 0.0982)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_state_is_that_of_the_rank_with_the_most(ranks: int) -> None:
+    task = workload(ranks, layers=6)
+    model = build_model(task, full_config(task))
+    owner = owners(model.parameters(), ranks)
+    most = max(sum(p.numel() for p in owner if owner[p] == rank) for rank in range(ranks))
+    pricer = TracedPricer(task, None)
+    for used in (candidate(), candidate(SHARDED)):
+        full, _, _ = price_memory(task, used, None)
+        quick = pricer.quick(used).peak
+        kept = most if used.strategies else sum(p.numel() for p in owner)
+        for peak in (full, quick):  # two moments, and a step count of each parameter
+            held = peak.components[Component.OPTIMIZER] / 8
+            assert kept <= held == pytest.approx(kept, rel=0.02)
+        assert quick.device_bytes == pytest.approx(full.device_bytes, rel=0.01)
+
+
+def test_weights_of_divided_state_are_sent_after_the_update() -> None:
+    """Gradients cross a link of a ring of 4 one and a half times, weights three quarters."""
+    pricer = TracedPricer(workload(4), CARD)
+    plain, divided = candidate(Packing(), LOW, KEPT8), candidate(Packing(), LOW, KEPT8, SHARDED)
+    before, after = pricer.exchange(plain), pricer.exchange(divided)
+    assert (before.weight_bytes, after.weight_bytes) == (0, after.sent_bytes)
+    assert after.seconds == pytest.approx(1.5 * before.seconds)
+    assert after.waited_seconds >= before.waited_seconds + 0.49 * before.seconds
+
+
+def test_state_is_divided_where_nothing_fits_otherwise() -> None:
+    task = workload(2)
+    pricer = TracedPricer(task, None)
+    asked = PlanRequest(task, None, pricer.problem, exact=True)
+    prices = price_all(asked, pricer)
+    plain = [one for one in prices if not one.candidate.effects.divides_state]
+    assert 2 * len(plain) == len(prices)
+    least = min(one.device_bytes for one in plain)
+
+    def plan(budget_bytes: int) -> Plan:
+        budget = Budget(bytes=budget_bytes)
+        chosen = PlanTask(
+            workload=task, card=None, budget=budget, budget_bytes=budget_bytes, exact=True
+        )
+        return make_plan(chosen, pricer=pricer).chosen
+
+    assert plan(10 * least).candidate.get("sharded_state") is None
+    tight = plan(int(0.97 * least))
+    assert tight.candidate.get("sharded_state") is not None
+    said = {one.about: one.sentence() for one in tight.decisions}
+    assert "each of 2 ranks keeps the optimizer's state of its share" in said["sharded_state"]
+    assert "of gradients and send" in said["ranks"]
+
+
+def test_one_rank_is_not_told_of_strategies_for_several() -> None:
+    task = workload(1)
+    asked = PlanRequest(task, None, TracedPricer(task, None).problem, exact=True)
+    assert not any(one.effects.divides_state for one in candidates(asked))
+    assert "sharded_state" not in asked.left_out
 
 
 def test_cards_reach_each_other_by_nvlink_or_through_the_host() -> None:

@@ -5,6 +5,8 @@
     on the bus  2 (N - 1) / N times as much each way, for a ring of N cards
     waited      what does not hide behind the backward of the last micro-batch, which is two thirds
                 of its time; replayed graphs send when they are done, so that nothing hides
+    weights     sent by who updated them where the optimizer's state is divided: (N - 1) / N times
+                their bytes, after the update, with nothing to hide behind
 
 None of it was measured on several cards here: figures are others', with their source.
 """
@@ -52,6 +54,8 @@ class ExchangeCost:
     nccl_bytes: int
     sent_bytes: int
     """Gradients, once a step."""
+    weight_bytes: int
+    """Weights that another rank has updated or keeps, once a step."""
     in_flight_bytes: int
     """Of gradients that are not kept where they can be summed."""
     seconds: float
@@ -85,15 +89,21 @@ def exchange_cost(
     micro_batches: float,
     graphed: bool,
     kept: bool,
+    weights_follow: bool = False,
 ) -> ExchangeCost:
-    """Of a step that takes so long on a rank by itself; `kept` gradients are summed in place."""
+    """Of a step that takes so long on a rank by itself; `kept` gradients are summed in place.
+
+    `weights_follow`: each rank sends the weights it has updated, which are as large as gradients.
+    """
     ranks = workload.ranks
-    seconds = 2 * (ranks - 1) / ranks * sent_bytes / link_bytes_per_second(card)
+    each_way = (ranks - 1) / ranks * sent_bytes / link_bytes_per_second(card)
     hidden = 0.0 if graphed else BACKWARD_SHARE * step_seconds / max(micro_batches, 1.0)
+    after = each_way if weights_follow else 0.0
     return ExchangeCost(
         nccl_bytes=nccl_bytes(workload, card),
         sent_bytes=round(sent_bytes),
+        weight_bytes=round(sent_bytes) if weights_follow else 0,
         in_flight_bytes=0 if kept or ranks == 1 else round(min(IN_FLIGHT_BYTES, sent_bytes)),
-        seconds=seconds,
-        waited_seconds=max(seconds - hidden, 0.0),
+        seconds=2 * each_way + after,
+        waited_seconds=max(2 * each_way - hidden, 0.0) + after,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memfit.planner.candidates import Price, Pricer, Workload
-from memfit.planner.exchange_cost import link_bytes_per_second
+from memfit.planner.exchange_cost import ExchangeCost, link_bytes_per_second
 from memfit.planner.plans import Decision
 from memfit.planner.space import PlanRequest
 from memfit.planner.workload import batches_of
@@ -24,6 +24,17 @@ _PHASES = {
     "saving": NP_("while", "saving"),
     "resuming": NP_("while", "resuming"),
 }
+
+
+def _exchanged(cost: ExchangeCost) -> str:
+    sent = gb(cost.sent_bytes)
+    if not cost.weight_bytes:
+        return Message("sum {sent} of gradients", sent=sent)
+    return Message(
+        "sum {sent} of gradients and send {weights} of weights",
+        sent=sent,
+        weights=gb(cost.weight_bytes),
+    )
 
 
 def explain(
@@ -94,7 +105,7 @@ class _Explaining:
             "ranks": str(workload.ranks),
             "rows": f"{workload.rank_rows:,}",
             "every": f"{workload.effective_rows:,}",
-            "sent": gb(cost.sent_bytes),
+            "exchange": _exchanged(cost),
             "rate": gb(link_bytes_per_second(self.asked.card)),
             "seconds": step_time(cost.seconds),
             "waited": step_time(cost.waited_seconds),
@@ -102,15 +113,15 @@ class _Explaining:
         if not cost.nccl_bytes:
             said = Message(
                 "all figures are of one of {ranks} processes, each with {rows} of a step's {every} "
-                "rows; they sum {sent} of gradients at {rate} a second, which takes {seconds}, of "
-                "which a step waits {waited}",
+                "rows; they {exchange} at {rate} a second, which takes {seconds}, of which a step "
+                "waits {waited}",
                 **fields,
             )
         else:
             said = Message(
                 "all figures are of one of {ranks} cards, each with {rows} of a step's {every} "
-                "rows; NCCL holds {nccl} of it, and they sum {sent} of gradients at {rate} a "
-                "second, which takes {seconds}, of which a step waits {waited}",
+                "rows; NCCL holds {nccl} of it, and they {exchange} at {rate} a second, which "
+                "takes {seconds}, of which a step waits {waited}",
                 nccl=gb(cost.nccl_bytes),
                 **fields,
             )

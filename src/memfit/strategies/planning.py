@@ -129,9 +129,19 @@ class Effects:
     """Something travels to the host on a stream of its own."""
     wraps_layers: bool = False
     """Layers are called through it, so recomputation cannot be added around them later."""
+    divides_state: bool = False
+    """Each rank keeps the optimizer's state of its share of the weights, and updates those."""
     graph_bucket_tokens: int = 0
     """The step is captured in CUDA graphs, whose batches are filled up to a multiple of this."""
     small_workspaces: bool = False
+
+    @property
+    def drops_gradients(self) -> bool:
+        """Before the update, a rank drops the gradients of weights that others update.
+
+        The low-bit optimizer's sinks have none, or keep them all.
+        """
+        return self.divides_state and not self.state_bytes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,15 @@ from memfit.memory.device import synchronize
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.base import Fidelity, Setup, Strategy, plain_value
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
-from memfit.strategies.planning import Combination, PlanFigures, TracePart
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    TracePart,
+)
 from memfit.text import N_, Message
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
@@ -61,17 +70,31 @@ class ShardedState(Strategy):
     reason = "each of several ranks keeps only its share of the optimizer's state"
     shrinks = ("optimizer",)
     conflicts = frozenset({"optimizer_offload"})
-    traced = TracePart.UPDATE
+    axis = Axis.OWN
+    traced = TracePart.NONE
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
 
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.few_learn
+    @property
+    def effects(self) -> Effects:
+        return Effects(divides_state=True)
 
-    def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
-        return Message("each rank keeps the optimizer's state of its share of the weights only")
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        return so_far if asked.workload.ranks == 1 else [*so_far, *asked.usable([(cls(),)])]
+
+    def is_pointless(self, beside: Combination) -> bool:
+        return beside.effects.few_learn or beside.effects.state_on_host
+
+    def explain(self, plan: PlanFigures) -> str:
+        return Message(
+            "each of {ranks} ranks keeps the optimizer's state of its share of the weights only, "
+            "and sends these to the others: saves {saved}, costs {cost} of the step",
+            ranks=str(plan.workload.ranks),
+            **plan.saves(self),
+        )
 
     def unavailable(self, setup: Setup) -> str:
         if setup.ranks.world_size == 1:
@@ -94,12 +117,27 @@ class ShardedState(Strategy):
 
 def owners(params: Iterable[Tensor], ranks: int) -> dict[Tensor, int]:
     """Returns the rank that keeps each parameter's state: the largest first, to who has least."""
+    order = sorted(params, key=lambda p: p.nbytes, reverse=True)
+    return dict(zip(order, dealt([p.nbytes for p in order], ranks), strict=True))
+
+
+def dealt(sizes: Iterable[int], ranks: int) -> list[int]:
+    """Returns a rank for each of these, in their order: the one that has least so far."""
     held = [0] * ranks
-    found: dict[Tensor, int] = {}
-    for p in sorted(params, key=lambda p: p.nbytes, reverse=True):
-        found[p] = rank = held.index(min(held))
-        held[rank] += p.nbytes
+    found = []
+    for size in sizes:
+        rank = held.index(min(held))
+        held[rank] += size
+        found.append(rank)
     return found
+
+
+def largest_share(sizes: Sequence[int], ranks: int) -> float:
+    """Returns the part of parameters of these sizes, largest first, of the rank with the most."""
+    held = Counter[int]()
+    for size, rank in zip(sizes, dealt(sizes, ranks), strict=True):
+        held[rank] += size
+    return max(held.values(), default=0) / max(sum(sizes), 1)
 
 
 class StateShares:

@@ -142,14 +142,26 @@ def _death_order(mark: Mark) -> tuple[bool, Kind]:
 
 def survivors(segments: Segments, part: str) -> list[Mark]:
     """The births of a part that outlive it."""
-    living: dict[Kind, list[Mark]] = {}
-    for mark in segments.parts[part]:
-        marks = living.setdefault(mark.kind, [])
+    marks = segments.parts[part]
+    return [marks[place] for place in surviving(marks)]
+
+
+def surviving(marks: list[Mark]) -> list[int]:
+    """The places of the births that these marks outlive."""
+    living: dict[Kind, list[int]] = {}
+    for place, mark in enumerate(marks):
+        places = living.setdefault(mark.kind, [])
         if mark.birth:
-            marks.append(mark)
-        elif marks:
-            marks.pop()
-    return [mark for marks in living.values() for mark in marks]
+            places.append(place)
+        elif places:
+            places.pop()
+    return [place for places in living.values() for place in places]
+
+
+def sized(mark: Mark, share: float) -> Mark:
+    """The same of a block that is this share of it."""
+    nbytes, component, module = mark.kind
+    return mark._replace(kind=(round(share * nbytes), component, module))
 
 
 def play(segments: Segments, order: Iterable[str]) -> list[Event]:

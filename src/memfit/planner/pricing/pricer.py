@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from memfit.engine.graph_cache import TokenBuckets
@@ -43,7 +43,7 @@ from memfit.planner.pricing.shallow_traces import (
     Updating,
     split_up,
 )
-from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
+from memfit.planner.pricing.step_trace import price_memory, state_share, unavailable_reason
 from memfit.planner.pricing.traced_setup import graph_count
 from memfit.planner.step_time import least_seconds, step_seconds
 from memfit.planner.workload import Cutting, batches_of
@@ -81,6 +81,7 @@ class TracedPricer:
         self._family = cache(self._make_family) if like is None else like._family
         self._updating = cache(self._make_updating) if like is None else like._updating
         self._policy = cache(self._make_policy)
+        self._share = cache(self._find_share)
         self._static = cache(self._make_static)
         self._walk = cache(self._make_walk)
         self._peak = cache(self._find_peak)
@@ -208,11 +209,21 @@ class TracedPricer:
         # Without corrections: a byte a parameter less. Their time is the same as measured
         # (benchmarks/results/bert_large_h200.json): what is not read is drawn at random.
         elsewhere = split.hosted_bytes + split.short_masters
-        if not elsewhere:
+        share = self._share(split)
+        if not elsewhere and share == 1.0:
             return static
         parts = dict(static.parts)
         parts[Component.OPTIMIZER] -= elsewhere * used.learning(self._depth)
+        parts[Component.OPTIMIZER] *= share
         return Static(parts)
+
+    def _find_share(self, split: Split) -> float:
+        """The part of the optimizer's state that one rank keeps."""
+        if not split.divided:
+            return 1.0
+        learning = self._updating(split.family, split.updating).learning_sizes(self._depth)
+        effects = dataclasses.replace(Combination(split.updating).effects, divides_state=True)
+        return state_share(learning, effects, self.workload.ranks)
 
     # --------------------------------------------------------------------------- memory
 
@@ -223,10 +234,12 @@ class TracedPricer:
         adds_up = split.keeps and cut.worst_micro_batches > 1
         tokens = self._bucket(split, cut.worst_tokens)
         family = self._family_of(split)
-        high = self._peak(family, split.policy, split.count, tokens, split.keeps, False)
+        updated = self._share(split) if split.drops_gradients else 1.0
+        peak = partial(self._peak, family, split.policy, split.count, updated)
+        high = peak(tokens, split.keeps, False)
         if adds_up:
             part = self._bucket(split, cut.worst_part_tokens)
-            parts_high = self._peak(family, split.policy, split.count, part, split.keeps, True)
+            parts_high = peak(part, split.keeps, True)
             adds_up = parts_high >= high  # or a batch that is not cut is the higher one
             high, tokens = (parts_high, part) if adds_up else (high, tokens)
         kernels = counts.replayed / max(cut.micro_batches, 1.0)
@@ -274,16 +287,22 @@ class TracedPricer:
         family: TraceFamily,
         policy: Strategies,
         count: int,
+        updated: float,
         tokens: int,
         keeps: bool,
         adds_up: bool,
     ) -> tuple[float, float]:
-        """The highest moment above what lies there between steps, and its gradients."""
+        """The highest moment above what lies there between steps, and its gradients.
+
+        `updated` is the part of the gradients that the update finds.
+        """
         other = self._policy(family, policy).pieces if policy else family.plain
         share = count / self._depth
         if family.plain.whole and 0 < count < self._depth:
             ends = (0, self._depth)
-            low, high = (self._peak(family, policy, end, tokens, keeps, adds_up) for end in ends)
+            low, high = (
+                self._peak(family, policy, end, updated, tokens, keeps, adds_up) for end in ends
+            )
             return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
         steps = walk(family.plain, other, self._depth, count)
         every = sum(times * one.rise(tokens, keeps=True).gradients for one, times in steps)
@@ -292,8 +311,8 @@ class TracedPricer:
             top, gradients = top + every, gradients + every
         else:
             top, gradients = peak_of(steps, tokens, keeps=keeps)
-        update = (every if keeps else 0.0) + family.update_bytes
-        return max((top, gradients), (update, every if keeps else 0.0))
+        left = updated * every if keeps else 0.0
+        return max((top, gradients), (left + family.update_bytes, left))
 
     def _make_walk(self, family: TraceFamily, policy: Strategies, count: int) -> Any:
         other = self._policy(family, policy).pieces if policy else family.plain
@@ -397,6 +416,7 @@ class TracedPricer:
             micro_batches=cut.micro_batches,
             graphed=bool(split.bucket_tokens),
             kept=split.keeps,
+            weights_follow=split.divided,
         )
 
     def _cut(self, candidate: Candidate, split: Split) -> Cutting:
@@ -438,6 +458,7 @@ class TracedPricer:
         tokens = cut.tokens + cut.micro_batches * split.bucket_tokens / 2
         step = micro.at(cut.micro_batches, tokens) + attention * cut.pairs
         step += more * (cut.micro_batches - 1) + self._features(split)
+        update = self._share(split) * update
         if not split.bucket_tokens:
             return counts_of(step + update)
         # A batch that is not cut ends its step in the graph, too; ranks do not meet in one.

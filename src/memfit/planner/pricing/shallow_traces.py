@@ -36,7 +36,7 @@ from memfit.planner.pricing.layer_pieces import (
     vector,
     without_attention,
 )
-from memfit.planner.pricing.step_trace import StepTrace, trace_step
+from memfit.planner.pricing.step_trace import Sizes, StepTrace, trace_step
 from memfit.planner.pricing.traced_setup import rows_at_once
 from memfit.strategies import Combination, Strategy, TracePart, ordered
 
@@ -203,9 +203,13 @@ class Updating:
         return mine.grown_like(shallow, deeper, depth - self._layers)
 
     def learning(self, depth: int) -> float:
-        """Parameters that learn."""
-        shallow, deeper = (self._family.traced(n).trainable_parameters for n in self._depths)
-        return shallow + (depth - self._layers) * (deeper - shallow)
+        """Elements of the parameters that learn."""
+        return self.learning_sizes(depth).numel
+
+    def learning_sizes(self, depth: int) -> Sizes:
+        """The parameters that learn."""
+        shallow, deeper = (self._family.traced(n).learning for n in self._depths)
+        return shallow + (deeper - shallow) * (depth - self._layers)
 
     def host_bytes(self, depth: int) -> float:
         """What lies in host memory."""
@@ -443,6 +447,10 @@ class Split:
     """Bytes of each parameter's low-bit state that lie in host memory."""
     hosted_gradient: int = 0
     """The same of its gradient."""
+    divided: bool = False
+    """Whether each rank keeps the optimizer's state of its share of the weights."""
+    drops_gradients: bool = False
+    """Whether a rank drops the other gradients before it updates its share."""
 
     @property
     def hosted_bytes(self) -> int:
@@ -459,6 +467,8 @@ class Split:
             bucket_tokens=0,
             hosted_state=0,
             hosted_gradient=0,
+            divided=False,
+            drops_gradients=False,
         )
 
 
@@ -481,4 +491,6 @@ def split_up(strategies: Strategies, depth: int) -> Split:
         copies=effects.copies,
         hosted_state=effects.state_bytes if effects.state_on_host else 0,
         hosted_gradient=int(effects.gradients_on_host),
+        divided=effects.divides_state,
+        drops_gradients=effects.drops_gradients,
     )

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +65,9 @@ from memfit.planner.pricing.traced_setup import (
     rows_for,
 )
 from memfit.planner.workload import batches_of
-from memfit.strategies import Setup, Strategy, TracePart, ordered
-from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
+from memfit.strategies import Effects, Setup, Strategy, TracePart, ordered
+from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL, SMALL_STATE_BYTES
+from memfit.strategies.sharded_state import largest_share
 
 _SHORT_OFFLOADED = 4
 """What lives on the host: the layer at work, its neighbours, and one that is away."""
@@ -257,6 +258,38 @@ _OLDEST_FIRST = ("update_first", "clear", "update")
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """How many parameters of each size there are."""
+
+    counts: Mapping[int, int]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Sizes:
+        """Those of these parameters."""
+        return cls(Counter(p.numel() for p in parameters))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return sum(size * count for size, count in self.counts.items())
+
+    def each(self) -> Iterator[int]:
+        """Every parameter's size, the largest first."""
+        for size in sorted(self.counts, reverse=True):
+            yield from (size,) * self.counts[size]
+
+    def __add__(self, other: Sizes) -> Sizes:
+        names = {**self.counts, **other.counts}
+        return Sizes({n: self.counts.get(n, 0) + other.counts.get(n, 0) for n in names})
+
+    def __sub__(self, other: Sizes) -> Sizes:
+        return self + other * -1
+
+    def __mul__(self, times: int) -> Sizes:
+        return Sizes({size: times * count for size, count in self.counts.items()})
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """A traced step at the depth asked for."""
 
@@ -267,7 +300,8 @@ class StepTrace:
     part_counts: dict[str, StepCounts]
     """What each part does once, as it is launched."""
     parameters: int
-    trainable_parameters: int
+    learning: Sizes
+    """The parameters that learn."""
     host_bytes: int
     """What strategies keep in the computer's own memory."""
     rows: TracedRows
@@ -277,6 +311,11 @@ class StepTrace:
     traced_layers: tuple[int, ...]
     guessed: frozenset[str] = frozenset()
     """Operators whose arithmetic could not be counted."""
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Elements of the parameters that learn."""
+        return self.learning.numel
 
 
 def trace_step(
@@ -390,7 +429,24 @@ def priced(
         graphs=graphs,
         graphed_kernels=trace.counts.replayed / trace.rows.parts,
         nccl_bytes=nccl_bytes(workload, card),
+        ranks=workload.ranks,
+        state_share=state_share(trace.learning, effects, workload.ranks),
+        drops_gradients=effects.drops_gradients,
     )
+
+
+def state_share(learning: Sizes, effects: Effects, ranks: int) -> float:
+    """The part of the optimizer's state that one rank keeps; of several ranks, the most."""
+    if not effects.divides_state:
+        return 1.0
+    sizes = list(learning.each())
+    if not effects.state_bytes:
+        return largest_share(sizes, ranks)
+    # The low-bit optimizer's small parameters are updated by every rank.
+    large = [size for size in sizes if size > SMALL_NUMEL]
+    divided = effects.state_bytes * sum(large)
+    by_all = SMALL_STATE_BYTES * (sum(sizes) - sum(large))
+    return (largest_share(large, ranks) * divided + by_all) / max(divided + by_all, 1)
 
 
 class _Tracer:
@@ -521,7 +577,7 @@ class _Traced:
     counts: StepCounts
     part_counts: dict[str, StepCounts]
     parameters: int
-    trainable_parameters: int
+    learning: Sizes
     host_bytes: int
     biases: bool
     guessed: frozenset[str]
@@ -550,7 +606,7 @@ class _Traced:
             grown("counts"),
             parts,
             grown("parameters"),
-            grown("trainable_parameters"),
+            grown("learning"),
             grown("host_bytes"),
             self.biases,
             self.guessed.union(*(one.guessed for one in deeper)),
@@ -563,7 +619,7 @@ class _Traced:
             counts=self.counts,
             part_counts=self.part_counts,
             parameters=self.parameters,
-            trainable_parameters=self.trainable_parameters,
+            learning=self.learning,
             host_bytes=self.host_bytes,
             rows=rows,
             biases=self.biases,
@@ -592,7 +648,7 @@ def _trace(
         counts=run.step_counts(),
         part_counts=run.counts,
         parameters=sum(p.numel() for p in trained.parameters()),
-        trainable_parameters=sum(p.numel() for p in trained.parameters() if p.requires_grad),
+        learning=Sizes.of(p for p in trained.parameters() if p.requires_grad),
         host_bytes=tracker.host_peak_bytes,
         biases=any(map(has_bias, trained.modules())),
         guessed=frozenset(counter.guessed),

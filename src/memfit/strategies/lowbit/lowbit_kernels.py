@@ -22,6 +22,9 @@ BLOCK = 256
 SMALL_NUMEL = 16384
 """Parameters up to this size (biases, norms, a fresh head) keep fp32 state: 0.1 % of a BERT."""
 
+SMALL_STATE_BYTES = 5 * 4
+"""An element's remainder, two moments, gradient and work space."""
+
 
 class Hyper:
     """Columns of the table the update reads: one row a parameter group, fp32, on the device."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memfit.strategies.lowbit.lowbit_kernels import (
     BLOCK,
     SMALL_NUMEL,
+    SMALL_STATE_BYTES,
     CodedGradient,
     LowBitState,
     StepScalars,
@@ -347,7 +348,7 @@ class LowBitOptimizer(Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of the state that exists now; the weights are not counted."""
-        arenas = 5 * 4 * sum(arena.grad.numel() for arena in self._small)
+        arenas = SMALL_STATE_BYTES * sum(arena.grad.numel() for arena in self._small)
         large: list[Tensor] = [
             t for p in self.large if self.keeps(p) for t in self.state[p].values()
         ]
