@@ -352,7 +352,7 @@ def clean(text: object) -> str:
 
 
 def printable(text: object) -> str:
-    """The same, but lines stay lines; and without tokens."""
+    """Cleans a text like `clean`, but keeps its lines, and removes tokens."""
     return without_tokens("\n".join(clean(line) for line in str(text).split("\n")))
 
 
@@ -449,7 +449,7 @@ class _Work:
     count: RowsDone | None = None
 
     def sentence(self) -> str:
-        """With the seconds it has taken."""
+        """The sentence with the seconds so far."""
         seconds = int(time.monotonic() - self.began)
         return t("{what} {seconds} s", what=self.text, seconds=seconds) if seconds else self.text
 
@@ -500,7 +500,7 @@ class _Teller:
             self._last_rows = time.monotonic()
 
     def make_way(self) -> None:
-        """The line is free for somebody else's words."""
+        """Clears the line for other output."""
         with self._lock:
             self._leave_line()
             self._last_word = time.monotonic()
@@ -604,7 +604,7 @@ _teller: _Teller | None = None
 
 
 def _forget() -> None:
-    """A forked worker has no thread, and perhaps a lock that nobody gives back."""
+    """Resets the state in a forked worker, which has no thread and may hold a dead lock."""
     global _teller
     _teller = None
 
@@ -615,7 +615,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def telling(*, quiet: bool = False) -> Iterator[None]:
-    """For as long as it lasts, `doing` is heard; inside another one it changes nothing."""
+    """Inside, `doing` is shown on the terminal; a nested one changes nothing."""
     global _teller
     if quiet or _teller is not None:
         yield
@@ -661,7 +661,7 @@ def sentence() -> str:
 
 
 def is_told() -> bool:
-    """Whether somebody is told what is going on."""
+    """Whether `doing` is shown."""
     return _teller is not None
 
 

@@ -80,6 +80,6 @@ def only_results_on_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(*, quiet: bool = False) -> Iterator[None]:
-    """The same for a command that says what it does; until it does, it loads libraries."""
+    """Shows that libraries are loaded, until the command itself says what it does."""
     with only_results_on_stdout(), telling(quiet=quiet), doing(t("loading libraries …")):
         yield

@@ -60,7 +60,7 @@ class SpokenCommand(TyperCommand):
 
 
 class SpokenGroup(TyperGroup):
-    """The same for the command of commands."""
+    """A command group whose help is translated."""
 
     def get_help(self, ctx: Any) -> str:
         """The page that `--help` prints."""
@@ -113,7 +113,7 @@ def without_default(text: str) -> str:
 
 
 def _explained(text: str, shown: str) -> str:
-    """With what typer adds to it: `[default: 32]`, `[required]`."""
+    """The help text with what typer adds to it: `[default: 32]`, `[required]`."""
     extra = shown.removeprefix(text).strip()
     for english, chinese in _EXTRAS:
         extra = extra.replace(english, chinese)
@@ -359,7 +359,7 @@ class PlainCommand(SpokenCommand):
         return parsed
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs it; signals that end it are told apart."""
+        """Runs the command; each signal ends it with its own exit code."""
         try:
             with handled(stop_at_once):
                 return super().invoke(ctx)

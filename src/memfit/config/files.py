@@ -266,7 +266,7 @@ _MOST_FILES = 200
 
 @contextmanager
 def cache_unused(when: bool = True) -> Iterator[None]:
-    """For as long as it lasts nothing is taken from earlier runs; what is found is kept."""
+    """Inside, nothing is read from the cache; results are still written to it."""
     before = _used.set(_used.get() and not when)
     try:
         yield

@@ -242,7 +242,7 @@ def _named(table: Table, name: str, option: str) -> str:
 
 
 def _fewest(table: Table, free: list[str]) -> str:
-    """Of two columns without names the one whose values repeat; more of them are not guessed."""
+    """Of two unnamed columns, the one whose values repeat; of more columns none is guessed."""
     if len(free) == 1:
         return free[0]
     if len(free) == 2:
@@ -263,7 +263,7 @@ def _fewest(table: Table, free: list[str]) -> str:
 
 
 def _longest(table: Table, free: list[str]) -> str | None:
-    """Of columns without names the one with the longest texts."""
+    """Of several unnamed columns, the one with the longest texts."""
     rows = _sample(table, free)
     sizes = [sum(len(str(row[place])) for row in rows) for place in range(len(free))]
     return free[sizes.index(max(sizes))] if free else None

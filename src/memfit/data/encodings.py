@@ -59,7 +59,7 @@ _COMMON = frozenset(
 )
 
 _CHINESE_SHARE = 0.02
-"""Of random characters about one in a thousand is a common one."""
+"""About one in a thousand random characters is a common one."""
 
 
 def find_encoding(path: Path, named: str | None) -> str:
@@ -224,7 +224,7 @@ def opened(path: Path, encoding: str, newline: str | None = None) -> Iterator[IO
 
 
 def read_text(path: Path, named: str | None) -> str:
-    """All of a small file."""
+    """Reads a small file whole."""
     if named is None:
         try:
             return path.read_bytes().decode("utf-8").removeprefix(_MARK)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FOLDER = "data"
 
 _MOST_BYTES = 5_000_000_000
-"""Of all files together; the oldest go first."""
+"""The most that all files together may take; the oldest are removed first."""
 
 
 def source_of(data: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _texts_and_labels(texts: Any, labels: Any) -> list[tuple[str, Any]]:
 
 
 def _array(values: Any) -> pyarrow.Array:
-    """As Arrow reads it; a column of several types as text."""
+    """The column as Arrow reads it; a column of several types becomes text."""
     import pyarrow
 
     if not hasattr(values, "dtype"):

@@ -65,7 +65,7 @@ class CleanRows:
     text_hashes: np.ndarray[Any, Any]
     """One number a row, so that duplicates are found without keeping the texts."""
     group_hashes: np.ndarray[Any, Any]
-    """The same of --group-column; empty where there is none."""
+    """Hashes of the --group-column; empty without one."""
     rows_read: int
     dropped_no_text: int
     dropped_no_label: int
@@ -180,7 +180,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def encode_labels(rows: CleanRows, coding: Coding) -> Dataset:
-    """The same rows with `label` as the model learns it; the texts are not written again."""
+    """Returns the rows with `label` as the model learns it, without writing the texts again."""
     import datasets
     from datasets import Features, Value
 

@@ -57,12 +57,12 @@ class LabelSpace:
 
     @property
     def id2label(self) -> dict[int, str]:
-        """As the model's config wants it."""
+        """Names by id, as the model's config stores them."""
         return dict(enumerate(self.names))
 
     @property
     def label2id(self) -> dict[str, int]:
-        """As the model's config wants it."""
+        """Ids by name, as the model's config stores them."""
         return {name: number for number, name in enumerate(self.names)}
 
     @property

@@ -37,7 +37,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _MOST_FILE_BYTES = 500_000_000
 
 _MOST_BYTES = 2_000_000_000
-"""Of all files together; the oldest go first."""
+"""The most that all files together may take; the oldest are removed first."""
 
 
 def place_of_tokens(dataset: Dataset, tokenizer: Any, max_length: int) -> Path | None:
@@ -102,7 +102,7 @@ def keep_tokens(place: Path | None, tokenized: Dataset) -> None:
 
 
 def _digest_of_rows(dataset: Dataset) -> str:
-    """Of all columns, in order."""
+    """Digest of all columns, in order."""
     import datasets
 
     digest = hashlib.sha256()
@@ -294,7 +294,7 @@ def _parts(
 
 
 def _arrow_type(name: str) -> Any:
-    """As `datasets` stores the columns of a tokenizer; None where it looks at the values."""
+    """The type `datasets` stores a tokenizer's column as; None if that depends on the values."""
     import pyarrow as pa
 
     kinds = {"input_ids": pa.int32(), "token_type_ids": pa.int8(), "attention_mask": pa.int8()}

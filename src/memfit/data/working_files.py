@@ -66,7 +66,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _hold(lock: Path, *, try_only: bool = False) -> bool:
-    """Lock a file until the process ends, or see whether nobody has; True where it could be."""
+    """Locks a file until the process ends. Returns False if another process holds the lock."""
     try:
         import fcntl
     except ImportError:
@@ -123,7 +123,7 @@ def quiet_logs() -> Iterator[None]:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """The same for its progress bars; ours wait until there is something to wait for."""
+    """Silences the progress bars of `datasets`; memfit's own appear after a while."""
     import datasets
 
     had_bars = not datasets.are_progress_bars_disabled()
@@ -147,7 +147,7 @@ class RowMeter:
         show_count(self)
 
     def update(self, rows: int) -> None:
-        """So many more are done."""
+        """Adds rows that are done."""
         self.rows += rows
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """All of it."""
+    """Everything that was found on this machine."""
 
     memfit: str
     python: str
@@ -173,7 +173,7 @@ def torch_build() -> TorchBuild:
 
 
 def _cards(build: TorchBuild, driver: nvml.Driver | None) -> tuple[Card, ...]:
-    """Those torch can use, as it sees them; without such, those the driver has."""
+    """The cards that torch can use; if there are none, those the driver reports."""
     if not build.sees_gpu:
         listed = driver.cards if driver is not None else ()
         return tuple(

@@ -36,7 +36,7 @@ _FILLS = 256
 """In how many pieces a card is filled."""
 
 _SLOWER = 6.0
-"""A piece that takes so many times as long as the others lies in host memory: Windows pages."""
+"""A piece this many times slower than the others lies in host memory: Windows moved it."""
 
 _HEAP_BYTES, _HEAP_PIECE_BYTES = 192 * MIB, 64 * 1024
 
@@ -336,7 +336,7 @@ def row_of(
 
 
 def _speeds(made: Measurements) -> Speeds | None:
-    """All of them, or none."""
+    """All speeds, or None if one is missing."""
     found = made.found
     half = found.get("bf16_flops", found.get("fp16_flops"))
     names = ("tf32_flops", "fp32_flops", "memory_bytes_per_second", "bus_bytes_per_second",

@@ -150,7 +150,7 @@ class Reach:
     exact: Cell | None = None
     rounding: Cell | None = None
     allowed: Cell | None = None
-    """With --allow; only asked where nothing better fits."""
+    """The answer with --allow; only computed if nothing better fits."""
     problem: str = ""
     """Why the model cannot be priced; empty where it can."""
 

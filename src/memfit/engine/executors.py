@@ -124,7 +124,7 @@ def _sum_of(losses: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a micro-batch's mean is a mean of, and what the whole batch's is."""
+    """The weight of a micro-batch's mean loss, and that of the whole batch's."""
 
     weight: float
     total: float
@@ -218,7 +218,7 @@ class StepExecutor:
             self.rehearse(model, batch)
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """What is launched inside runs where the steps do."""
+        """Inside, kernels are launched on the stream of the steps."""
         return nullcontext()
 
     @property
@@ -227,7 +227,7 @@ class StepExecutor:
         return 0
 
     def drop(self) -> None:
-        """Give back memory that is only held to be faster."""
+        """Gives back memory that is only held to save time."""
 
     def split(self, batch: Batch) -> list[MicroBatch]:
         """How this batch will be run."""
@@ -241,7 +241,7 @@ class SinkExecutor(StepExecutor):
     sink: Callable[[], GradientSink]
     """Gives the sink once the optimizer is made."""
     single: bool = False
-    """Whether a step of several micro-batches would be another update rule nobody allowed."""
+    """Whether several micro-batches would need another update rule, which is not allowed."""
     boundaries: LayerBoundaries | None = None
     """How a backward pass that moves weights is finished when it fails."""
     buffers: Buffers = field(default_factory=Buffers)
@@ -267,7 +267,7 @@ class SinkExecutor(StepExecutor):
             return _sum_of(losses, model)
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
-        """As in the base; finished from where it failed once weights have moved."""
+        """As in the base; a backward that fails after weights moved continues where it failed."""
         if self.boundaries is None:
             return super().micro_step(model, part, share)
         return self.boundaries.run(
@@ -283,7 +283,7 @@ class SinkExecutor(StepExecutor):
                 super().micro_step(model, part, share)
 
     def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
-        """With the update, whose gate is shut."""
+        """Runs the update too, with its gate shut."""
         sink = self.sink()
         with sink.without_effect():
             for _ in range(steps):
@@ -300,7 +300,7 @@ class SinkExecutor(StepExecutor):
 
     @contextmanager
     def _counting(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        """A pass that only measures must see the dropout of the one that follows, and no more."""
+        """Gives a pass that only measures the same dropout as the pass that follows."""
         with ExitStack() as around:
             if not is_last:
                 around.enter_context(preserved_rng())
@@ -321,13 +321,13 @@ class SinkExecutor(StepExecutor):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphedExecutor(SinkExecutor):
-    """The same step from CUDA graphs: forward, backward, norm, clipping and update in one."""
+    """Replays the step from CUDA graphs: forward, backward, norm, clipping and update in one."""
 
     packing: PacksBatches
     device: torch.device
     problem_type: str | None = None
     rows: int = 32
-    """All batches are filled up to so many rows."""
+    """Every batch is filled up to this many rows."""
     buckets: TokenBuckets = field(default_factory=TokenBuckets)
     _caches: dict[str, GraphCache] = field(default_factory=dict)
     _memory: list[GraphMemory] = field(default_factory=list)
@@ -362,7 +362,7 @@ class GraphedExecutor(SinkExecutor):
         return torch.stack(losses).sum()
 
     def rehearse(self, model: nn.Module, batch: Batch) -> None:
-        """As launched, on the stream of the graphs to come: autograd remembers the first it saw."""
+        """Launches on the graphs' stream: autograd remembers the first stream it saw."""
         with self.on_stream():
             super().rehearse(model, batch)
 
@@ -379,7 +379,7 @@ class GraphedExecutor(SinkExecutor):
 
     @property
     def captured_graphs(self) -> int:
-        """Of whole steps and of single micro-batches."""
+        """Counts graphs of whole steps and of single micro-batches."""
         return sum(len(cache) for cache in self._caches.values())
 
     @property

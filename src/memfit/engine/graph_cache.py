@@ -33,7 +33,7 @@ class TokenBuckets:
     its memory. Captured in any order they would lie between each other."""
 
     def fit(self, tokens: int) -> int:
-        """The smallest bucket that holds so many tokens."""
+        """The smallest bucket that holds this many tokens."""
         return -(-tokens // self.multiple) * self.multiple
 
     def choose(self, tokens: int, captured: set[int], seen: Counter[int]) -> int:

@@ -200,7 +200,7 @@ def _cpu() -> list[str]:
 
 
 def _tried() -> HalfOnCpu:
-    """As it is, then with ever smaller instruction sets: the first that runs the most."""
+    """Tries oneDNN as it is, then with smaller instruction sets; takes the first that runs most."""
     given = os.environ.get(VARIABLE, "")
     best = HalfOnCpu(bfloat16=False, float16=False)
     for limit in ("", *SMALLER_SETS):

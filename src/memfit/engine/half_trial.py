@@ -19,7 +19,7 @@ _SIZES = ((3, 8, 5), (37, 100, 212), (64, 512, 512), (192, 768, 768), (64, 1024,
 _BATCHED = ((5, 16, 7), (128, 64, 128))
 
 _TOLERANCE = 0.05
-"""Of the largest value. bfloat16 has eight bits, and products are summed in float32."""
+"""The error allowed, as a share of the largest value: bfloat16 has eight bits."""
 
 
 def try_products(dtype: torch.dtype) -> None:

@@ -186,7 +186,7 @@ class LayerBoundaries:
         self._sums, self._tied_sums = {}, {}
 
     def _go_on(self, forward: Callable[[], Tensor]) -> None:
-        """The layers below the boundary once more, and backward from there."""
+        """Runs the layers below the boundary again, and backward from the boundary."""
         boundary = self._boundary
         assert boundary is not None
         reached = self._forward_to(boundary.index, forward)
@@ -292,7 +292,7 @@ class LayerBoundaries:
         self._tied_sums[p] = gradient.detach() if before is None else before + gradient
 
     def _passed(self, index: int, numbers: dict[_Name, int], gradient: Tensor) -> None:
-        """All layers from this one on have their gradients."""
+        """Called when all layers from this one on have their gradients."""
         with retrying(self._device):
             self._sink.pass_boundary()
         others = {name: self._sums[n] for name, n in numbers.items() if n in self._sums}

@@ -177,7 +177,7 @@ def _filled(
 def _even(
     order: Sequence[int], lengths: Sequence[int], limits: MicroBatching, count: int
 ) -> list[list[int]] | None:
-    """So many groups, each row in the smallest of them; None where one would be too large."""
+    """Deals rows to this many groups, each to the smallest; None if a group gets too large."""
     groups: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for row in order:
@@ -191,7 +191,7 @@ def _even(
 
 
 def _spans(batch: Any, trim: Trim) -> list[Span]:
-    """For every row the columns [start, stop) outside of which nothing is lost."""
+    """The columns [start, stop) of each row; outside there is only padding."""
     named = _named(batch)
     mask, width = named.get("attention_mask"), _width(named)
     whole = [(0, width)] * row_count(batch)
@@ -343,7 +343,7 @@ def longest_row(dataset: Any, model: nn.Module) -> int:
 
 
 def largest_batch(dataset: Any, model: nn.Module, rows: int) -> int:
-    """Tokens of the largest batch of so many rows that the shuffle can draw."""
+    """Tokens of the largest batch of this many rows that the shuffle can draw."""
     if lengths := row_lengths(dataset):
         return sum(heapq.nlargest(rows, lengths))
     return rows * longest_row(dataset, model)
@@ -365,7 +365,7 @@ def merged_predictions(
 
 
 def to_cpu(prediction: Prediction) -> Prediction:
-    """The same off the device: an evaluation of any size keeps one batch there."""
+    """Moves predictions off the device, where an evaluation keeps only one batch."""
     loss, logits, labels = (send_to_device(part, "cpu") for part in prediction)
     return loss, logits, labels
 

@@ -43,7 +43,7 @@ class PackedBatch:
     """Where each segment begins, and the end of the last: int32 [segments + 1]."""
     max_seqlen: int
     lengths: tuple[int, ...]
-    """The segments' lengths once more as numbers, so that nothing must ask the device."""
+    """The segments' lengths as numbers, so that nothing has to be read from the device."""
     rows: int
     real_rows: int
     row_weight: Tensor
@@ -299,7 +299,7 @@ def _padded(flat: Tensor, size: int, fill: float) -> Tensor:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with every tensor in it changed, however nested."""
+    """A copy of a nested value with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

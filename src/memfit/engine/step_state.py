@@ -57,12 +57,12 @@ class BufferState:
 
     @property
     def moved(self) -> list[_Place]:
-        """Those that are others now, or hold other values."""
+        """The buffers that were replaced or hold other values now."""
         return [kept.place for kept in self._kept if kept.has_moved]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restores all buffers."""
         for kept in self._kept:
             module, name = kept.place
             module._buffers[name] = kept.tensor
@@ -77,11 +77,11 @@ class Buffers:
 
     @property
     def may_move(self) -> bool:
-        """Whether there are any to copy, as far as is known."""
+        """Whether any buffer may change, as far as is known."""
         return self._moving is None or bool(self._moving)
 
     def now(self, model: nn.Module) -> BufferState:
-        """The state of those that may move next."""
+        """Copies the buffers that the next pass may change."""
         if traced_device.device():
             return BufferState([], to_host=False)  # a trace computes no values
         if self._moving is not None:
@@ -90,13 +90,13 @@ class Buffers:
         return BufferState(places, to_host=True)
 
     def learn(self, before: BufferState) -> None:
-        """A whole pass has ended since."""
+        """Learns which buffers move, after a whole pass."""
         if self._moving is None:
             self._moving = before.moved
 
     @contextlib.contextmanager
     def preserved(self, model: nn.Module) -> Iterator[None]:
-        """A pass inside leaves no trace."""
+        """Restores the buffers after the pass inside."""
         before = self.now(model)
         try:
             yield
@@ -107,7 +107,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Where every generator stood at one moment."""
+    """The state of every random generator at one moment."""
 
     python: Any
     numpy: Any
@@ -116,7 +116,7 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """As they stand; costs some microseconds and no wait for the device."""
+        """Reads all generators; takes microseconds and does not wait for the device."""
         return cls(
             random.getstate(),
             np.random.get_state(),
@@ -125,7 +125,7 @@ class RandomState:
         )
 
     def restore(self, device: torch.device) -> None:
-        """Put all of them back there."""
+        """Restores all generators."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.random.set_rng_state(self.cpu)

@@ -50,7 +50,7 @@ class Rung:
     targets: tuple[str, ...] = ()
     """The components it is meant to shrink, beyond the rungs before it."""
     fidelity: str = "exact"
-    """With all the rungs before it; of a plan it is known when it is made."""
+    """Fidelity of this rung and all before it; that of a plan is known once it is made."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """TrainingArguments' fields, over the user's."""
     freeze: str | None = None
@@ -227,7 +227,7 @@ LOSS_POINTS = 0.5
 """Points of F1 on average, and worse in every seed: from there a rung costs quality."""
 
 LOSS_SHARE = 0.05
-"""The same for an error such as mse: by this share of the baseline's."""
+"""The same limit for an error such as mse: this share of the baseline's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class RungOutcome:
     why: str = ""
     fidelity: str = ""
     strategies: tuple[str, ...] = ()
-    """Of a plan."""
+    """The strategies of a plan."""
     predicted: MemoryPeak | None = None
     measured: MemoryPeak | None = None
     step_seconds: tuple[float, ...] = ()
@@ -266,7 +266,7 @@ class RungOutcome:
         return statistics.stdev(self.scores.values()) if len(self.scores) > 1 else None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, and what follows from it."""
+        """All fields, and the figures derived from them."""
         values: dict[str, Any] = plain(self)
         values["rung"] = plain(asdict(self.rung))
         derived = {"epoch_seconds": self.epoch_seconds, "score": self.score, "spread": self.spread}

@@ -83,7 +83,7 @@ def name_of(rung: Rung) -> str:
 
 
 def metric_name(ladder: Ladder) -> str:
-    """As people write it."""
+    """The metric's name as people write it."""
     return METRICS.get(ladder.metric, ladder.metric)
 
 

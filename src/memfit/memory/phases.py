@@ -133,7 +133,7 @@ class Books:
         """What each event so far took or gave back."""
 
     def enter(self, event: Event) -> None:
-        """Let an event happen."""
+        """Allocates or frees the storage of one event."""
         allocator = self._allocator
         if allocator is None:  # a CPU: tensors' own bytes
             self.allocated += event.nbytes if event.birth else -event.nbytes

@@ -109,7 +109,7 @@ def _from_shallow(
 
 
 def _frozen_alike(spec: StepSpec, count: int) -> StepSpec:
-    """With fewer layers than are to be frozen all are: those cut off are like those kept."""
+    """Freezes all layers of a shallow model that has fewer than the user freezes."""
     if spec.freeze is None or not spec.freeze.isdecimal():
         return spec
     return spec.replace(freeze=str(min(count, int(spec.freeze))))

@@ -75,7 +75,7 @@ class Upload:
 
     @property
     def size_bytes(self) -> int:
-        """All of them together."""
+        """Bytes of all files and the card."""
         return sum(file.stat().st_size for file in self.files) + len(self.card)
 
 

@@ -301,7 +301,7 @@ def prefetch(name: str) -> None:
 
 
 def _weight_files(name: str) -> list[str]:
-    """Those transformers reads: safetensors where there are any."""
+    """The weight files that transformers reads: safetensors, if there are any."""
     from huggingface_hub import HfApi
 
     siblings = HfApi().model_info(name).siblings or []

@@ -63,7 +63,7 @@ def stack_of(model: nn.Module) -> Stack:
 
 
 def stack_problem(model: nn.Module, layers: int | None) -> str:
-    """Why so many layers cannot be had of this model; empty where they can."""
+    """Why a strategy cannot use this many layers of the model; empty if it can."""
     try:
         stack = stack_of(model)
     except ModelError as error:

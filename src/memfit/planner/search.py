@@ -203,7 +203,7 @@ def rank(price: Price) -> tuple[float, int, int, int, int]:
 
 
 def rank_in_time(price: Price | Timed) -> tuple[float, int, int]:
-    """The same without what memory decides."""
+    """The sort key of a price, without the part that memory decides."""
     return (
         float(f"{price.step_seconds:.6g}"),  # what differs by less is the same
         price.candidate.fidelity,

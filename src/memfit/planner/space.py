@@ -103,7 +103,7 @@ class PlanRequest:
     exact: bool = False
     allow: frozenset[str] = frozenset()
     left_out: dict[str, str] = field(default_factory=dict)
-    """For every strategy that cannot be used here, why not."""
+    """Why each unusable strategy cannot be used here."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(self.allow.difference(ALLOWABLE)):
@@ -164,7 +164,7 @@ class PlanRequest:
 
     @cached_property
     def _good(self) -> set[Strategy]:
-        """Those known to work: many are asked for at once, since a question builds a model."""
+        """The options known to work; many are judged at once, because judging builds a model."""
         good: set[Strategy] = set()
         triton = self.card is not None and self.card.has_triton
         on_card = self.card is not None
@@ -178,7 +178,7 @@ class PlanRequest:
         return good
 
     def usable(self, options: Iterable[Option], beside: Option = ()) -> list[Option]:
-        """Those of the options that can be used beside these strategies."""
+        """The options that can be used beside these strategies."""
         return [one for one in options if not one or self.works(*beside, *one)]
 
     def given(self, name: str) -> bool:

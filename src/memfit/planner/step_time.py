@@ -43,7 +43,7 @@ from memfit.strategies import Tier
 from memfit.text import Message
 
 _VERSION = 1
-"""Of the measurements below: speeds that were measured in another way are measured again."""
+"""Version of the measurements below; speeds of another version are measured again."""
 
 _TOKENS, _WIDTH = 2688, 1024
 
@@ -63,7 +63,7 @@ _LAUNCHES = 64
 _REPEATS, _ENOUGH_SECONDS = 3, 0.2
 
 _BUSY_SHARE = 0.5
-"""Of the cores in use by the load average, from which other programs disturb a measurement."""
+"""Load per core from which other programs disturb a measurement."""
 
 _CPU_REPEATS = 1000
 """As many as there is time for: a run of a millisecond is ten times slower where another program
@@ -495,7 +495,7 @@ _TWICE = 1.6
 """All but the update comes twice."""
 
 _BUT_FOR_UPDATE = 0.8
-"""Of a step that updates on the card, what is left at least where the host does it."""
+"""The share of a step that is left, at least, if the host makes the update."""
 
 _LEAST_STATE = 4
 """Two moments of a byte are read and written."""

@@ -47,7 +47,7 @@ _NAMES_OF_A_RUN = frozenset({
 """Arguments that say where a run is written or what it is called."""
 
 _MORE_ROOM = 1.1
-"""With a tenth more to use than then, a faster plan is not looked for."""
+"""How much more memory there must be before a faster plan is searched for."""
 
 _OTHER_CONTEXT_BYTES = 32 << 20
 """A context may measure a little smaller or larger than it did then."""

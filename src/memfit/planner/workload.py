@@ -118,7 +118,7 @@ class Batches:
         return self.cut(MicroBatching(), packed=packed).worst_tokens
 
     def evaluated_tokens(self, rows: int, limits: MicroBatching, *, packed: bool) -> int:
-        """Tokens of the largest part of an evaluation batch of so many rows."""
+        """Tokens of the largest part of an evaluation batch of this many rows."""
         return self._evaluated(rows, limits, packed)
 
     def _most_evaluated(self, rows: int, limits: MicroBatching, packed: bool) -> int:
@@ -180,7 +180,7 @@ class GivenModel:
     model: nn.Module
     """On the meta device, of full depth."""
     batch: Mapping[str, Any]
-    """As its collator makes it."""
+    """A batch as the collator makes it."""
     rows: int
     width: int
     texts: int
@@ -195,7 +195,7 @@ class GivenModel:
         return model.requires_grad_(True).train()
 
     def make_batch(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """So many rows, as wide as the longest of them: real tensors."""
+        """A batch of rows of these lengths, as wide as the longest: real tensors."""
         width = max(max(lengths) // self.texts, 1)
         made = {name: self._sized(value, len(lengths), width) for name, value in self.batch.items()}
         mask = made.get("attention_mask")

@@ -259,7 +259,7 @@ def _single_label(
 
 
 def _led(metrics: Mapping[str, float], scoring: Scoring) -> dict[str, float]:
-    """With the leading metric first; the usual one where the loss picks the best model."""
+    """Puts the leading metric first; the usual one if the loss picks the best model."""
     usual = ("f1_macro", "f1", "accuracy", "precision", "recall")
     order = [name for name in (scoring.leads, *usual, *metrics) if name in metrics]
     return {name: metrics[name] for name in order}

@@ -69,7 +69,7 @@ class RankFigures:
     step_seconds: float
     """All steps together."""
     waiting_seconds: float
-    """Of the run's time, what it waited for other ranks."""
+    """The part of the run's time that it waited for other ranks."""
     tokens: int
 
 
@@ -97,7 +97,7 @@ class RunSummary:
     """Fidelity, strategies, micro-batches, reasons, and the price as predicted."""
     device: str = ""
     ranks: tuple[RankFigures, ...] = ()
-    """Of a training on several; none of a training by one process."""
+    """The ranks of a training on several; empty for a single process."""
     best_checkpoint: str | None = None
     config_digest: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -247,7 +247,7 @@ def claim_output_folder(
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What a run that was killed while writing has left is nobody's."""
+    """Removes what a killed run left half written."""
     for item in leftovers(folder, _WRITTEN):
         with suppress(OSError):
             if item.is_dir() and not item.is_symlink():
@@ -424,5 +424,5 @@ class RunSeconds:
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """Training and evaluation together."""
         return self.training + self.evaluation

@@ -144,7 +144,7 @@ class RunWarning:
 
 
 def warnings_from(stored: Any) -> tuple[RunWarning, ...]:
-    """Those of a summary.json; kinds of another version are passed over."""
+    """The warnings of a summary.json; kinds of other versions are skipped."""
     return tuple(
         RunWarning(one["kind"], one.get("values") or {})
         for one in stored or ()

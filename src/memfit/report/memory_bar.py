@@ -23,7 +23,7 @@ from memfit.units import format_both, format_bytes, percent, tenths_of_percent
 MOST_ADJUSTMENTS = 50
 
 SCALE_REACHES = 8
-"""A picture's scale ends at the budget, if that is no more than so many times the peak."""
+"""A picture's scale ends at the budget, unless that is more than this many times the peak."""
 
 _PEAKS = {"predicted": N_("predicted"), "measured": N_("measured")}
 

@@ -135,7 +135,7 @@ def palette_css() -> str:
 
 
 def scoped_palette_css(scope: str, *dark_scopes: str) -> str:
-    """The same for a part of somebody else's page, whose night is told by selectors."""
+    """The palette for a part of another page, whose dark mode these selectors match."""
     night = ", ".join(f"{dark} {scope}" for dark in dark_scopes)
     return f"{scope} {{ {_variables(LIGHT)} }}\n{night} {{ {_variables(DARK)} }}\n"
 

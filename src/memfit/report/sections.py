@@ -28,7 +28,7 @@ from memfit.units import format_both, format_bytes, format_seconds, percent, ten
 LARGEST_MATRIX = 20
 
 SHARES_UP_TO = 8
-"""So many columns have room for a share under each count."""
+"""Up to this many columns have room for a share under each count."""
 
 MOST_CLASSES = 100
 
@@ -537,7 +537,7 @@ def usage(folder: Path) -> list[tuple[str, str]]:
 
 
 def again(story: Story) -> str:
-    """The command that trains the same once more."""
+    """The command that repeats the training."""
     config = shlex.quote(str(story.folder.config.absolute()))
     return clean(f"memfit train --config {config} --output-dir NEW_FOLDER")
 

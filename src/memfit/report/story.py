@@ -84,7 +84,7 @@ class Story:
     best_step: int | None = None
     """Where the best checkpoint so far was written."""
     context_bytes: int = field(default=0)
-    """Of the device's memory: what the allocator, whose bytes the samples are, does not count."""
+    """The CUDA context: device memory outside the allocator, which the samples do not contain."""
 
     @property
     def on_cpu(self) -> bool:
@@ -217,12 +217,12 @@ def read_plan(path: Path, reasons: Mapping[str, str] | None = None) -> PlanShown
 
 
 def _sentence(given: Any) -> str:
-    """A message stays one: it is told when the page is drawn, in its language."""
+    """Keeps a message untranslated until the page is drawn."""
     return given if isinstance(given, Message) else str(given)
 
 
 def plan_from_tables(tables: Mapping[str, Any]) -> PlanShown:
-    """The same from values."""
+    """Reads a plan from tables that are already parsed."""
     strategies, given = _mapping(tables.get("strategies")), tables.get("reasons")
     reasons = given if isinstance(given, Mapping) else dict(enumerate(given or ()))
     predicted = _mapping(tables.get("predicted"))

@@ -187,7 +187,7 @@ class KeepElapsed(TrainerCallback, ExportableState):
         self._started = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """As the Trainer stores it, and makes a callback from again."""
+        """The state that the Trainer stores, and restores the callback from."""
         session = 0.0 if self._started is None else time.perf_counter() - self._started
         return {"args": {"earlier_seconds": self.earlier_seconds + session}, "attributes": {}}
 

@@ -155,7 +155,7 @@ class Classifier:
     def _answer(
         self, texts: Sequence[Text], batch_tokens: int | None, update: Callable[[int], object]
     ) -> list[Prediction]:
-        """The same without a bar; `update` is told of the rows as they are done."""
+        """Predicts without a bar; `update` gets the number of rows as they are done."""
         return self._predictions(self._logits(texts, batch_tokens, update))
 
     def _predictions(self, logits: Array) -> list[Prediction]:

@@ -77,7 +77,7 @@ def checked_licence(licence: str | None) -> str:
 _WEAK_RECALL = 0.5
 
 _MOST_WEAK = 5
-"""So many classes that are seldom found are named."""
+"""How many rarely found classes are named."""
 
 _MADE_BY_TRAINER = "generated automatically according to the information the Trainer had access to"
 
@@ -221,7 +221,7 @@ def _front_matter(summary: RunSummary | None, licence: str) -> str:
 
 
 def _hub_id(name: str) -> str | None:
-    """The base model where it is one of the hub; a folder's path is nobody's affair."""
+    """The base model if it is on the hub; the path of a folder is private."""
     if Path(name).is_absolute() or Path(name).exists() or ":" in name or "\\" in name:
         return None
     return name if name.count("/") <= 1 and not name.startswith((".", "~")) else None

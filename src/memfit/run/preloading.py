@@ -71,7 +71,7 @@ def processes_to_use() -> int:
 
 @contextlib.contextmanager
 def other_processes(count: int) -> Iterator[list[Executor]]:
-    """So many, which load what planning needs while this one does; they end when this is left."""
+    """Starts processes that load what planning needs, and ends them when the block is left."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import active_children, get_context
 

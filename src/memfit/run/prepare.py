@@ -191,7 +191,7 @@ class Prepared:
         return replace(planning, chosen=self.signed(planning.chosen))
 
     def signed(self, plan: Plan) -> Plan:
-        """With the run it is for, so that its file alone can be checked."""
+        """Adds the run's settings to the plan, so that its file alone can be checked."""
         tables = dict(self.config.to_tables())
         if self.gpu is not None:
             tables["gpu"] = self.gpu
@@ -297,7 +297,7 @@ def prepare_to_plan(
 
 
 def _on_ranks(prepared: Prepared, ranks: int) -> Prepared:
-    """The same for one of so many ranks; on a CPU they share the computer's memory."""
+    """The task of one of several ranks; on a CPU they share the computer's memory."""
     prepared = replace(prepared, ranks=ranks)
     if ranks == 1 or prepared.task.card is not None:
         return prepared
@@ -392,7 +392,7 @@ def as_json(prepared: Prepared, planning: Planning, other: Alternatives | None) 
 
 
 def missing_json(prepared: Prepared, error: NothingFitsError) -> dict[str, Any]:
-    """Nothing fits: the smallest plan, what is missing, what would help."""
+    """JSON for when nothing fits: the smallest plan, what is missing, what would help."""
     return {
         **_about(prepared),
         "chosen": None,
@@ -467,7 +467,7 @@ def _price(price: Price) -> dict[str, Any]:
 Say = Callable[[Any], None]
 
 _PLANS_AGAIN = 3
-"""After so many plans that missed their budget the last one is adjusted as it runs."""
+"""After this many plans that missed their budget, the last one is adjusted as it runs."""
 
 
 @dataclass(kw_only=True)

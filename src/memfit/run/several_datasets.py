@@ -61,7 +61,7 @@ class ManyResult:
 
     @property
     def failed(self) -> tuple[DatasetOutcome, ...]:
-        """Those that did not come to their end."""
+        """The datasets that failed."""
         return tuple(one for one in self.outcomes if one.status == "failed")
 
     def to_dict(self) -> dict[str, Any]:

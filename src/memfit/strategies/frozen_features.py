@@ -87,7 +87,7 @@ class FeatureDataset(Dataset[dict[str, Any]]):
 
     @property
     def column_names(self) -> list[str]:
-        """As a dataset of `datasets` has them."""
+        """The columns, under the name that `datasets` uses."""
         return [FEATURES, *self.columns]
 
     def __len__(self) -> int:
@@ -225,7 +225,7 @@ class _Encoder:
             module.training = training
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Of each row, in host memory."""
+        """The features of each row, in host memory."""
         return self.run(inputs)[0].cpu()
 
     def run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -350,7 +350,7 @@ def _difference(model: PreTrainedModel) -> float:
 _LABEL_COLUMNS = ("labels", "label", "label_ids")
 
 _KEPT_DATASETS = 8
-"""Of how many datasets features are kept; a loop of predictions must not fill the memory."""
+"""How many datasets keep their features: a loop of predictions must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)

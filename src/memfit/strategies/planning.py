@@ -92,21 +92,21 @@ class Effects:
     packs: bool = False
     """Micro-batches have no padding."""
     cuts_at: int | None = None
-    """Texts keep at most so many tokens."""
+    """The most tokens that texts keep."""
     few_learn: bool = False
     """Few weights learn, so gradients and optimizer state are small."""
     chooses_weights: bool = False
     """It only chooses which weights learn: traces apply it to a model that has none yet."""
     frozen_layers: int = 0
-    """So many of the first layers do not learn."""
+    """How many of the first layers do not learn."""
     keeps_nothing: bool = False
     """Layers keep no activations."""
     feature_tokens: int = 0
-    """Texts go through a frozen encoder once, so many tokens at a time."""
+    """Tokens at a time that go through a frozen encoder, once."""
     recomputes: bool = False
     """Layers are computed again in backward."""
     layers: int | None = None
-    """It is for so many of the first layers that learn; None: for all, or not by layers."""
+    """How many of the first learning layers it is for; None: all, or not by layers."""
     autocast: Half | None = None
     """Layers compute in this type over float32 weights."""
     stores: Half | None = None
@@ -126,7 +126,7 @@ class Effects:
     updates_on_host: bool = False
     weights_on_host: bool = False
     copies: bool = False
-    """Something travels to the host on a stream of its own."""
+    """Whether it copies to the host on a separate stream."""
     wraps_layers: bool = False
     """Layers are called through it, so recomputation cannot be added around them later."""
     divides_state: bool = False
@@ -243,7 +243,7 @@ class PlanQuestion(Protocol):
 
     @property
     def left_out(self) -> dict[str, str]:
-        """For every strategy that cannot be used here, why not."""
+        """Why each unusable strategy cannot be used here."""
 
     @property
     def depth(self) -> int:

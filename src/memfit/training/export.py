@@ -69,7 +69,7 @@ class MasterWeights:
                 parameter.data = state[name]
 
     def load(self, checkpoint: Path) -> None:
-        """With the optimizer's state of that moment, which holds the rest of each weight."""
+        """Loads the checkpoint's optimizer state too, which holds the rest of each weight."""
         if self._trainer.setup.make_optimizer is None:
             return
         self._are_older = not (checkpoint / _OPTIMIZER_FILE).is_file()

@@ -48,7 +48,7 @@ from memfit.text import N_, t
 from memfit.training.parts import TrainerParts, unwrapped
 
 _LOOKS = 3
-"""All of them must show it: a single batch may have next to no gradient."""
+"""How many looks must all show it: a single batch may have almost no gradient."""
 
 _STEPS_BETWEEN = 10
 
@@ -170,7 +170,7 @@ def _here(tensor: Any) -> Tensor:
 
 
 SKIPS_IN_A_ROW = 20
-"""After so many the weights themselves are broken, and no batch will be better."""
+"""After this many skipped steps in a row the weights themselves are broken."""
 
 _SHOWN_ROWS = 64
 
@@ -293,7 +293,7 @@ class LossWatch:
 
 
 def gate_sink(sink: GatedSink, device: torch.device) -> None:
-    """Let a sink of the low-bit optimizer leave out steps whose gradient is not finite."""
+    """Makes a low-bit sink skip steps whose gradient is not finite."""
     from memfit.strategies.lowbit.step_scalars import LossScale
 
     if not hasattr(sink, "loss_scale"):

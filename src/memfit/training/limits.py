@@ -185,7 +185,7 @@ class SharedUsage:
 
 
 COUNT_EVERY = 50
-"""On a CPU, every so many steps are counted although they should fit."""
+"""On a CPU, one step in this many is counted although it should fit."""
 
 
 class Cap(Protocol):
@@ -208,10 +208,10 @@ class Cap(Protocol):
         """What is left of it now; None where only counting would tell."""
 
     def counting(self, tokens: int, key: object) -> contextlib.AbstractContextManager[None]:
-        """Around a step whose largest micro-batch has so many tokens, run in the way `key`."""
+        """Surrounds a step whose largest micro-batch has this many tokens, run in the way `key`."""
 
     def release(self) -> None:
-        """The process may hold as much as it could before."""
+        """Restores the limit that was in force before."""
 
 
 class CudaCap:
@@ -236,14 +236,14 @@ class CudaCap:
         return torch.cuda.memory_reserved(self._index) > self._allowed_bytes
 
     def keep(self) -> bool:
-        """The context may have grown."""
+        """Re-applies the limit if the context has grown."""
         allowed_bytes = max(self._limit_bytes - self.read.context_bytes, 0)
         if self._allowed_bytes is None or self._allowed_bytes == allowed_bytes:
             return False
         return self.move(self._limit_bytes)
 
     def measure(self) -> bool:
-        """Kernels were loaded or graphs captured."""
+        """Measures the context after kernels were loaded or graphs captured, then `keep`."""
         self.read.measure()
         return self.keep()
 
@@ -259,7 +259,7 @@ class CudaCap:
         yield
 
     def release(self) -> None:
-        """As it was before."""
+        """Restores the limit that was in force before."""
         torch.cuda.set_per_process_memory_fraction(self._before, self._index)
 
 
@@ -299,11 +299,11 @@ class CountingCap:
         return False
 
     def keep(self) -> bool:
-        """Nothing lies outside of it."""
+        """Returns False: no context lies outside of what is counted."""
         return False
 
     def measure(self) -> bool:
-        """Nothing lies outside of it."""
+        """Returns False: no context lies outside of what is counted."""
         return False
 
     def room_bytes(self) -> int | None:
@@ -327,6 +327,6 @@ class CountingCap:
         self._proven[key] = max(tokens, self._proven.get(key, 0))
 
     def release(self) -> None:
-        """Nothing is counted any more."""
+        """Stops counting."""
         self._limit_bytes = None
         limit_allocator(self._device, None)

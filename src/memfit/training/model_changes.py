@@ -52,7 +52,7 @@ class TrainerChoices:
     on_nan: str = "stop"
 
     def strategies(self, plan: Plan | None) -> Sequence[Strategy]:
-        """Those to use."""
+        """The strategies to use."""
         if self.given is not None:
             return self.given
         return plan.strategies if plan is not None else ()
@@ -162,7 +162,7 @@ def let_go(model: nn.Module) -> None:
 
 
 def give_back(model: nn.Module) -> None:
-    """Have the trainer that changed this model undo that; nothing where there is none."""
+    """Makes the trainer that changed this model undo its changes, if there is one."""
     held: Held | None = vars(model).get(_ATTRIBUTE)
     if held is None:
         return
@@ -325,7 +325,7 @@ class ModelChanges:
         trainer.equip(model)
 
     def take_again(self) -> None:
-        """Have the strategies back in a model that was given back."""
+        """Applies the strategies again to a model that was given back."""
         trainer = self._trainer
         give_back(trainer.model)
         self.given_back = False

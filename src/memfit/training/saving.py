@@ -263,7 +263,7 @@ class CheckpointSaver:
         self._trainer = trainer
         self._make_room = make_room
         self.size_bytes = 0
-        """Of one on the disk, known before the first step; 0 where none is written."""
+        """Bytes of one checkpoint on disk, known before the first step; 0 if none is written."""
         self.keeps_model = False
         """Whether the caller saves the whole model beside the checkpoints in the end."""
         self.writing = False

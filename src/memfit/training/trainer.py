@@ -119,7 +119,7 @@ class BudgetTrainer(transformers.Trainer):
     executor: StepExecutor
     _keeps_predictions = False
     _whole_weights: dict[str, Any] | None = None
-    """Of a model whose weights are divided among the ranks, while it is saved."""
+    """The whole weights of a sharded model, while it is saved."""
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ class BudgetTrainer(transformers.Trainer):
             self._fold(self.args.gradient_accumulation_steps)
 
     def _fold(self, steps: int) -> None:
-        """Effective batches of so many device batches."""
+        """Makes effective batches from this many device batches."""
         rows = self.args.per_device_train_batch_size // self._folded
         self.args.per_device_train_batch_size = rows * steps
         self.args.gradient_accumulation_steps = 1
@@ -785,7 +785,7 @@ class BudgetTrainer(transformers.Trainer):
         ]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """As the Trainer's, whose model is told; here it is not, and takes a mean."""
+        """As the Trainer's, but the model does not get the count, and takes a mean."""
         accepted = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = self._stock_counts_items
         try:

@@ -116,7 +116,7 @@ Gelu = Literal["erf", "tanh"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROW_PROGRAMS = 128
-"""At most so many partial sums over rows."""
+"""The most partial sums over rows."""
 
 ROWS_PER_PROGRAM = 64
 

@@ -60,7 +60,7 @@ class FusedLayers(Strategy):
     axis = Axis.FREE
 
     mlp_pieces: int = 1
-    """The MLP half runs on so many parts of the rows in turn, and keeps less: slower, smaller."""
+    """How many parts of the rows the MLP half runs on in turn: more keep less, and are slower."""
 
     def __post_init__(self) -> None:
         if self.mlp_pieces < 1:

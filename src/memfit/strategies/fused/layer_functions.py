@@ -98,7 +98,7 @@ class _DenseDropoutAddNorm(_Function):  # type: ignore[misc]
 
 
 def wanted(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Nothing for inputs that learn nothing."""
+    """Replaces the gradients of inputs that do not learn by None."""
     pairs = zip(gradients, ctx.needs_input_grad, strict=False)
     return tuple(gradient if needs else None for gradient, needs in pairs)
 
@@ -243,7 +243,7 @@ def move_joined(parts: Sequence[Tensor], device: torch.device) -> None:
 
 
 def separate_parameters(parts: Sequence[Tensor]) -> None:
-    """Each parameter in memory of its own again."""
+    """Gives each parameter its own memory again."""
     if joined_view(parts) is not None:
         for part in parts:
             part.data = part.data.clone()
@@ -269,7 +269,7 @@ def joined_view(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _may_move(parts: Sequence[Tensor]) -> bool:
-    """Not memory that somebody else manages, and not while a graph notes addresses."""
+    """Whether parameters may move: not in memory managed elsewhere, nor during a capture."""
     if parts[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

@@ -89,7 +89,7 @@ class GradientRelease(Strategy):
     mode: Mode = "release"
     clip: Literal["none", "predicted"] = "none"
     accumulate: bool = False
-    """Let `release` add several micro-batches to the moments: another update rule."""
+    """Whether `release` may add several micro-batches to the moments: another update rule."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("kept8", "host", "two_pass", "release"):

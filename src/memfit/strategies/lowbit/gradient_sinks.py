@@ -335,7 +335,7 @@ class LowBitSink(ABC):
         return self._exchange is not None and self._exchange.ranks.together
 
     def _align(self) -> None:
-        """Have the noise of every rank, however many micro-batches it has run: weights stay one."""
+        """Gives every rank the same noise, however many micro-batches it ran."""
         if self.is_together and self._counted is not None:
             self.optimizer.clock.draw(self._counted[1] + _DRAWS_A_STEP)
 
@@ -425,7 +425,7 @@ class LowBitSink(ABC):
 
 
 _DRAWS_A_STEP = 1024
-"""Of the noise counter, between ranks: more than any of them has micro-batches."""
+"""By how much the noise counter grows each step: more than any rank has micro-batches."""
 
 _KEPT_STREAMS = 1 << 20
 """Noise of kept gradients is numbered after that of any model's parameters."""
@@ -552,7 +552,7 @@ class KeptInt8(LowBitSink):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """With the buffers that the steps will have."""
+        """As in the base, with the buffers that the steps will have."""
         with super().rehearsal():
             self.allocate()
             yield

@@ -50,7 +50,7 @@ class HostGradients(LowBitSink):
         self._in_flight: deque[tuple[int, torch.cuda.Event]] = deque()
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
-        """Nothing of the last step is kept."""
+        """Starts a step without gradients."""
         super().begin(micro_batches, replayed=replayed)
         self._filled = dict(self._summed)
         if self._side is None and self.optimizer.clock.device.type == "cuda":

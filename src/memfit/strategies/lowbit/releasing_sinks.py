@@ -207,7 +207,7 @@ class ReleasedGradients(LowBitSink):
                 torch._foreach_mul_(scales, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """With what norms are usual."""
+        """The state, with the norms that are usual."""
         usual = self.prediction
         own = {"usual": usual.usual.cpu(), "usual_total": usual.usual_total.cpu()}
         return {**super().state_dict(), **own}
@@ -245,7 +245,7 @@ class TwoPassRelease(ReleasedGradients):
 
     @property
     def measures(self) -> bool:
-        """That is what the first pass is for."""
+        """Always: the first pass measures the norm."""
         return True
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:

@@ -78,7 +78,7 @@ class SmallParameters:
         return index in self._seen
 
     def see(self, flags: Sequence[bool]) -> None:
-        """Those with a gradient on any rank count as seen."""
+        """Marks parameters as seen that have a gradient on any rank."""
         self._seen.update(index for index, flag in enumerate(flags) if flag)
 
     def expect_all(self) -> None:

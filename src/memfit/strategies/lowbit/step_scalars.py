@@ -243,7 +243,7 @@ class GlobalNorm:
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.slot(p))
 
     def measure_many(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """The same for several, in a few launches."""
+        """Measures several parameters in a few launches."""
         if params:
             norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
             torch._foreach_copy_([self.slot(p) for p in params], norms)

@@ -38,7 +38,7 @@ class Masters:
         self._kept: dict[Tensor, tuple[int, Tensor]] = {}
 
     def keep(self, p: Tensor, master: Tensor) -> None:
-        """This is what the parameter stands for, as long as nobody changes it."""
+        """Keeps the parameter's master, valid until the parameter is changed from outside."""
         self._kept[p] = (p._version, master)
 
     def forget(self, p: Tensor) -> None:
@@ -88,11 +88,11 @@ class Hosted:
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody else has changed the parameter since the last step."""
+        """Whether the parameter has not been changed from outside since the last step."""
         return self._fingerprint() == self._seen
 
     def refresh(self) -> None:
-        """Weights that somebody else has changed (a loaded checkpoint) are taken over."""
+        """Takes over weights that were changed from outside, as by a loaded checkpoint."""
         if not self.is_current:
             source = self.parameter.detach().flatten() if self.home is None else self.home
             self.weights.copy_(source)
@@ -111,7 +111,7 @@ class Hosted:
             parameter.copy_(self.weights.view(parameter.shape))
 
     def settle(self) -> None:
-        """The step is over; whoever changes the weights from here on is somebody else."""
+        """Ends the step; later changes of the weights come from outside."""
         self.has_gradient = False
         self._seen = self._fingerprint()
 

@@ -49,7 +49,7 @@ class Arena:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def take(self, nbytes: int) -> Tensor:
-        """So many bytes, uninitialised."""
+        """Returns uninitialised bytes."""
         start = self._place(nbytes)
         self._out += 1
         self._used = start + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -82,7 +82,7 @@ class HostMemory:
         self._arena = Arena(partial(_zeroed, pinned=device.type == "cuda"))
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """So many elements, zeroed."""
+        """Returns zeroed elements."""
         if traced_device.device() is not None:
             return traced_device.hosted(torch.zeros(count, dtype=dtype, device="cpu"))
         return self._arena.take(count * dtype.itemsize).view(dtype)
@@ -113,7 +113,7 @@ class Link(Protocol):
     """How bytes travel; a `mark` is a point in the order of the copies."""
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Host memory for so many elements; the link's own until `give`."""
+        """Host memory for this many elements; it belongs to the link until `give`."""
 
     def give(self) -> None:
         """One tensor that was taken is not needed any more."""
@@ -122,7 +122,7 @@ class Link(Protocol):
         """Copies from here on come after everything that is queued for computing now."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy; both tensors must live until somebody waited for it."""
+        """Queues a copy; both tensors must live until a stream has waited for it."""
 
     def mark(self) -> Any:
         """The point after all copies queued so far."""

@@ -84,7 +84,7 @@ class LayerWeights:
         return sum(host.nbytes for host, _ in self._flats)
 
     def fetch(self) -> None:
-        """Have the weights brought to the device, if they are not there or on their way."""
+        """Brings the weights to the device, unless they are there or on their way."""
         if self.is_here:
             return
         for host, flat in self._flats:

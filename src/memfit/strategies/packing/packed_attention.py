@@ -39,7 +39,7 @@ class Packed:
     longest: int
     dropout: float = 0.0
     scaling: float | None = None
-    """Of the scores; 1 / sqrt(width) where none is given."""
+    """Factor of the scores; 1 / sqrt(width) if none is given."""
     reach: int | None = None
     """Tokens to either side that one sees: all of its text where none is given."""
 

@@ -306,7 +306,7 @@ def _rows(kwargs: dict[str, Any]) -> int:
 def _no_masks(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Else a sliding-window mask of T x T would be built, for nobody."""
+    """Keeps the model from building an unused sliding-window mask of T x T."""
     if kwargs.get("cu_seq_lens_q") is None:
         return None
     types = set(module.config.layer_types)  # type: ignore[union-attr, arg-type]

@@ -67,7 +67,7 @@ class Way:
     """What is on the device at once, and what is done about activations."""
 
     max_tokens: int | None = None
-    """Of one micro-batch; None: the whole effective batch."""
+    """Tokens of one micro-batch; None: the whole effective batch."""
     max_rows: int | None = None
     recomputed: int = 0
     """How many layers, from the first on, are computed a second time in backward."""
@@ -75,7 +75,7 @@ class Way:
 
     @property
     def micro_batching(self) -> MicroBatching:
-        """As the step executor takes it."""
+        """The limits as the step executor takes them."""
         return MicroBatching(self.max_rows, self.max_tokens)
 
     def needs_no_less_than(self, other: Way) -> bool:
@@ -136,9 +136,9 @@ class MemoryModel:
 
     fixed_bytes: float
     token_bytes: float
-    """Of each token, whatever is recomputed."""
+    """Bytes of each token, whatever is recomputed."""
     layer_bytes: float
-    """Of each token and each layer that is kept."""
+    """Bytes of each token in each layer that is kept."""
     depth: int
     gradient_bytes: float = 0.0
     """What the second of several micro-batches finds there already."""

@@ -50,7 +50,7 @@ _UPDATE_BYTES = 40
 gradient and two moments, and writes three of them."""
 
 _SAVED_BYTES_PER_SECOND = 7.5e8
-"""Of a checkpoint: copied to the host, written, read for its checksum and flushed."""
+"""Speed of saving: copied to the host, written, read for its checksum and flushed."""
 
 
 def update_seconds(trainer: GuardedTrainer) -> float:
@@ -170,7 +170,7 @@ class Rehearsal:
 class _Tried:
     pieces: int
     tokens: int
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
     all_tokens: int
     peak_bytes: int
     seconds: float
