@@ -1,8 +1,8 @@
 """The model that is saved at the end has all the bits that were trained.
 
 Low-bit training keeps a weight as a half-precision value and what it cannot hold. Checkpoints
-store the two apart, as they lie on the device; a model somebody saves to use gets them joined,
-in float32, on the host, one weight at a time.
+store the two apart, as they lie on the device. A model that is saved for use gets them joined, in
+float32, on the host, one weight at a time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _say_float32(config: Path) -> None:
-    """What the weights are stored in is what they are loaded as."""
+    """Writes float32 into the config: weights are loaded in the type it names."""
     if not config.is_file():
         return  # adapters alone have none
     found = json.loads(config.read_text(encoding="utf-8"))

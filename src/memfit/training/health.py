@@ -19,8 +19,8 @@ the rows go on as if it had been made. How:
     another sink                                            refused before the run
 
 Gradients of fp16 are made of a loss that is multiplied by a scale. That they overflow is nothing
-unusual: the update is left out, the scale is halved, and nobody is told. Only where the scale has
-come down to 1 is such a gradient treated as one that is not finite.
+unusual: the update is left out, the scale is halved, and there is no message. Only at a scale of 1
+counts such a gradient as not finite.
 """
 
 # ruff: noqa: ARG002 - the Trainer decides what its callbacks are given.
@@ -62,7 +62,7 @@ _OF_THE_LARGEST_RATE = 0.25
 
 
 class StallWatch(TrainerCallback):
-    """Says once that the weights do not move, if they do not."""
+    """Warns once if the weights do not move."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -73,7 +73,7 @@ class StallWatch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Optimizers of our own keep what the weights have no bits for; torch's do not."""
+        """Starts watching, unless the optimizer keeps the bits that half-precision weights lack."""
         optimizer = parts.get("optimizer")
         inner = type(getattr(optimizer, "optimizer", optimizer)).__module__
         self._shares, self._before = [], []
@@ -83,7 +83,7 @@ class StallWatch(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Remember some weights that have a gradient."""
+        """Remembers some weights that have a gradient."""
         optimizer = parts.get("optimizer")
         due = not self._is_done and state.global_step + 1 >= self._next_step
         if due and _steps_in_earnest(optimizer):
@@ -93,7 +93,7 @@ class StallWatch(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """See how many of them are others now."""
+        """Counts how many of these weights have changed."""
         if not self._before:
             return
         moved = sum(int((_picked(p, at) != was).sum()) for p, at, was in self._before)
@@ -134,7 +134,7 @@ class StallWatch(TrainerCallback):
 
 
 def _steps_in_earnest(optimizer: Any) -> bool:
-    """Whether the learning rate is near its largest; each group's was noted by its schedule."""
+    """Whether the learning rate is near its maximum, which the schedule notes in each group."""
     return any(
         group["lr"] >= _OF_THE_LARGEST_RATE * group.get("initial_lr", group["lr"]) > 0
         for group in optimizer.param_groups
@@ -142,7 +142,7 @@ def _steps_in_earnest(optimizer: Any) -> bool:
 
 
 def _sample(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """From the largest parameters: where, and what stands there; only with a gradient."""
+    """Samples weights of the largest parameters that have a gradient: places and values."""
     learning = [
         p
         for group in optimizer.param_groups
@@ -164,7 +164,7 @@ def _picked(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 def _here(tensor: Any) -> Tensor:
-    """What of a tensor this rank holds."""
+    """The part of a tensor that this rank holds."""
     part: Tensor = tensor.to_local() if is_divided(tensor) else tensor
     return part.detach()
 
@@ -246,7 +246,7 @@ class LossWatch:
             self._judge(first.step, first.numbers)
 
     def settle(self) -> None:
-        """Look at everything that is still on its way; a GPU is waited for here."""
+        """Looks at all numbers that are still on their way; waits for the GPU."""
         while self._pending:
             first = self._pending.popleft()
             if first.arrived is not None:
@@ -309,7 +309,7 @@ def gate_sink(sink: GatedSink, device: torch.device) -> None:
 
 
 def check_weights(model: torch.nn.Module, step: int, ranks: Peers) -> None:
-    """LossError where a weight is not finite: such a checkpoint would be good for nothing."""
+    """Raises LossError if a weight is not finite: such a checkpoint would be useless."""
     if any(ranks.highest([int(not _are_finite(model))])):
         raise LossError(
             t("after step {step} weights of the model are not finite numbers", step=step)
@@ -317,7 +317,7 @@ def check_weights(model: torch.nn.Module, step: int, ranks: Peers) -> None:
 
 
 def _are_finite(model: torch.nn.Module) -> bool:
-    """Whether all weights that learn are, as far as this rank holds them."""
+    """Whether all learning weights are finite, as far as this rank holds them."""
     by_place: dict[Any, list[Tensor]] = {}
     for weight in (_here(p) for p in model.parameters() if p.requires_grad):
         # Weights that wait in host memory have an empty storage here.
@@ -403,7 +403,7 @@ class Health:
         self._step_loss: Tensor | None = None
 
     def prepare(self) -> None:
-        """Once the optimizer is made: tell a sink to skip, where that was asked for."""
+        """Makes the sink skip bad steps, if asked for; called once the optimizer exists."""
         if self.watch.skips and self._trainer.setup.sink is not None:
             gate_sink(self._trainer.setup.sink, self._trainer.args.device)
 
@@ -431,7 +431,7 @@ class Health:
         )
 
     def check(self) -> None:
-        """No checkpoint holds what a batch that is not finite made of the weights."""
+        """Raises before a checkpoint would hold weights that a non-finite batch has spoiled."""
         self.watch.settle()
         trainer = self._trainer
         check_weights(trainer.model, trainer.state.global_step, trainer.setup.ranks)

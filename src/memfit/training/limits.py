@@ -1,20 +1,17 @@
-"""The limit itself: what happens when a process would hold more memory than it may.
+"""Holds a process below its memory limit.
 
-A dispatch mode sees every operator's result and every storage's death. It costs some 5
-microseconds an operator (benchmarks say 1 to 3 % of a step of a small encoder), so step_guard.py
-counts
+    CUDA   torch's allocator refuses, as it would on a card of that size; the context counts
+    else   live tensors are counted, and a tensor beyond the limit is refused; the allocator of an
+           accelerator refuses too, if torch can limit it
+
+Counting takes a dispatch mode that sees every operator's result and every storage's death. It costs
+about 5 microseconds an operator (1 to 3 % of a step of a small encoder), so step_guard.py counts
 only steps that may need more than any counted before, and a few others.
 
-Since driver 536.40 a CUDA allocation beyond the card's memory succeeds on Windows and lies in
-shared (host) memory, at a tenth of the speed. The counter of it is documented: the performance
-object "GPU Process Memory", instances "pid_<process>_luid_<adapter>_phys_<n>", counter "Shared
-Usage" (what Task Manager shows). It is read through pdh.dll.
-
-Written against the documentation and not yet run on Windows.
-
-CUDA   torch's allocator refuses, as it would on a card of that size; the context counts
-else   the live tensors are counted, and one too many is refused; the allocator of an accelerator
-       refuses more as well, where torch can tell it
+On Windows, since driver 536.40, a CUDA allocation beyond the card's memory succeeds and lies in
+shared (host) memory, at a tenth of the speed. A documented counter shows it (Task Manager does):
+the performance object "GPU Process Memory", instances "pid_<process>_luid_<adapter>_phys_<n>",
+counter "Shared Usage". It is read through pdh.dll. Not yet run on Windows.
 """
 
 from __future__ import annotations
@@ -113,7 +110,7 @@ class SpillWatch:
         self._usual_bytes: int | None = None
 
     def spilled_bytes(self) -> int:
-        """What lies in host memory and should not; 0 where there is no such counter."""
+        """Bytes that were moved to host memory; 0 without such a counter."""
         shared = self._read()
         if shared is None:
             return 0
@@ -130,7 +127,7 @@ def pinned_bytes() -> int:
 
 
 def reader_for(platform: str) -> ReadShared:
-    """How the counter is read there; nothing is, outside of Windows."""
+    """Returns the reader of the counter; outside of Windows it reads nothing."""
     return SharedUsage() if platform == "win32" else lambda: None
 
 
@@ -193,10 +190,10 @@ class Cap(Protocol):
 
     @property
     def read(self) -> Read:
-        """Says what there is."""
+        """Reads the memory that there is."""
 
     def move(self, limit_bytes: int) -> bool:
-        """From now on this is the limit; whether more than that is still held."""
+        """Sets a new limit. Returns True if the process still holds more than it."""
 
     def keep(self) -> bool:
         """Re-applies the limit if the context has grown. Returns True if more than it is held."""
@@ -205,7 +202,7 @@ class Cap(Protocol):
         """Measures the context, then `keep`."""
 
     def room_bytes(self) -> int | None:
-        """What is left of it now; None where only counting would tell."""
+        """What is left below the limit now; None if only counting can tell."""
 
     def counting(self, tokens: int, key: object) -> contextlib.AbstractContextManager[None]:
         """Surrounds a step whose largest micro-batch has this many tokens, run in the way `key`."""
@@ -226,7 +223,7 @@ class CudaCap:
         self._allowed_bytes: int | None = None
 
     def move(self, limit_bytes: int) -> bool:
-        """The context is part of the limit, and torch's allocator does not know of it."""
+        """As in `Cap`; the context, which torch's allocator does not count, is subtracted."""
         self._limit_bytes = limit_bytes
         self._allowed_bytes = max(limit_bytes - self.read.context_bytes, 0)
         share = min(self._allowed_bytes / self._total_bytes, 1.0)
@@ -248,7 +245,7 @@ class CudaCap:
         return self.keep()
 
     def room_bytes(self) -> int | None:
-        """Between what tensors take and what they may."""
+        """The difference between the limit for tensors and what they take."""
         if self._allowed_bytes is None:
             return None
         return max(self._allowed_bytes - torch.cuda.memory_allocated(self._index), 0)
@@ -291,7 +288,7 @@ class CountingCap:
         return sum(storage.nbytes() for storage in storages.values())
 
     def move(self, limit_bytes: int) -> bool:
-        """What fitted before may not fit now."""
+        """As in `Cap`; below a smaller limit all steps are counted again."""
         if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
             self._proven.clear()
         self._limit_bytes = limit_bytes
@@ -307,12 +304,12 @@ class CountingCap:
         return False
 
     def room_bytes(self) -> int | None:
-        """Not known without counting; the step as a whole is counted."""
+        """Returns None: only counting the step can tell."""
         return None
 
     @contextlib.contextmanager
     def counting(self, tokens: int, key: object) -> Iterator[None]:
-        """A batch no larger than one that fitted needs no more than that one."""
+        """Counts the step, unless a batch at least as large has fitted before."""
         self._steps += 1
         proven = tokens <= self._proven.get(key, 0) and self._steps % COUNT_EVERY
         if self._limit_bytes is None or proven:

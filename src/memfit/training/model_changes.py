@@ -73,7 +73,7 @@ def by_name(positional: Sequence[Any]) -> dict[str, Any]:
 
 
 def own_optimizer(trainer: BudgetTrainer, named: Mapping[str, Any]) -> str:
-    """The name of an optimizer the user made or makes; empty where the arguments say which."""
+    """The name of an optimizer that the user made; empty if the arguments name it."""
     made, _ = named.get("optimizers") or (None, None)
     if made is not None:
         return type(made).__name__
@@ -157,7 +157,7 @@ class Held:
 
 
 def let_go(model: nn.Module) -> None:
-    """Forget who changed the model: it is as it was."""
+    """Forgets who changed the model, which is unchanged again."""
     vars(model).pop(_ATTRIBUTE, None)
 
 
@@ -203,7 +203,7 @@ class ModelChanges:
         self._planned_for: Any = None
         """What the plan was made for; None where it was given."""
         self._made: nn.Module | None = None
-        """By `model_init` for the plan, until the Trainer asks for it."""
+        """The model that `model_init` made for the plan, until the Trainer asks for it."""
         self._made_with: RandomState
 
     def _fields_of(self, named: Mapping[str, Any], user_set: frozenset[str] | None) -> Any:
@@ -259,7 +259,7 @@ class ModelChanges:
     # ---- models made by model_init ----
 
     def make_model(self, trial: Any = None) -> None:
-        """Before the Trainer asks for it: a plan is made for a model, and may change arguments."""
+        """Makes the model before the Trainer asks for it, because the plan needs it."""
         args = self.setup.args
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         # BudgetTrainer's own call_model_init hands out the model that is made here.
@@ -268,7 +268,7 @@ class ModelChanges:
         self._made_with = RandomState.now(args.device)
 
     def hand_out_model(self, trial: Any = None) -> nn.Module:
-        """The model made before, or a new one; random numbers go on from its making."""
+        """Returns the model made before, or a new one, and restores the random state after it."""
         if self._made is None:
             self.make_model(trial)
         self._made = None
@@ -276,7 +276,7 @@ class ModelChanges:
         return self.setup.model
 
     def remake_model(self, trial: Any) -> None:
-        """A new model for another training, changed as the one before it, which goes first."""
+        """Drops the model, then makes a new one for another training, with the same changes."""
         self._drop_model()
         self.setup = self._new_setup(None, self._trainer.args)
         self.make_model(trial)
@@ -285,7 +285,7 @@ class ModelChanges:
         self._trainer.equip(self.setup.model)
 
     def _drop_model(self) -> None:
-        """Hold no model and nothing that belongs to one: two would not fit."""
+        """Drops the model and everything that belongs to it: two would not fit."""
         trainer = self._trainer
         if hasattr(trainer, "executor"):
             trainer.executor.drop()
@@ -358,7 +358,7 @@ class ModelChanges:
 
 
 def _shape_of(model: nn.Module, args: transformers.TrainingArguments) -> Any:
-    """What a plan is made for: all weights by their sizes, and the effective batch."""
+    """What a plan depends on: the sizes of all weights, and the effective batch."""
     shapes = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
     return type(model), args.per_device_train_batch_size, shapes
 

@@ -71,7 +71,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def check_savable(trainer: TrainerParts, *, keeps_model: bool = False) -> int:
-    """The bytes of a checkpoint, 0 where none is to be written.
+    """Returns the bytes of a checkpoint, 0 if none is to be written.
 
     SaveError names what cannot be saved; OutputError says that a checkpoint has no room, or the
     whole model, if the caller keeps it in the end.
@@ -97,7 +97,7 @@ def check_savable(trainer: TrainerParts, *, keeps_model: bool = False) -> int:
 
 
 def _parts(trainer: TrainerParts) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What the Trainer pickles, by the name it has in a sentence."""
+    """The parts that the Trainer pickles, by their names in messages."""
     yield "arguments", lambda: trainer.args
     if trainer.args.save_only_model:
         return
@@ -146,7 +146,7 @@ def _is_exported(model: nn.Module) -> bool:
 
 
 def _check_nothing_shared(model: nn.Module) -> None:
-    """Two names of one weight: save_pretrained knows such pairs, safetensors alone refuses them."""
+    """Refuses a weight with two names: save_pretrained handles such pairs, safetensors does not."""
     owners: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in owners:
@@ -204,7 +204,7 @@ _PARTS = {
 
 @contextmanager
 def _named(part: str, **fields: str) -> Iterator[None]:
-    """Whatever goes wrong inside is the fault of this part."""
+    """An error inside names this part of the checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -282,7 +282,7 @@ class CheckpointSaver:
 
     @property
     def last_good(self) -> Path | None:
-        """Written or continued from by this run; else the newest that is there."""
+        """The last checkpoint this run wrote or continued from; else the newest there is."""
         return self._last_good or newest_listed(str(self._trainer.args.output_dir))
 
     def check(self) -> None:
@@ -335,7 +335,7 @@ class CheckpointSaver:
         return work()
 
     def _write_beside(self, final: Path, write: Callable[[], None]) -> None:
-        """All the Trainer writes, in the place of what is unfinished."""
+        """Makes the Trainer write everything into the folder of unfinished checkpoints."""
         trainer = self._trainer
         if trainer.args.should_save:
             tidy(final.parent)
@@ -350,7 +350,7 @@ class CheckpointSaver:
         self._note_best(final)
 
     def _note_best(self, final: Path) -> None:
-        """The state names the best checkpoint by the place it will have, on every rank."""
+        """Writes the best checkpoint's final path into the state, on every rank."""
         state = self._trainer.state
         named = final.with_name(f"checkpoint-{state.best_global_step}")
         if named.is_dir() or named == final:
@@ -396,7 +396,7 @@ class CheckpointSaver:
     # ---- going on ----
 
     def continue_from(self, wanted: str | Path | bool | Search | None) -> Path | None:
-        """The checkpoint to load, once what was cut off is removed and the others are looked at."""
+        """Removes unfinished checkpoints, checks the others, returns the one to load."""
         folder = Path(str(self._trainer.args.output_dir))
         if self._trainer.args.should_save:
             tidy(folder)
@@ -413,7 +413,7 @@ class CheckpointSaver:
         return self._last_good
 
     def load_state(self, load: Callable[[], _Loaded]) -> _Loaded:
-        """No stored path is followed: the best checkpoint lies beside the one continued from."""
+        """Loads the state; the best checkpoint is looked up beside this one, not by its path."""
         if self._last_good is None:
             return load()
         with reading(str(self._last_good)):
@@ -443,7 +443,7 @@ class CheckpointSaver:
         return written
 
     def load_best(self, load: Callable[[], None], load_masters: Callable[[Path], None]) -> None:
-        """Only from a checkpoint that is whole, and not where the model holds it already."""
+        """Loads the best weights, from a whole checkpoint, unless the model holds them already."""
         state, held = self._trainer.state, self.held()
         if held is not None and str(held) == state.best_model_checkpoint:
             return
@@ -476,7 +476,7 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def ending_in_words(self) -> Iterator[None]:
-        """What ends the run names the last good checkpoint; of a lost device nothing is asked."""
+        """An error inside names the last good checkpoint; a lost device is not used again."""
         try:
             yield
         except RunStoppedError as error:
@@ -504,7 +504,7 @@ class CheckpointSaver:
 
 @contextlib.contextmanager
 def _without_crc() -> Iterator[None]:
-    """torch.save leaves its own checksum out, which takes as long as the writing does.
+    """Inside, torch.save writes no CRC, which takes as long as the writing itself.
 
     The manifest has a stronger one of the whole file, and torch.load asks for neither.
     """
@@ -535,7 +535,7 @@ def without_secrets(args: transformers.TrainingArguments) -> transformers.Traini
 
 @contextlib.contextmanager
 def arguments_as_given(trainer: Any) -> Iterator[None]:
-    """Whoever pickles `trainer.args` inside writes the user's own, and no token."""
+    """Inside, `trainer.args` are pickled as the user gave them, without tokens."""
     used = trainer.args
     trainer.args = _pickled_as(used, without_secrets(trainer.user_args))
     try:
@@ -547,7 +547,7 @@ def arguments_as_given(trainer: Any) -> Iterator[None]:
 def _pickled_as(
     args: transformers.TrainingArguments, written: transformers.TrainingArguments
 ) -> transformers.TrainingArguments:
-    """A copy to work with, in whose place others are pickled."""
+    """A copy of the arguments that is pickled as other arguments."""
 
     class AsGiven(type(args)):  # type: ignore[misc]
         def __reduce_ex__(self, _: Any) -> Any:
@@ -560,7 +560,7 @@ def _pickled_as(
 
 @contextlib.contextmanager
 def same_parameters(model: nn.Module | None) -> Iterator[None]:
-    """Weights are loaded into the parameters that are there, in the type these have.
+    """Inside, weights are loaded into the existing parameters, in their types.
 
     peft replaces adapters by float32 ones while it loads them (`autocast_adapter_dtype`, which
     the Trainer leaves on): the optimizer would know nothing of these.
@@ -583,7 +583,7 @@ def same_parameters(model: nn.Module | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """Whatever goes wrong inside names the checkpoint that is read."""
+    """An error inside names the checkpoint that is read."""
     try:
         yield
     except (MemfitError, torch.OutOfMemoryError):

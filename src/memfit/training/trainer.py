@@ -157,7 +157,7 @@ class BudgetTrainer(transformers.Trainer):
         if model is not None:
             self.ranks.same_weights(model)
         self._predictions: dict[int, tuple[Any, Any]] = {}
-        """By step: of the last evaluation, and of the best one."""
+        """Predictions of the last evaluation and of the best one, by step."""
         if budget is not None and not isinstance(budget, Budget):
             budget = parse_budget(budget)
         self.budget = budget
@@ -227,7 +227,7 @@ class BudgetTrainer(transformers.Trainer):
                 )
 
     def equip(self, model: nn.Module) -> None:
-        """Make what runs the steps of this model, as it is now."""
+        """Makes executor and guard for the model as it is now."""
         self.model = model  # type: ignore[assignment]
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
@@ -367,7 +367,7 @@ class BudgetTrainer(transformers.Trainer):
         return exchange
 
     def prepare_steps(self, loader: Any) -> None:
-        """All that is done between loading and the first step."""
+        """Prepares the first step, after everything is loaded."""
         if self.ranks.rank > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
             # Other rows get other dropout. The host's generator may decide the order of rows.
             torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
@@ -541,7 +541,7 @@ class BudgetTrainer(transformers.Trainer):
         return predicted
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer's; what its own rows were predicted to be is kept."""
+        """As the Trainer's; keeps the predictions for its own rows."""
         self._follow_arguments()
         self._keeps_predictions = eval_dataset is None
         try:
@@ -663,7 +663,7 @@ class BudgetTrainer(transformers.Trainer):
         return self.checkpoints.folder_for(str(super()._get_output_dir(trial)))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As the Trainer's, which uploads in the background: only under the name that stays."""
+        """As the Trainer's, which uploads in the background: only after the folder has its name."""
         if self.checkpoints.writing:
             self.checkpoints.push_due = True
             return
@@ -704,9 +704,9 @@ class BudgetTrainer(transformers.Trainer):
         self.checkpoints.load_best(super()._load_best_model, self.masters.load)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what one rank wants after a step, all do.
+        """As the Trainer's; what one rank wants after a step, all ranks do.
 
-        A signal or a clock may be seen by one of them only, and the others would wait.
+        A signal or a time limit may reach one rank only, and the others would wait for it.
         """
         control = self.control
         wanted = self.ranks.highest([int(getattr(control, flag)) for flag in _WANTED])
@@ -773,7 +773,7 @@ class BudgetTrainer(transformers.Trainer):
         return self._get_num_items_in_batch([inputs], self.args.device)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """What learns, with weight decay and without, as the Trainer groups it."""
+        """The learning parameters, with and without weight decay, as the Trainer groups them."""
         decayed = set(self.get_decay_parameter_names(self.model))
         learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         return [
@@ -850,7 +850,7 @@ class _BeforeTraining(TrainerCallback):
 
 
 def _was_shared(checkpoint: str, ranks: int) -> bool:
-    """Whether another number of ranks wrote this: each keeps its random numbers in a file."""
+    """Whether another number of ranks wrote this: each rank has a file of random state."""
     return len(list(Path(checkpoint).glob("rng_state*.pth"))) not in (0, ranks)
 
 
