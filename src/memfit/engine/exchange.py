@@ -57,7 +57,12 @@ def host_group() -> Any:
 
 
 class Peers:
-    """All processes of a training; alone, everything here does nothing and costs nothing."""
+    """What the processes of a training send each other, over torch.distributed.
+
+    Alone, everything here does nothing and costs nothing. Which number a launcher has given this
+    process is read by `config/launched.py`; a whole run's ranks agree, and fail, by way of
+    `run/rank_group.py`.
+    """
 
     def __init__(self, rank: int = 0, world_size: int = 1, control: Any = None) -> None:
         self.rank = rank
@@ -194,9 +199,17 @@ class Peers:
         """Bring one rank's values into the first rank's tensor, which is in host memory."""
         if self.rank == sender:
             copied = tensor.detach().cpu().contiguous()
-            self._waiting(lambda: dist.send(copied, dst=0, group=self._control))
+            self.settle(self.launch_to_first(copied))
         elif self.rank == 0:
-            self._waiting(lambda: dist.recv(tensor, src=sender, group=self._control))
+            self.receive(tensor, sender)
+
+    def launch_to_first(self, tensor: Tensor) -> Any:
+        """Begin to send a tensor in host memory to the first rank, which calls `receive`."""
+        return self._called(lambda: dist.isend(tensor, dst=0, group=self._control))
+
+    def receive(self, tensor: Tensor, sender: int) -> None:
+        """Waits for what a rank sends to this one, of the size of this tensor in host memory."""
+        self._waiting(lambda: dist.recv(tensor, src=sender, group=self._control))
 
     def settle(self, work: Any) -> None:
         """Until the sum is there; on a card the stream waits, not the host."""

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from memfit._version import __version__
 from memfit.config.files import plain, why_not_written
-from memfit.config.launched import launched_rank
 from memfit.data.columns import choose_texts
 from memfit.data.reading import as_text, unbroken
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import RowMeter, progress_bar
 from memfit.errors import DataError, OutputError
-from memfit.run.in_order import Exchange, Piece, exchange
+from memfit.run.in_order import Piece, in_order
 from memfit.run.partial_output import PartialOutput, partial_output, partial_path
+from memfit.run.rank_group import RankGroup, joined
 from memfit.text import N_, doing, is_told, t
 
 if TYPE_CHECKING:
@@ -86,9 +86,10 @@ def predict_file(
     _check_columns(table)
     names = _answer_columns(table)
     form = _Form(path, (*table.columns, *names))
-    with doing(t("predicting …")), exchange(launched_rank()) as ranks:
-        predictor = _Predictor(classifier, table, texts, form, ranks, batch_tokens)
-        if not ranks.ranks.is_first:
+    on_cpu = classifier.model.device.type == "cpu"
+    with doing(t("predicting …")), joined(on_cpu=on_cpu) as group:
+        predictor = _Predictor(classifier, table, texts, form, group, batch_tokens)
+        if not group.is_first:
             predictor.send()
             return FilePredictions(path, 0, 0, *names)
         made_from = _made_from(classifier, table, texts, Path(source).expanduser())
@@ -110,20 +111,20 @@ class _Predictor:
     table: Table
     texts: list[str]
     form: _Form
-    exchange: Exchange
+    group: RankGroup
     batch_tokens: int | None
 
     def write(self, out: PartialOutput) -> None:
         """Writes the pieces of all ranks, from the row on that the output has come to."""
-        first_row = self.exchange.from_first(out.complete.rows)
+        first_row = self.group.share(lambda: out.complete.rows)
         if out.total_rows is None and is_told():
             out.total_rows = self._count_rows()
         left = None if out.total_rows is None else out.total_rows - first_row
-        alone = self.exchange.ranks.world_size == 1
+        alone = self.group.is_alone
         try:
             with row_bar(left) as update:
                 mine = self._pieces(first_row, update if alone else _nobody)
-                for piece in self.exchange.in_order(mine):
+                for piece in in_order(self.group, mine):
                     out.add(piece.data, piece.rows, piece.empty_rows)
                     if not alone:
                         update(piece.rows)
@@ -136,16 +137,16 @@ class _Predictor:
 
     def send(self) -> None:
         """Predicts this rank's windows for the first rank, which writes them."""
-        for _ in self.exchange.in_order(self._pieces(self.exchange.from_first(0), _nobody)):
+        for _ in in_order(self.group, self._pieces(self.group.share(int), _nobody)):
             pass
 
     def _pieces(self, first_row: int, update: Callable[[int], object]) -> Iterator[Piece]:
         """The windows of this rank, answered, from a row on."""
         on_cpu = self.classifier.model.device.type == "cpu"
-        most_rows = self.exchange.from_first(CPU_WINDOW_ROWS if on_cpu else WINDOW_ROWS)
+        most_rows = self.group.share(lambda: CPU_WINDOW_ROWS if on_cpu else WINDOW_ROWS)
         rows = unbroken(self.table.read(self.table.columns), self.table.where)
         windows = _windows(islice(rows, first_row, None), most_rows)
-        ranks = self.exchange.ranks
+        ranks = self.group.ranks
         for window in islice(windows, ranks.rank, None, ranks.world_size):
             answers = self._answers(window, update)
             empty_rows = sum(answer is None for answer in answers)

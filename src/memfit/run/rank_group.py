@@ -106,16 +106,16 @@ class RankGroup:
         if not self.is_alone:
             from memfit.engine.exchange import Peers, host_group
 
-            self._peers = Peers.here()
+            self.peers = Peers.here()
             self._watch = _RankWatch(ranks, host_group())
 
     def gathered(self, value: T) -> list[T]:
         """Returns what each rank gives, in the order of ranks."""
-        return [value] if self.is_alone else self._peers.gathered(value)
+        return [value] if self.is_alone else self.peers.gathered(value)
 
     def largest(self, value: int) -> int:
         """Returns the largest value of all ranks; cheap enough for every step."""
-        return value if self.is_alone else self._peers.highest([value])[0]
+        return value if self.is_alone else self.peers.highest([value])[0]
 
     def smallest(self, value: int) -> int:
         """Returns the smallest value of all ranks."""
@@ -135,7 +135,7 @@ class RankGroup:
                 error = raised
                 return None, RankFailure.of(0, raised)
 
-        made, failure = self._peers.from_first(attempt)
+        made, failure = self.peers.from_first(attempt)
         if failure is not None:
             raise error or failure.error()
         return cast(T, made)
