@@ -20,7 +20,7 @@ from memfit import BudgetTrainer
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, RankLostError, RunStoppedError
 from memfit.strategies import FullySharded, Setup
-from memfit.strategies.fully_sharded import ShardedModel, is_divided
+from memfit.strategies.fully_sharded import ShardedModel, in_step, is_divided
 from memfit.training.guard.updates import allocate_state
 from small_training import collate, model_of, texts
 
@@ -173,6 +173,7 @@ def test_out_of_memory_ends_the_run_in_words(group: Peers, tmp_path: Path) -> No
     model = model_of()
     trainer = BudgetTrainer(model, args, train_dataset=texts(), data_collator=collate)
     sharded = trainer.setup.sharded = ShardedModel(model, group, CPU)
+    trainer.executor = in_step(trainer.executor)
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

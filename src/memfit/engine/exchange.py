@@ -418,38 +418,26 @@ def in_messages(params: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(pool)
 
 
-def _leave_in_grad(sums: list[tuple[Tensor, Tensor]]) -> None:
+def leave_in_grad(sums: list[tuple[Tensor, Tensor]]) -> None:
+    """Puts the sums where optimizer and callbacks look."""
     for p, gradient in sums:
         p.grad = gradient.view_as(p)
 
 
-class ExchangedGrads:
-    """The exchange for gradients that stay in `.grad`, where optimizer and callbacks look."""
+class WatchedGrads:
+    """Offers gradients that stay in `.grad` to an exchange, beside the rest of backward."""
 
-    def __init__(self, ranks: Peers, model: nn.Module) -> None:
-        self.ranks = ranks
-        self._model = model
-        self._exchange = GradientExchange(ranks)
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
+        self.armed = False
+        """Whether the next backward is the rank's last of the step, so that gradients are whole."""
         self._handles: dict[Tensor, RemovableHandle] = {}
-        self._is_last = False
 
-    def begin(self) -> None:
-        """Before the first micro-batch of a step, or of its repetition."""
-        learning = [p for p in self._model.parameters() if p.requires_grad]
-        for p in learning:
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Puts hooks on those that have none yet."""
+        for p in params:
             if p not in self._handles:
                 self._handles[p] = on_gradient(p, self._receive)
-        self._is_last = False
-        self._exchange.begin(learning)
-
-    def arm(self) -> None:
-        """The next backward is this rank's last of the step."""
-        self._is_last = True
-
-    def finish(self) -> None:
-        """Leaves the sums in `.grad`."""
-        self._is_last = False
-        self._exchange.finish(lambda p: p.grad, _leave_in_grad)
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -458,9 +446,38 @@ class ExchangedGrads:
         self._handles.clear()
 
     def _receive(self, p: Tensor) -> None:
-        if not self.ranks.together or p.grad is None:
+        if not self._exchange.ranks.together or p.grad is None:
             return
         if self._exchange.has_sent(p):
             p.grad = None  # of a step that is run again
-        elif self._is_last:
+        elif self.armed:
             self._exchange.offer(p, p.grad)
+
+
+class ExchangedGrads:
+    """The exchange for gradients that stay in `.grad`, where optimizer and callbacks look."""
+
+    def __init__(self, ranks: Peers, model: nn.Module) -> None:
+        self._model = model
+        self._exchange = GradientExchange(ranks)
+        self._watched = WatchedGrads(self._exchange)
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step, or of its repetition."""
+        learning = [p for p in self._model.parameters() if p.requires_grad]
+        self._watched.watch(learning)
+        self._watched.armed = False
+        self._exchange.begin(learning)
+
+    def arm(self) -> None:
+        """The next backward is this rank's last of the step."""
+        self._watched.armed = True
+
+    def finish(self) -> None:
+        """Leaves the sums in `.grad`."""
+        self._watched.armed = False
+        self._exchange.finish(lambda p: p.grad, leave_in_grad)
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        self._watched.remove()

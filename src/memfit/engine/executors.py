@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,9 @@ class StepExecutor:
     every micro-batch. Where several `ranks` train, each runs its share of the rows, and leaves the
     gradient of the whole batch; its share may be nothing.
     """
+
+    runs_alone: ClassVar[bool] = True
+    """Whether a rank runs its rows without the others, and so may repeat, try and predict some."""
 
     micro_batching: MicroBatching
     trim: Trim

@@ -181,6 +181,13 @@ class Setup:
             return Message("its kernels need Triton, which Windows does not have by default")
         return Message("its kernels need Triton, which is not installed")
 
+    def whole_weights(self) -> dict[str, Any] | None:
+        """Weights that are divided among the ranks, on the first; None where there is no need.
+
+        All ranks call it together.
+        """
+        return None if self.sharded is None else self.sharded.model_state()
+
     def restore(self) -> None:
         """Give the model back as it was before any strategy."""
         while self.undo:

@@ -87,7 +87,7 @@ class FullySharded(Strategy):
             setup.sharded = setup.state_shares = None
 
         setup.undo.append(undo)
-        setup.wrap_executor.append(_in_step)
+        setup.wrap_executor.append(in_step)
 
 
 class ShardedModel:
@@ -286,7 +286,8 @@ def _part_of(value: Any, parameter: Any) -> Any:
     return distribute_tensor(value.to(parameter.device), mesh, places, src_data_rank=None)
 
 
-def _in_step(executor: StepExecutor) -> StepExecutor:
+def in_step(executor: StepExecutor) -> StepExecutor:
+    """The executor as it runs on ranks that meet in every layer."""
     fields = {
         field.name: getattr(executor, field.name) for field in dataclasses.fields(StepExecutor)
     }
@@ -296,6 +297,8 @@ def _in_step(executor: StepExecutor) -> StepExecutor:
 @dataclass(frozen=True)
 class InStepExecutor(StepExecutor):
     """Runs as many micro-batches as the rank with the most; gradients are summed in backward."""
+
+    runs_alone = False
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> Tensor:
         """As in the base; a rank that is lost is noticed inside a layer."""

@@ -31,6 +31,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
 from memfit.strategies import Combination, Effects, Setup, Strategy, apply_all
+from memfit.strategies.fully_sharded import is_divided
 from memfit.text import t
 
 if TYPE_CHECKING:
@@ -246,9 +247,8 @@ class ModelChanges:
         vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
         before = set(model.parameters())
         apply_all(used, self.setup)
-        if self.setup.sharded is None:
-            made = [p for p in self.setup.model.parameters() if p not in before]
-            self._trainer.ranks.same_tensors(made)  # adapters begin at random
+        made = [p for p in self.setup.model.parameters() if p not in before and not is_divided(p)]
+        self._trainer.ranks.same_tensors(made)  # adapters begin at random
 
     def cancel(self) -> None:
         """Undo the changes of a trainer that cannot be made: the user keeps the model given."""

@@ -320,7 +320,7 @@ class BudgetTrainer(transformers.Trainer):
             raise  # the model is dropped, and in float32 it might not fit
         except BaseException:
             untrained = self.state.global_step == begun and self.setup.model is not None
-            if untrained and self.setup.sharded is None:  # else the other ranks would be needed
+            if untrained and self.executor.runs_alone:  # else the other ranks would be needed
                 self.changes.give_back()  # the model is left as it was
             raise
 
@@ -622,8 +622,7 @@ class BudgetTrainer(transformers.Trainer):
     def _may_share_evaluation(self, dataset: Any) -> bool:
         """Whether ranks evaluate different batches; where not, each evaluates all."""
         alone = self.args.batch_eval_metrics or self.args.include_for_metrics
-        divided = self.setup.sharded is not None  # its ranks run every batch together
-        return not alone and not divided and not isinstance(dataset, IterableDataset)
+        return self.executor.runs_alone and not alone and not isinstance(dataset, IterableDataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return repeatable(super()._get_train_sampler(train_dataset), self.args)
@@ -635,8 +634,7 @@ class BudgetTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; a checkpoint says how batches are run, a model has all its bits."""
-        sharded = self.setup.sharded
-        self._whole_weights = None if sharded is None else sharded.model_state()
+        self._whole_weights = self.setup.whole_weights()
         super().save_model(output_dir, _internal_call)
         self._whole_weights = None
         if self.args.should_save:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from memfit.engine.exchange import GradientExchange, Peers
+from memfit.engine.exchange import GradientExchange, Peers, WatchedGrads, leave_in_grad
 from memfit.engine.step_state import on_gradient
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.lowbit.lowbit_kernels import (
@@ -442,7 +442,7 @@ class KeptGradients(LowBitSink):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watched: dict[Tensor, RemovableHandle] = {}
+        self._watched = None if self._exchange is None else WatchedGrads(self._exchange)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -470,40 +470,35 @@ class KeptGradients(LowBitSink):
                 if p.grad is not None:
                     self.optimizer.ensure_state(p)
         super().begin(micro_batches, replayed=replayed)
-        if self.is_together:
-            for p in self.optimizer.large:
-                if p not in self._watched:
-                    self._watched[p] = on_gradient(p, self._offer)
+        if self.is_together and self._watched is not None:
+            self._watched.watch(self.optimizer.large)
+            self._watched.armed = False
+
+    def arm(self, index: int, phase: str = "apply") -> None:
+        """As in the base; the last micro-batch's gradients are summed where they lie."""
+        super().arm(index, phase)
+        if self._watched is not None:
+            self._watched.armed = self._is_last
 
     def remove(self) -> None:
         """As in the base."""
         super().remove()
-        for handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
-
-    def _offer(self, p: Tensor) -> None:
-        """A gradient that is whole is summed where it lies, beside the rest of backward."""
-        if not self.is_together or self._rehearsing or p.grad is None:
-            return
-        assert self._exchange is not None
-        if self._exchange.has_sent(p):
-            p.grad = None
-        elif self._is_last and self._begun:
-            self._exchange.offer(p, flat(p.grad, "gradient"))
+        if self._watched is not None:
+            self._watched.remove()
 
     def _kept_of(self, p: Tensor) -> Tensor | None:
-        return None if p.grad is None else flat(p.grad, "gradient")
+        return p.grad
 
     def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
-        for p, grad in sums:
-            p.grad = grad.view_as(p)
+        leave_in_grad(sums)
 
     def _decide(self) -> None:
         self._norm.measure_many(*self._large_gradients())
         super()._decide()
 
     def _settle(self) -> None:
+        if self._watched is not None:
+            self._watched.armed = False
         params, grads = self._large_gradients()
         self.optimizer.update_many(list(zip(params, grads, strict=True)))
         for p in params:

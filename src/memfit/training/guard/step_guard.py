@@ -261,8 +261,8 @@ class Guard:
             self.adjustments.say = bars[0].say
         if trainer.budget is None or trainer.args.torch_compile:
             return  # a compiled step wants the same shapes
-        if trainer.setup.sharded is not None:
-            return  # a rank by itself cannot run a step
+        if not trainer.executor.runs_alone:
+            return
         missed: DoesNotFitError | None = None
         with doing(t("compiling, capturing and trying the largest batch …")):
             try:
@@ -373,9 +373,8 @@ class Guard:
             try:
                 return predict(parts)
             except Exception as error:
-                whole = self.trainer.setup.sharded is None
                 smallest = max(len(part.rows) for part in parts) == 1
-                if not is_out_of_memory(error) or smallest or not whole:
+                if not is_out_of_memory(error) or smallest or not executor.runs_alone:
                     raise
                 let_go(error)
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
@@ -559,7 +558,7 @@ class Guard:
         yield from state_tensors(optimizer)
 
     def _smaller(self, model: nn.Module, way: Way, pieces: StepPieces, failed: str) -> Way:
-        if self.trainer.setup.sharded is not None:
+        if not self.trainer.executor.runs_alone:
             raise RunStoppedError(
                 t(
                     "out of memory in step {step}: {failed}; the weights are divided among the "
