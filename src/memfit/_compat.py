@@ -1,7 +1,8 @@
-"""What differs between versions of transformers, in one place; imports no torch.
+"""What differs between versions of transformers, in one place; imports no torch by itself.
 
 Most of it is names: transformers 5 removed or renamed fields of TrainingArguments that people
-still copy from older tutorials. `modernize` translates them.
+still copy from older tutorials. `modernize` translates them. At the end stand the private parts of
+torch that memfit uses, each with the reason.
 """
 
 from __future__ import annotations
@@ -186,3 +187,27 @@ def find_moved_modules() -> None:
     """Lets files written by 0.1 be read."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())
+
+
+def is_in_bad_fork() -> bool:
+    """Whether this process is a fork of one that had called CUDA, so that it cannot use it.
+
+    `torch.cuda.is_initialized()` is no answer: asking how many GPUs there are is enough.
+    """
+    import torch
+
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def forget_fully_shard(module: Any) -> None:
+    """Has torch forget that `fully_shard` was called on a module.
+
+    It has no inverse, and the state it keeps for a module cannot be taken back in public. A copy of
+    the model could be sharded in its place, but hooks of users and of other strategies point at the
+    modules they were put on.
+    """
+    from torch.distributed import _composable_state
+
+    for name in [one for one in vars(module) if "fsdp" in one or "composable" in one]:
+        del vars(module)[name]
+    _composable_state._module_state_mapping.pop(module, None)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from memfit._compat import is_in_bad_fork
 from memfit.errors import MemfitError
 from memfit.run.rank_agent import (
     RanksEndedError,
@@ -47,11 +48,9 @@ def cannot_fork() -> Message | None:
 
 def _fork_cannot_use_cuda() -> bool:
     """Asks a fork; in this process torch does not say whether CUDA's runtime was ever called."""
-    import torch
-
     process = os.fork()
     if process == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
+        os._exit(int(is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != 0
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memfit._compat import forget_fully_shard
 from memfit.engine.exchange import Peers
 from memfit.engine.executors import Share, StepExecutor
 from memfit.engine.micro_batches import MicroBatch, rows_of
@@ -194,7 +195,6 @@ class _ModuleBefore:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kind = type(module)
-        self._names = frozenset(vars(module))
         self._hooks = {
             name: dict(hooks) for name, hooks in vars(module).items() if name.endswith(_HOOKS)
         }
@@ -211,8 +211,6 @@ class _ModuleBefore:
 
     def restore(self, whole: dict[Tensor, Tensor], device: torch.device) -> None:
         """As it was; `whole` has the tensors that other modules were given back already."""
-        from torch.distributed import _composable_state
-
         module = self._module
         module.__class__ = self._kind
         for name, parameter in self._parameters.items():
@@ -227,11 +225,7 @@ class _ModuleBefore:
             now = vars(module)[name]
             now.clear()
             now.update(hooks)
-        for name in set(vars(module)) - self._names:
-            if "fsdp" in name or "composable" in name:
-                del vars(module)[name]
-        # Else torch would ask the module for a state that is gone.
-        _composable_state._module_state_mapping.pop(module, None)
+        forget_fully_shard(module)
 
 
 def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> set[Tensor]:
