@@ -208,6 +208,4 @@ def forget_fully_shard(module: Any) -> None:
     """
     from torch.distributed import _composable_state
 
-    for name in [one for one in vars(module) if "fsdp" in one or "composable" in one]:
-        del vars(module)[name]
     _composable_state._module_state_mapping.pop(module, None)

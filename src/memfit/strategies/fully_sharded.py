@@ -195,6 +195,7 @@ class _ModuleBefore:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kind = type(module)
+        self._names = frozenset(vars(module))
         self._hooks = {
             name: dict(hooks) for name, hooks in vars(module).items() if name.endswith(_HOOKS)
         }
@@ -225,6 +226,9 @@ class _ModuleBefore:
             now = vars(module)[name]
             now.clear()
             now.update(hooks)
+        for name in set(vars(module)) - self._names:
+            if "fsdp" in name or "composable" in name:
+                del vars(module)[name]
         forget_fully_shard(module)
 
 
