@@ -168,7 +168,6 @@ def test_wrong_settings_are_named() -> None:
     p = [nn.Parameter(torch.zeros(8).bfloat16())]
     for settings, words in (
         ({"master_bits": 32}, "master_bits must be 24 or 16"),
-        ({"moment_bits": 4}, "moment_bits must be 8"),
         ({"block": 100}, "power of two"),
         ({"betas": (0.9, 1.0)}, "betas"),
     ):

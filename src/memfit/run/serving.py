@@ -127,14 +127,14 @@ def _signature(folder: Path) -> Iterator[tuple[int, int] | None]:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one page on a port of this machine; `serve_forever` is the caller's."""
+    """Serves one page on a free port of this machine; the caller calls `serve_forever`."""
 
     daemon_threads = True
 
-    def __init__(self, page: LivePage, port: int = 0) -> None:
+    def __init__(self, page: LivePage) -> None:
         self.page = page
         self.path = f"/{secrets.token_urlsafe(12)}/"
-        super().__init__((HOST, port), _Handler)
+        super().__init__((HOST, 0), _Handler)
 
     @property
     def address(self) -> str:

@@ -58,7 +58,6 @@ class LowBitOptimizer(Optimizer):
         weight_decay: float = 0.01,
         *,
         master_bits: int = 24,
-        moment_bits: int = 8,
         block: int = BLOCK,
         small_numel: int = SMALL_NUMEL,
         seed: int = 0,
@@ -69,8 +68,6 @@ class LowBitOptimizer(Optimizer):
     ) -> None:
         if master_bits not in (16, 24):
             raise ValueError(f"master_bits must be 24 or 16, not {master_bits}")
-        if moment_bits != 8:
-            raise ValueError(f"moment_bits must be 8, not {moment_bits}")
         if block < 16 or block > 1024 or block & (block - 1):
             raise ValueError(f"block must be a power of two from 16 to 1024, not {block}")
         if remainders is not None and remainders.small_numel != small_numel:
