@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.config.files import read_json, write_json
 from memfit.errors import ConfigError
 from memfit.text import t
 
@@ -176,6 +175,8 @@ _KEY = "memfit"
 
 def keep_scoring(config_file: Path, scoring: Scoring) -> None:
     """Writes the rules into the config of a saved model, whose threshold is not tuned again."""
+    from memfit.config.files import read_json, write_json
+
     values = read_json(config_file)
     write_json(config_file, {**values, _KEY: replace(scoring, tuned=False).to_dict()})
 
