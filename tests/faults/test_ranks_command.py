@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 import memfit
 from memfit.cli import run
+from memfit.data import working_files
 from memfit.records.results import read_summary
 from memfit.training.checkpoints import problem_with
 
@@ -34,15 +35,33 @@ class Signalled(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+class Mapped(TrainerCallback):
+    """Leaves where the rows lie, and whether this process has made any files for rows."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def on_train_begin(self, args, state, control, train_dataloader, **kwargs):  # noqa: ARG002
+        rows = [one["filename"] for one in train_dataloader.dataset.cache_files]
+        made = working_files._folder_of.cache_info().currsize
+        self.place.write_text(json.dumps({"rows": rows, "made": made}))
+
+
 def as_rank(
-    root: Path, words: list[str], number: int, port: int, callbacks: list[TrainerCallback]
+    root: Path,
+    words: list[str],
+    number: int,
+    port: int,
+    machines: int,
+    callbacks: list[TrainerCallback],
 ) -> None:
     """One of two ranks, as torchrun starts them."""
     from memfit import api
 
     os.environ |= {
-        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(number), "LOCAL_RANK": str(number // machines), "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(2 // machines), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }  # fmt: skip
     real = memfit.finetune
     api.finetune = lambda *args, **named: real(*args, **named, callbacks=callbacks)
@@ -58,14 +77,14 @@ def free_port() -> int:
 
 
 def two_ranks(
-    root: Path, *words: list[str], callback: TrainerCallback | None = None
+    root: Path, *words: list[str], callback: TrainerCallback | None = None, machines: int = 1
 ) -> tuple[list[int | None], list[str]]:
     """Exit codes and words of both; rank 1 may have other words, and has the callback."""
     port = free_port()
     root.mkdir(exist_ok=True)
     folders = [root / f"rank{number}-{len(list(root.iterdir()))}" for number in (0, 1)]
     started: list[Any] = [
-        in_child(as_rank, folder, words[min(number, len(words) - 1)], number, port,
+        in_child(as_rank, folder, words[min(number, len(words) - 1)], number, port, machines,
                  [callback] if callback is not None and number == 1 else [])
         for number, folder in enumerate(folders)
     ]  # fmt: skip
@@ -77,8 +96,12 @@ def two_ranks(
 
 def test_two_ranks_are_one_training(tmp_path: Path, by_plan: list[str]) -> None:
     out = tmp_path / "out"
-    codes, said = two_ranks(tmp_path, [*by_plan, "--epochs", "2", "--output-dir", str(out)])
+    words = [*by_plan, "--epochs", "2", "--output-dir", str(out)]
+    codes, said = two_ranks(tmp_path, words, callback=Mapped(tmp_path / "mapped.json"))
     assert codes == [0, 0], said
+    mapped = json.loads((tmp_path / "mapped.json").read_text())
+    assert mapped["made"] == 0
+    assert len(mapped["rows"]) == 1
     assert "16 rows a step" in said[0]
     assert "8 rows on each of 2 ranks" in said[0]
     assert [line for line in said[1].splitlines() if "[rank1]:[W" not in line] == []
@@ -120,7 +143,7 @@ def test_what_is_wrong_on_one_rank_ends_all_in_its_words(
     out = tmp_path / "out"
     words = [*by_plan, "--epochs", "1", "--output-dir", str(out)]
     other = ["train", str(tmp_path / "missing.csv"), *words[2:]]
-    codes, said = two_ranks(tmp_path, words, other)
+    codes, said = two_ranks(tmp_path, words, other, machines=2)
     assert codes == [2, 2], said
     assert said[0].count("missing.csv") == 1
     assert "memfit: rank 1: " in said[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,21 @@ def test_the_same_rows_are_not_tokenized_twice(
     assert again.train[:] == first.train[:]
     assert again.train.features == first.train.features
     assert again.lengths == first.lengths
+
+
+@pytest.mark.usefixtures("kept_in")
+def test_rows_on_disk_are_handed_on_by_the_name_of_their_file(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    data = table(tmp_path, [30] * 2000)
+    made, read = (tokenize(data, tokenizer, 32) for _ in range(2))
+    for rows in (made, read):
+        handed = pickle.dumps(rows.on_disk())
+        assert len(handed) < 10_000
+        there = pickle.loads(handed)
+        assert there.train[:] == made.train[:]
+        assert there.validation.features == made.validation.features
+        assert there.lengths == made.lengths
 
 
 def test_other_rows_lengths_and_tokenizers_are_not_taken_for_the_kept_ones(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memfit.data.working_files import on_disk
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -148,3 +150,7 @@ class TokenizedData:
     train: Dataset
     validation: Dataset
     lengths: LengthSummary
+
+    def on_disk(self) -> TokenizedData:
+        """The same rows, all in files that other processes of this machine can map."""
+        return TokenizedData(on_disk(self.train), on_disk(self.validation), self.lengths)

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import DataError
 from memfit.text import is_told, show_count, t
 from memfit.units import format_seconds
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _numbers = itertools.count()
 
@@ -87,6 +90,19 @@ def new_file() -> Path:
     folder = Path(_folder().name) / f"table-{next(_numbers)}"
     folder.mkdir()
     return folder / "rows.arrow"
+
+
+def on_disk(dataset: Dataset) -> Dataset:
+    """The same rows from a working file, where they lie in memory."""
+    if dataset.cache_files:
+        return dataset
+    import pyarrow as pa
+    from datasets import Dataset
+
+    path = new_file()
+    with room_on_disk(), pa.ipc.new_stream(str(path), dataset.data.schema) as writer:
+        writer.write_table(dataset.data.table)
+    return Dataset.from_file(str(path))
 
 
 @contextmanager

@@ -149,6 +149,14 @@ class Peers:
             raise failed
         return value  # type: ignore[no-any-return]
 
+    def from_rank(self, rank: int, value: _Made) -> _Made:
+        """What one rank has here, on all."""
+        if not self.together:
+            return value
+        told: list[Any] = [value if self.rank == rank else None]
+        self._waiting(lambda: dist.broadcast_object_list(told, src=rank, group=self._control))
+        return told[0]  # type: ignore[no-any-return]
+
     def raised(self, error: Exception | None) -> None:
         """Raises on all ranks what one of them has met, the first's first."""
         if not self.together:

@@ -206,13 +206,15 @@ def prepare(
     output_dir: Path,
     text: TextData | None = None,
     *,
+    tokens: TokenizedData | None = None,
     gpu: str | None = None,
     place: CardPlace | None = None,
     has_weights: bool = True,
 ) -> Prepared:
     """Reads and tokenizes the table; of the model only its settings are read.
 
-    `text` is the table, where it was read before. A model without weights can only be planned for.
+    `text` is the table, where it was read before, and `tokens` are its rows, where they were made.
+    A model without weights can only be planned for.
     """
     from memfit.data import read_table, tokenize
     from memfit.engine.half_on_cpu import half_on_cpu
@@ -229,9 +231,10 @@ def prepare(
             half_on_cpu()
     model = config.model if has_weights else replace(config.model, from_scratch=True)
     settings, tokenizer = load_settings(model, text.labels)
-    rows = f"{len(text.train) + len(text.validation):,}"
-    with doing(t("tokenizing {rows} rows …", rows=rows)):
-        tokens = tokenize(text, tokenizer, config.data.max_length)
+    if tokens is None:
+        rows = f"{len(text.train) + len(text.validation):,}"
+        with doing(t("tokenizing {rows} rows …", rows=rows)):
+            tokens = tokenize(text, tokenizer, config.data.max_length)
     return Prepared(
         config=config,
         text=text,

@@ -1,10 +1,11 @@
 """One run on several ranks: what they tell each other beside the gradients.
 
-Every rank prepares for itself. Rank 0 decides, speaks and writes: `share` sends its answers to the
-others. `agreed` surrounds work that may fail on one rank, such as reading a table: all ranks fail
-together at its end. In training they meet in every step, so a rank that fails there tells the
-others, which would wait for it (`failing_together`); one that is killed is missed by the others,
-since its connections close.
+Rank 0 decides, speaks and writes: `share` sends its answers to the others. The first rank of each
+machine reads and tokenizes, and the others map its files: `from_first_here`. Every rank prepares
+the rest for itself. `agreed` surrounds work that may fail on one rank, such as reading a table: all
+ranks fail together at its end. In training they meet in every step, so a rank that fails there
+tells the others, which would wait for it (`failing_together`); one that is killed is missed by the
+others, since its connections close.
 
 All of it goes over gloo, whatever carries the gradients: it needs no device, and it reports a
 closed connection at once.
@@ -139,6 +140,22 @@ class RankGroup:
         if failure is not None:
             raise error or failure.error()
         return cast(T, made)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this rank makes what the ranks of its machine have in common."""
+        return self.ranks.local_rank == 0
+
+    def from_first_here(self, value: T | None) -> T:
+        """Returns what the first rank of this machine has, to all ranks of the machine."""
+        if self.is_alone:
+            return cast(T, value)
+        mine = self.ranks.rank - self.ranks.local_rank
+        found = None
+        for first in sorted(set(self.gathered(mine))):
+            told = self.peers.from_rank(first, value)
+            found = told if first == mine else found
+        return cast(T, found)
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:

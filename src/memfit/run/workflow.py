@@ -337,11 +337,14 @@ class _Run:
             with doing(t("loading libraries …")):
                 folder, say = self.claim.folder, self.say
                 self.found = self.group.share(lambda: last_checkpoint(folder, say))
+        read: TextData | None = None
         with self.group.agreed():
-            with self.clock.measure("data"), doing(t("reading the table …")):
-                text = self._read()
+            if self.group.is_first_here:
+                with self.clock.measure("data"), doing(t("reading the table …")):
+                    read = self._read()
             with self.clock.measure("import"), doing(t("loading libraries …")):
                 preloading.load_libraries(card=not _on_cpu(self.config))
+        text = self.group.from_first_here(read)
         with announcements.no_progress_bars():
             self._prepare(text)
             tokens = self.prepared.tokens
@@ -456,8 +459,17 @@ class _Run:
     def _prepare(self, text: TextData) -> None:
         """Everything that is the same for every plan, and the first plan."""
         folder = self.claim.folder.checkpoints_dir
-        with self.clock.measure("load"), self.group.agreed():
-            self.prepared = prepare(self.config, folder, text)
+        with self.clock.measure("load"):
+            tokens: TokenizedData | None = None
+            with self.group.agreed():
+                if self.group.is_first_here:
+                    self.prepared = prepare(self.config, folder, text)
+                    tokens = self.prepared.tokens
+                    tokens = tokens if self.group.is_alone else tokens.on_disk()
+            tokens = self.group.from_first_here(tokens)
+            with self.group.agreed():
+                if not self.group.is_first_here:
+                    self.prepared = prepare(self.config, folder, text, tokens=tokens)
         with self.clock.measure("plan"):
             with doing(t("planning …")):
                 self._meet_all_budgets()
