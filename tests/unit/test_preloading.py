@@ -52,7 +52,10 @@ assert models._class_to_module == whole._class_to_module and models._modules == 
 
 
 def test_an_answer_waits_neither_for_the_compiler_nor_for_clusters(tiny_model_dir: Path) -> None:
-    """The answer is that of a process that loads everything, and the compiler still loads."""
+    """Nor does a trace. The answer is that of a process that loads everything.
+
+    The compiler still loads afterwards.
+    """
     script = f"""
 import sys
 from memfit.run import preloading
@@ -62,10 +65,18 @@ classifier = Classifier.load({str(tiny_model_dir)!r}, device="cpu")
 print(repr(classifier.logits(["good film", "bad"]).tolist()))
 loaded = {{"scipy", "triton", "torch.distributed.tensor"}} & set(sys.modules)
 assert not loaded, loaded
+preloading.load_to_plan()
 import torch, scipy
+from memfit.memory.tracing.fake_tensors import fake_trace
+with fake_trace():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    twice = lambda given: given * torch.tensor(2.0)
+    torch.utils.checkpoint.checkpoint(twice, weight, use_reentrant=False).sum().backward()
+assert not any(name.startswith("torch._dynamo.convert") for name in sys.modules)
 compiled = torch.compile(lambda x: x + 1, backend="eager")
 assert compiled(torch.ones(1)).item() == 2
 assert torch.distributed.is_available() and torch._dynamo.is_compiling() is False
+assert torch._dynamo.source.LocalSource("x").name
 """
     run = subprocess.run(
         [sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True

@@ -38,9 +38,12 @@ _RARELY = (100_000, 10, 10)
 
 _COMPILER = "torch._dynamo"
 
-_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
+_WITHOUT_IT = (f"{_COMPILER}._trace_wrapped_higher_order_op", f"{_COMPILER}.config")
+"""Modules of the compiler that masks and fake tensors need, and that do not need the rest of it."""
 
-_MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+_SOURCES = f"{_COMPILER}.source"
+
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable", "graph_break")
 
 
 class _Process:
@@ -97,6 +100,9 @@ def _load_alone() -> None:
 
 def load_to_plan() -> None:
     """Loads what planning needs; in memfit's own process without what transformers never calls."""
+    load_to_answer()  # a trace is not compiled either, and ranks are imitated
+    # torch itself would import it at the first operator on a fake tensor, inside a trace.
+    importlib.import_module("torch.distributed.tensor")
     with left_out() if _process.own else contextlib.nullcontext():
         importlib.import_module("memfit.planner.pricing.pricer")
 
@@ -114,7 +120,8 @@ def load_to_answer() -> None:
 
     spec = importlib.util.find_spec(_COMPILER)
     if _COMPILER not in sys.modules and spec is not None:
-        sys.modules[_COMPILER] = _LazyCompiler(spec)
+        sys.modules[_COMPILER] = compiler = _LazyCompiler(spec)
+        sys.modules[_SOURCES] = compiler.source = _Sources(_SOURCES)
         sys.meta_path.insert(0, _CompilerModules())
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False  # transformers asks once and remembers
@@ -144,8 +151,22 @@ class _LazyCompiler(ModuleType):
         return _unmarked if name in _MARKS else getattr(_load_compiler(), name)
 
 
+class _Sources(ModuleType):
+    """Stands in for the names a compiler gives to tensors: fake tensors ask for some, unused."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Source
+
+
+class _Source:
+    def __init__(self, *_: Any) -> None:
+        self.name = ""
+
+
 class _CompilerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Has every module of `torch._dynamo` load the real package first, except for masks' module."""
+    """Has every module of `torch._dynamo` load the real package first, but for `_WITHOUT_IT`."""
 
     def find_spec(
         self,
@@ -154,7 +175,7 @@ class _CompilerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         """None for every name that is not the compiler's."""
-        if fullname.rpartition(".")[0] != _COMPILER or fullname == _MASKS:
+        if fullname.rpartition(".")[0] != _COMPILER or fullname in _WITHOUT_IT:
             return None
         _load_compiler()
         return importlib.util.spec_from_loader(fullname, self)
@@ -173,7 +194,7 @@ class _CompilerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _load_compiler() -> ModuleType:
     if isinstance(sys.modules[_COMPILER], _LazyCompiler):
-        del sys.modules[_COMPILER]
+        del sys.modules[_COMPILER], sys.modules[_SOURCES]
         sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _CompilerModules)]
     return importlib.import_module(_COMPILER)
 
