@@ -37,6 +37,7 @@ from memfit.planner.pricing.layer_pieces import (
     without_attention,
 )
 from memfit.planner.pricing.step_trace import Sizes, StepTrace, trace_step
+from memfit.planner.pricing.traced_run import Extent
 from memfit.planner.pricing.traced_setup import rows_at_once
 from memfit.strategies import Combination, Strategy, TracePart, ordered
 
@@ -62,14 +63,17 @@ class Tracing:
         """Operators of all traces so far whose arithmetic could not be counted."""
 
     def trace(
-        self, strategies: Strategies, layers: int, *, fewer: bool = False, evaluates: bool = False
+        self,
+        strategies: Strategies,
+        layers: int,
+        *,
+        fewer: bool = False,
+        extent: Extent = Extent.UPDATE,
     ) -> StepTrace:
         """A step of so many layers, on the larger or the smaller of two micro-batches."""
-        return self._traced(strategies, layers, fewer, evaluates)
+        return self._traced(strategies, layers, fewer, extent)
 
-    def _trace(
-        self, strategies: Strategies, layers: int, fewer: bool, evaluates: bool
-    ) -> StepTrace:
+    def _trace(self, strategies: Strategies, layers: int, fewer: bool, extent: Extent) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
         found = trace_step(
@@ -78,7 +82,7 @@ class Tracing:
             self.card,
             tokens=tokens,
             layers=layers,
-            evaluates=evaluates,
+            extent=extent,
         )
         self.guessed |= found.guessed
         return found
@@ -186,7 +190,7 @@ class Updating:
     def __init__(self, tracing: Tracing, family: TraceFamily, strategies: Strategies) -> None:
         self._tracing, self._family, self._layers = tracing, family, family.layers - 1
         used = (*family.strategies, *strategies)
-        self._shallow = tracing.trace(used, self._layers, evaluates=True)
+        self._shallow = tracing.trace(used, self._layers, extent=Extent.EVALUATION)
         # What crosses the bus is in proportion to the parameters: one depth is enough.
         simple = strategies != family.reference and Combination(strategies).effects.copies
         self._deeper = None if simple else tracing.trace(used, family.layers)
@@ -318,17 +322,20 @@ class TraceFamily:
     def traced(self, layers: int) -> StepTrace:
         """The plain step of so many layers, with the reference's way of updating."""
         used = (*self.strategies, *self.reference)
-        return self._tracing.trace(used, layers, evaluates=layers < self.layers)
+        extent = Extent.EVALUATION if layers < self.layers else Extent.UPDATE
+        return self._tracing.trace(used, layers, extent=extent)
 
     @cached_property
     def _fewer(self) -> StepTrace:
-        used = (*self.strategies, *self.reference)
-        return self._tracing.trace(used, self.layers - 1, fewer=True)
+        return self._trace_fewer(self.layers - 1)
 
     @cached_property
     def _fewer_deeper(self) -> StepTrace:
+        return self._trace_fewer(self.layers)
+
+    def _trace_fewer(self, layers: int) -> StepTrace:
         used = (*self.strategies, *self.reference)
-        return self._tracing.trace(used, self.layers, fewer=True)
+        return self._tracing.trace(used, layers, fewer=True, extent=Extent.MICRO_BATCH)
 
     @cached_property
     def plain(self) -> TracedPieces:
@@ -341,7 +348,10 @@ class TraceFamily:
         away = Combination(strategies).effects.copies
         layers = max(self.layers, _HOSTED_LAYERS) if away else self.layers
         used = (*self.strategies, *self.reference, *strategies)
-        trace = self._tracing.trace(used, layers)
+        # An update by the host has its own share of the host's memory.
+        hosted = Combination(self.reference).effects.weights_on_host
+        extent = Extent.UPDATE if hosted else Extent.MICRO_BATCH
+        trace = self._tracing.trace(used, layers, extent=extent)
         count = layers if trace.traced_layers == (layers,) else depth
         # Plain layers at this depth are known without a trace of their own.
         first, second = self.traced(self.layers - 1), self.traced(self.layers)

@@ -51,7 +51,7 @@ from memfit.models.layers import layers_of
 from memfit.planner.candidates import Candidate, Workload
 from memfit.planner.exchange_cost import nccl_bytes
 from memfit.planner.pricing.memory_price import Priced, price
-from memfit.planner.pricing.traced_run import TracedRun
+from memfit.planner.pricing.traced_run import Extent, TracedRun
 from memfit.planner.pricing.traced_setup import (
     TracedRows,
     apply_one,
@@ -326,17 +326,17 @@ def trace_step(
     tokens: int | None = None,
     layers: int | None = None,
     whole: bool = False,
-    evaluates: bool = True,
+    extent: Extent = Extent.EVALUATION,
 ) -> StepTrace:
     """The candidate's step on a CUDA card, or on a CPU (None).
 
     `tokens` are those of one micro-batch on the device; by default the most the candidate's
     micro-batching and the data allow. `layers` traces a model of only so many, as it is. `whole`
-    is a batch of so many tokens that is not cut, whatever becomes of larger ones. Without
-    `evaluates` no model runs in its evaluation.
+    is a batch of so many tokens that is not cut, whatever becomes of larger ones. `extent` is the
+    last part that will be asked for.
     """
     return _tracer(workload, card).step(
-        candidate, tokens=tokens, layers=layers, whole=whole, evaluates=evaluates
+        candidate, tokens=tokens, layers=layers, whole=whole, extent=extent
     )
 
 
@@ -471,7 +471,7 @@ class _Tracer:
         tokens: int | None,
         layers: int | None = None,
         whole: bool = False,
-        evaluates: bool = True,
+        extent: Extent = Extent.EVALUATION,
     ) -> StepTrace:
         """At full depth, from shallow traces where they suffice."""
         count = len(self._layers)
@@ -481,7 +481,7 @@ class _Tracer:
             self.workload, candidate, packed=packed, repads=repads, tokens=tokens, whole=whole
         )
         if layers is not None and self._is_cut:
-            found = self._trace(candidate, self.workload, layers, rows, evaluates=evaluates)
+            found = self._trace(candidate, self.workload, layers, rows, extent=extent)
             return found.step(rows, (layers,))
         if self._is_cut:
             composed = self._from_shallow(candidate, count, rows)
@@ -516,10 +516,10 @@ class _Tracer:
         layers: int | None,
         rows: TracedRows,
         *,
-        evaluates: bool = True,
+        extent: Extent = Extent.EVALUATION,
     ) -> _Traced:
         asked = (candidate.strategies, candidate.micro_batching, workload.freeze)
-        key = (*asked, layers, rows, evaluates)
+        key = (*asked, layers, rows, extent)
         if key not in self._kept:
             model = build_model(workload, self._config_of(layers), layers)
             half = autocast_dtype(workload, candidate, cuda=self.card is not None)
@@ -531,7 +531,7 @@ class _Tracer:
                 rows,
                 half,
                 self._large_bytes,
-                evaluates=evaluates,
+                extent=extent,
             )
             self._kept[key] = _trace(run, self.card, half, tf32=bool(workload.args.tf32))
             if len(self._kept) > _KEPT_TRACES:

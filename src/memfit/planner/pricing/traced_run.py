@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -199,6 +200,14 @@ class Told:
         self.counter.add(counts * times)
 
 
+class Extent(Enum):
+    """How much of a run is traced: what nobody will ask of a trace costs time all the same."""
+
+    MICRO_BATCH = "micro-batch"
+    UPDATE = "update"
+    EVALUATION = "evaluation"
+
+
 class TracedRun:
     """One candidate's training on fake tensors; `run` does every part once."""
 
@@ -212,9 +221,9 @@ class TracedRun:
         half: torch.dtype | None,
         large_bytes: int,
         *,
-        evaluates: bool = True,
+        extent: Extent = Extent.EVALUATION,
     ) -> None:
-        self._evaluates = evaluates
+        self._extent = extent
         self._workload, self._candidate, self._card = workload, candidate, card
         self._rows, self._half, self._large_bytes = rows, half, large_bytes
         self.setup: Setup = make_setup(workload, model, card)
@@ -247,7 +256,7 @@ class TracedRun:
         more = self.counts.get("micro_more", first)
         if "static" in self.counts:
             first, more = first.as_graphs(), more.as_graphs()
-        update = self.counts.get("update", self.counts["update_first"])
+        update = self.counts.get("update", self.counts.get("update_first", none))
         return first + more * (self._rows.parts - 1) + update + self.counts.get("static", none)
 
     @contextlib.contextmanager
@@ -285,6 +294,8 @@ class TracedRun:
         # Until here the host held the weights themselves, as any training does.
         self._tracker.host_peak_bytes = self._tracker.host_bytes
         self._step()
+        if self._extent is Extent.MICRO_BATCH:
+            return
         with self._part("update_first"):
             self._update()
         with self._part("clear"):
@@ -471,7 +482,7 @@ class TracedRun:
         rows = tuple(min(length, longest) for length in (lengths * count)[:count])
         with self._tracker.on_host():
             part = self._executor.split(self._inputs(rows))[0]
-        if self._evaluates:
+        if self._extent is Extent.EVALUATION:
             self._without_gradients(part.inputs)
         else:
             self._moved(part.inputs)  # what the host holds for it counts all the same
