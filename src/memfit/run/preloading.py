@@ -120,8 +120,7 @@ def load_to_answer() -> None:
 
     spec = importlib.util.find_spec(_COMPILER)
     if _COMPILER not in sys.modules and spec is not None:
-        sys.modules[_COMPILER] = compiler = _LazyCompiler(spec)
-        sys.modules[_SOURCES] = compiler.source = _Sources(_SOURCES)
+        sys.modules[_COMPILER] = _LazyCompiler(spec)
         sys.meta_path.insert(0, _CompilerModules())
     available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False  # transformers asks once and remembers
@@ -144,6 +143,7 @@ class _LazyCompiler(ModuleType):
         super().__init__(spec.name)
         self.__spec__ = spec
         self.__path__ = spec.submodule_search_locations or []
+        sys.modules[_SOURCES] = self.source = _Sources(_SOURCES)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
