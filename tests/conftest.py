@@ -173,6 +173,15 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.report.plots.available", lambda: False)
 
 
+@pytest.fixture
+def quick_agent() -> Iterator[None]:
+    """torch's agent writes no caller's name into its records: it looks for that in all modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        agent = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+        patch.setattr(f"{agent}.get_method_name", lambda *_: "")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _nothing_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that changes how plans are made gets a plan that is made, not one that was kept.

@@ -111,7 +111,7 @@ def runs(
     made = {}
     words = [
         "train", str(reviews), "--model", str(tiny_model_dir), "--budget", "1GB",
-        "--max-length", "64", "--batch-size", "8", "--epochs", "1", "--output-dir",
+        "--max-length", "64", "--batch-size", "8", "--epochs", "1", "--exact", "--output-dir",
     ]  # fmt: skip
     for name in ("pipe", "terminal"):
         command = [sys.executable, "-m", "memfit", *words, str(folder / name)]

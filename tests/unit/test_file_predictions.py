@@ -284,6 +284,7 @@ def many(tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's log files
+@pytest.mark.usefixtures("quick_agent")
 def test_a_killed_run_goes_on_with_two_ranks_as_with_one(
     tiny_model_dir: Path,
     many: Path,

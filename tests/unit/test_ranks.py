@@ -192,7 +192,7 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @LOGS_STAY_OPEN
-@pytest.mark.usefixtures("probe")
+@pytest.mark.usefixtures("probe", "quick_agent")
 def test_ranks_run_the_same_command_and_the_first_has_the_terminal(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -203,7 +203,7 @@ def test_ranks_run_the_same_command_and_the_first_has_the_terminal(
 
 
 @LOGS_STAY_OPEN
-@pytest.mark.usefixtures("probe")
+@pytest.mark.usefixtures("probe", "quick_agent")
 @pytest.mark.parametrize(
     ("word", "code", "said"),
     [
