@@ -17,7 +17,6 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit.memory import nvml
-from memfit.memory.allocator import simulate
 from memfit.memory.cards import match_card, this_card
 from memfit.memory.components import Component, Event
 from memfit.memory.cuda_context import (
@@ -29,6 +28,7 @@ from memfit.memory.cuda_context import (
 from memfit.memory.measured import measure
 from memfit.memory.tracing.operators import Multiprocessors, reduction_buffer_bytes
 from memfit.units import KIB, MIB
+from step_memory import peak_on_a_card
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 
@@ -75,7 +75,7 @@ def replay(events: list[Event]) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lifetimes_reserve_what_the_model_says(seed: int) -> None:
     events = random_lifetimes(seed)
-    predicted = simulate(events)
+    predicted = peak_on_a_card(events)
     # A training before may have switched it on, for the rest of the process.
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     allocated, reserved = replay(events)
@@ -93,7 +93,7 @@ def test_expandable_segments_reserve_what_the_model_says(seed: int) -> None:
         torch.cuda.empty_cache()
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-    predicted = simulate(events, expandable_segments=True)
+    predicted = peak_on_a_card(events, expandable_segments=True)
     assert (predicted.allocated_bytes, predicted.reserved_bytes) == (allocated, reserved)
 
 

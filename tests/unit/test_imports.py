@@ -186,6 +186,42 @@ def test_what_is_only_asked_for_when_it_runs(part: str) -> None:
     assert wrong == []
 
 
+def names_in(source: str) -> set[str]:
+    """What other modules may import from a module: all that its outermost lines name."""
+    found: set[str] = set()
+    for node in ast.parse(source).body:
+        for part in [node] if isinstance(node, ast.ClassDef | ast.FunctionDef) else ast.walk(node):
+            if isinstance(part, ast.ClassDef | ast.FunctionDef):
+                found.add(part.name)
+            elif isinstance(part, ast.Name):
+                found.add(part.id)
+            elif isinstance(part, ast.alias):
+                found.add((part.asname or part.name).partition(".")[0])
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                found.add(
+                    part.value
+                )  # `__all__`, where names are looked up when they are asked for
+    return found
+
+
+@pytest.mark.parametrize("folder", ["tests/gpu", "benchmarks", "examples", "scripts"])
+def test_what_the_suite_does_not_run_imports_what_is_there(folder: str) -> None:
+    missing = []
+    for file in sorted((ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not is_module(node.module or ""):
+                continue
+            module = SOURCE.parent / (node.module or "").replace(".", "/")
+            source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+            there = names_in(source.read_text(encoding="utf-8"))
+            missing += [
+                f"{file.name}: {node.module}.{one.name}"
+                for one in node.names
+                if one.name not in there and not is_module(f"{node.module}.{one.name}")
+            ]
+    assert missing == []
+
+
 def test_the_root_has_few_entries_and_the_page_names_each() -> None:
     tree = {line.split()[0] for line in blocks()[0].splitlines()[1:]}
     assert tree == entries()
