@@ -198,9 +198,7 @@ def names_in(source: str) -> set[str]:
             elif isinstance(part, ast.alias):
                 found.add((part.asname or part.name).partition(".")[0])
             elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-                found.add(
-                    part.value
-                )  # `__all__`, where names are looked up when they are asked for
+                found.add(part.value)  # of `__all__`, for names that are made when asked for
     return found
 
 
