@@ -7,6 +7,9 @@
                 of its time; replayed graphs send when they are done, so that nothing hides
     weights     sent by who updated them where the optimizer's state is divided: (N - 1) / N times
                 their bytes, after the update, with nothing to hide behind
+    gathered    all weights twice in every micro-batch where they are divided, and its gradients
+                once; (N - 1) / N of them each time, beside the computation: the longer of both
+                decides. gloo gathers while nothing is computed.
 
 None of it was measured on several cards here: figures are others', with their source.
 """
@@ -106,4 +109,28 @@ def exchange_cost(
         in_flight_bytes=0 if kept or ranks == 1 else round(min(IN_FLIGHT_BYTES, sent_bytes)),
         seconds=2 * each_way + after,
         waited_seconds=max(2 * each_way - hidden, 0.0) + after,
+    )
+
+
+def gathering_cost(
+    workload: Workload,
+    card: DeviceProfile | None,
+    weight_bytes: float,
+    step_seconds: float,
+    *,
+    micro_batches: float,
+) -> ExchangeCost:
+    """Of a step that computes so long with weights that are divided among the ranks."""
+    ranks = workload.ranks
+    sent_bytes, gathered_bytes = micro_batches * weight_bytes, 2 * micro_batches * weight_bytes
+    each_way = (ranks - 1) / ranks / link_bytes_per_second(card)
+    seconds = (sent_bytes + gathered_bytes) * each_way
+    hidden = step_seconds if nccl_bytes(workload, card) else 0.0
+    return ExchangeCost(
+        nccl_bytes=nccl_bytes(workload, card),
+        sent_bytes=round(sent_bytes),
+        weight_bytes=round(gathered_bytes),
+        in_flight_bytes=0,
+        seconds=seconds,
+        waited_seconds=max(seconds - hidden, 0.0),
     )

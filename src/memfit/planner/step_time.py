@@ -524,6 +524,7 @@ def least_seconds(
         # None of the following is captured.
         Tier.GRADIENTS_ON_HOST: lambda: max(bus, launched),
         Tier.OFFLOADED: lambda: launched,
+        Tier.WEIGHTS_DIVIDED: lambda: launched,
         Tier.RECOMPUTED_AND_OFFLOADED: lambda: _fastest(recomputed),
         # The host begins when the last gradient has come.
         Tier.UPDATED_ON_HOST: lambda: host + _BUT_FOR_UPDATE * launched,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
     from memfit.strategies.sharded_state import StateShares
+    from memfit.strategies.traced_shards import TracedShards
 
 
 class Fidelity(IntEnum):
@@ -92,6 +93,8 @@ class Setup:
     packing: PackedModel | None = None
     sharded: ShardedModel | None = None
     """The weights are divided among the ranks: all run, evaluate and save the model together."""
+    traced_shards: TracedShards | None = None
+    """The same in a trace, of one rank."""
     make_optimizer: OptimizerFactory | None = None
     make_sink: Callable[..., LowBitSink] | None = None
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""

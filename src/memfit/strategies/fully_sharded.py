@@ -27,8 +27,19 @@ from memfit._compat import forget_fully_shard
 from memfit.engine.exchange import Peers
 from memfit.engine.executors import Share, StepExecutor
 from memfit.engine.micro_batches import MicroBatch, rows_of
+from memfit.memory.tracing import traced_device
 from memfit.models.layer_stack import stack_of, stack_problem, unwrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.planning import (
+    Axis,
+    Combination,
+    Effects,
+    Option,
+    PlanFigures,
+    PlanQuestion,
+    Tier,
+)
+from memfit.strategies.traced_shards import TracedShards
 from memfit.text import N_, Message
 
 if TYPE_CHECKING:
@@ -39,8 +50,7 @@ if TYPE_CHECKING:
 class FullySharded(Strategy):
     """Weights, gradients and optimizer state are divided among the ranks by `fully_shard`.
 
-    Needs several ranks. The planner does not choose it: name it where a model does not fit a card
-    otherwise.
+    Needs several ranks.
     """
 
     name = "fully_sharded"
@@ -54,20 +64,38 @@ class FullySharded(Strategy):
             "sharded_state", "cuda_graphs",
         }
     )  # fmt: skip
+    axis = Axis.OWN
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
 
+    @property
+    def effects(self) -> Effects:
+        return Effects(divides_weights=True)
+
+    @classmethod
+    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
+        return so_far if asked.workload.ranks == 1 else [*so_far, *asked.usable([(cls(),)])]
+
+    def is_pointless(self, beside: Combination) -> bool:
+        return beside.effects.few_learn
+
+    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
+        return Tier.WEIGHTS_DIVIDED
+
+    def explain(self, plan: PlanFigures) -> str:
+        return Message(
+            "each of {ranks} ranks keeps a part of every weight, gradient and moment, and gathers "
+            "a layer's weights while it runs: saves {saved}, costs {cost} of the step",
+            ranks=str(plan.workload.ranks),
+            **plan.saves(self),
+        )
+
     def unavailable(self, setup: Setup) -> str:
         if setup.ranks.world_size == 1:
             return Message(
-                "it divides the weights over several processes, and there is one; start more with "
-                "torchrun or accelerate launch"
-            )
-        if setup.train_dataset is None:  # as in traces
-            return Message(
-                "what a step needs with it is not predicted; give micro_batching, or no budget"
+                "it divides the weights over several processes, and there is one; see --gpus"
             )
         if problem := stack_problem(setup.model, None):
             return problem
@@ -79,6 +107,11 @@ class FullySharded(Strategy):
         return ""
 
     def change(self, setup: Setup) -> None:
+        setup.wrap_executor.append(in_step)
+        if traced_device.device() is not None:
+            parts, words = divided_parts(setup.model)
+            setup.traced_shards = TracedShards(setup.model, parts, setup.ranks, unread=words)
+            return
         setup.ranks.same_weights(setup.model)  # what is random in them, each rank drew by itself
         sharded = ShardedModel(setup.model, setup.ranks, setup.device)
         setup.sharded = setup.state_shares = sharded
@@ -88,7 +121,18 @@ class FullySharded(Strategy):
             setup.sharded = setup.state_shares = None
 
         setup.undo.append(undo)
-        setup.wrap_executor.append(in_step)
+
+
+def divided_parts(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
+    """The modules whose weights are gathered together, and which of them embeds words.
+
+    What else the model has is gathered with the model itself.
+    """
+    words = getattr(unwrap(model), "get_input_embeddings", lambda: None)()
+    parts = [part for part in (*stack_of(model).layers, words) if part is not None]
+    tied = _tied(model, parts)
+    parts = [part for part in parts if tied.isdisjoint(part.parameters())]
+    return parts, words if words in parts else None
 
 
 class ShardedModel:
@@ -100,7 +144,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module, ranks: Peers, device: torch.device) -> None:
         self._model = model
         self._ranks = ranks
-        self._before = [_ModuleBefore(module) for module in model.modules()]
+        self._before = {module: _ModuleBefore(module) for module in model.modules()}
         self._device = next(model.parameters()).device
         self._optimizer: Optimizer | None = None
         self._shard(device)
@@ -111,16 +155,13 @@ class ShardedModel:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh(device.type, (self._ranks.world_size,))
-        embeddings = getattr(unwrap(self._model), "get_input_embeddings", lambda: None)()
-        parts = [part for part in (*stack_of(self._model).layers, embeddings) if part is not None]
-        tied = _tied(self._model, parts)
-        parts = [part for part in parts if tied.isdisjoint(part.parameters())]
+        parts, words = divided_parts(self._model)
         for part in (*parts, self._model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        for before in self._before:
-            before.drop()
-        if isinstance(embeddings, FSDPModule):
-            embeddings.set_unshard_in_backward(False)  # their gradient needs the ids only
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)  # moves it to the device
+            for module in part.modules():
+                self._before[module].drop()
+        if isinstance(words, FSDPModule):
+            words.set_unshard_in_backward(False)  # their gradient needs the ids only
         for part in self._model.modules():
             if isinstance(part, FSDPModule):
                 # A rank's gradient is its part of the whole batch's mean: the parts are summed.
@@ -185,7 +226,7 @@ class ShardedModel:
         """Every rank has the whole model again, in the modules and parameters it had."""
         self._loading.remove()
         whole: dict[Tensor, Tensor] = {}
-        for before in self._before:
+        for before in self._before.values():
             before.restore(whole, self._device)
 
 

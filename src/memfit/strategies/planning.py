@@ -70,6 +70,8 @@ class Tier(IntEnum):
     WEIGHTS_ON_HOST = 7
     """Layers' weights cross the bus in every micro-batch as well."""
     RECOMPUTED_AND_OFFLOADED = 8
+    WEIGHTS_DIVIDED = 9
+    """Ranks send each other all weights twice in every micro-batch, and nothing is captured."""
 
 
 class TracePart(Enum):
@@ -131,6 +133,8 @@ class Effects:
     """Layers are called through it, so recomputation cannot be added around them later."""
     divides_state: bool = False
     """Each rank keeps the optimizer's state of its share of the weights, and updates those."""
+    divides_weights: bool = False
+    """Each rank keeps a part of every weight, gradient and moment; layers gather what they need."""
     graph_bucket_tokens: int = 0
     """The step is captured in CUDA graphs, whose batches are filled up to a multiple of this."""
     small_workspaces: bool = False

@@ -20,7 +20,7 @@ from memfit.memory.phases import TRAINING
 from memfit.memory.tracing.counting import StepCounts
 from memfit.memory.tracing.depth import Segments, with_layers
 from memfit.planner.candidates import Candidate, Price, Timed, Workload
-from memfit.planner.exchange_cost import ExchangeCost, exchange_cost, nccl_bytes
+from memfit.planner.exchange_cost import ExchangeCost, exchange_cost, gathering_cost, nccl_bytes
 from memfit.planner.pricing.layer_pieces import (
     Counted,
     Counts,
@@ -50,6 +50,8 @@ from memfit.planner.workload import Cutting, batches_of
 from memfit.strategies import Combination, Tier, usual_update
 
 _TENSORS_A_LAYER = 16
+
+_FP32_BYTES = 4
 
 _LAUNCHED_REST_BYTES = 40_000_000
 """What the launched step before the first graph leaves in segments that are partly in use."""
@@ -120,7 +122,13 @@ class TracedPricer:
         """What a step of a slow tier takes at least, known from the prices of the others."""
         if not prices:
             return 0.0
-        return least_seconds(tier, prices, self.learning_parameters(prices[0].candidate), self.card)
+        learning = self.learning_parameters(prices[0].candidate)
+        least = least_seconds(tier, prices, learning, self.card)
+        if tier is not Tier.WEIGHTS_DIVIDED:
+            return least
+        weight_bytes = _FP32_BYTES * learning
+        cost = gathering_cost(self.workload, self.card, weight_bytes, least, micro_batches=1.0)
+        return least + cost.waited_seconds
 
     def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
         """The whole step traced; its seconds are those of the quick price.
@@ -407,6 +415,11 @@ class TracedPricer:
 
     def _exchange(self, split: Split, cut: Cutting, alone: float) -> ExchangeCost:
         learning = self._updating(split.family, split.updating).learning(self._depth)
+        if split.gathers:
+            return gathering_cost(
+                self.workload, self.card, _FP32_BYTES * learning, alone,
+                micro_batches=cut.micro_batches,
+            )  # fmt: skip
         is_low = Combination(split.updating).effects.stores is not None
         return exchange_cost(
             self.workload,

@@ -76,8 +76,9 @@ class Tracing:
     def _trace(self, strategies: Strategies, layers: int, fewer: bool, extent: Extent) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
+        ranks = self.workload.ranks if candidate.effects.divides_weights else 1
         found = trace_step(
-            self._alike(rows),
+            self._alike(rows, ranks),
             candidate,
             self.card,
             tokens=tokens,
@@ -97,15 +98,15 @@ class Tracing:
         """How many tokens the two micro-batches have."""
         return self._size(False)[1], self._size(True)[1]
 
-    def _with_rows(self, rows: int) -> Workload:
+    def _with_rows(self, rows: int, ranks: int) -> Workload:
         """So many of the longest rows, all of them in one micro-batch.
 
         Everything is then in proportion to the tokens, as it is among the largest batches: also
         attention that keeps the square of a length, or pads texts again. What ranks send each other
-        is another multiple of the layers, and is added to the price.
+        is another multiple of the layers, and is added to the price, unless it is layers' weights.
         """
         lengths = (self.workload.longest_tokens,) * rows
-        return replace(self.workload, lengths=lengths, ranks=1)
+        return replace(self.workload, lengths=lengths, ranks=ranks)
 
     def _size(self, fewer: bool) -> tuple[int, int]:
         """Rows and tokens of a micro-batch."""
@@ -459,6 +460,8 @@ class Split:
     """The same of its gradient."""
     divided: bool = False
     """Whether each rank keeps the optimizer's state of its share of the weights."""
+    gathers: bool = False
+    """Whether every weight is divided, and gathered when it is needed."""
     drops_gradients: bool = False
     """Whether a rank drops the other gradients before it updates its share."""
 
@@ -502,5 +505,6 @@ def split_up(strategies: Strategies, depth: int) -> Split:
         hosted_state=effects.state_bytes if effects.state_on_host else 0,
         hosted_gradient=int(effects.gradients_on_host),
         divided=effects.divides_state,
+        gathers=effects.divides_weights,
         drops_gradients=effects.drops_gradients,
     )

@@ -263,11 +263,6 @@ class Sizes:
 
     counts: Mapping[int, int]
 
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor]) -> Sizes:
-        """Those of these parameters."""
-        return cls(Counter(p.numel() for p in parameters))
-
     @property
     def numel(self) -> int:
         """Elements of all of them."""
@@ -643,12 +638,14 @@ def _trace(
             events = run.run(tracker, counter)
         gc.collect(0)
     trained = run.setup.model
+    shards = run.setup.traced_shards
+    sizes = shards.whole if shards else [(p.numel(), p.requires_grad) for p in trained.parameters()]
     return _Traced(
         segments=cut(events, oldest_first=_OLDEST_FIRST),
         counts=run.step_counts(),
         part_counts=run.counts,
-        parameters=sum(p.numel() for p in trained.parameters()),
-        learning=Sizes.of(p for p in trained.parameters() if p.requires_grad),
+        parameters=sum(size for size, _ in sizes),
+        learning=Sizes(Counter(size for size, learns in sizes if learns)),
         host_bytes=tracker.host_peak_bytes,
         biases=any(map(has_bias, trained.modules())),
         guessed=frozenset(counter.guessed),
