@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
-
-import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from memfit import BudgetTrainer
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component, Event, MemoryPeak
-from memfit.memory.measured import plain_tensors
+from memfit.memory.measured import RealTracker
 from memfit.memory.phases import Run, peaks
-from memfit.memory.tracing.tracker import Tracker
-
-
-class RealTracker(Tracker):  # type: ignore[no-untyped-call]
-    """Also follows weights that are divided among ranks, and gathered for a while."""
-
-    def _born(self, tensor: torch.Tensor) -> None:
-        for part in plain_tensors(tensor):
-            super()._born(part)
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, FSDP2 says when it empties a storage or fills it again."""
-
-        def telling(change: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-            def changed(tensor: torch.Tensor) -> None:
-                change(tensor)
-                self.resized(tensor)
-
-            return changed
-
-        with (
-            patch.object(_fsdp_param, "alloc_storage", telling(_fsdp_param.alloc_storage)),
-            patch.object(_fsdp_param, "free_storage", telling(_fsdp_param.free_storage)),
-        ):
-            yield
 
 
 def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
@@ -55,7 +24,7 @@ def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
     gc.collect()
     gc.disable()
     try:
-        with tracker.told(), tracker:
+        with tracker.following():
             loader = trainer.get_train_dataloader()
             batch = next(iter(loader))
             trainer.prepare_steps(loader)

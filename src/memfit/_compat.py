@@ -14,7 +14,7 @@ import importlib.machinery
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -209,3 +209,15 @@ def forget_fully_shard(module: Any) -> None:
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
+
+
+def fsdp_weights(part: Any) -> Iterator[Any]:
+    """What `fully_shard` keeps of each parameter of this part.
+
+    It empties and fills storages, which no operator shows; who counts live tensors must be told.
+    Older versions have one group of parameters.
+    """
+    state = part._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None:
+            yield from group.fsdp_params

@@ -23,6 +23,7 @@ from memfit.planner.exchange_cost import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
     exchange_cost,
+    gathering_cost,
     link_bytes_per_second,
 )
 from memfit.planner.explain import explain
@@ -34,7 +35,9 @@ from memfit.planner.pricing.traced_setup import build_model, full_config
 from memfit.planner.search import make_plan, price_all
 from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import (
+    Checkpointing,
     CudaGraphs,
+    FullySharded,
     GradientRelease,
     LowBitAdamW,
     OptimizerOffload,
@@ -195,14 +198,16 @@ def test_weights_of_divided_state_are_sent_after_the_update() -> None:
     assert after.waited_seconds >= before.waited_seconds + 0.49 * before.seconds
 
 
-def test_state_is_divided_where_nothing_fits_otherwise() -> None:
-    task = workload(2)
+def test_state_and_then_weights_are_divided_where_nothing_fits_otherwise() -> None:
+    task = workload(2, layers=8, width=256)
     pricer = TracedPricer(task, None)
     asked = PlanRequest(task, None, pricer.problem, exact=True)
     prices = price_all(asked, pricer)
-    plain = [one for one in prices if not one.candidate.effects.divides_state]
-    assert 2 * len(plain) == len(prices)
-    least = min(one.device_bytes for one in plain)
+    least = {
+        kind: min(one.device_bytes for one in prices if _divides(one.candidate) == kind)
+        for kind in ("nothing", "state", "weights")
+    }
+    assert least["weights"] < 0.9 * least["state"] < 0.8 * least["nothing"]
 
     def plan(budget_bytes: int) -> Plan:
         budget = Budget(bytes=budget_bytes)
@@ -211,19 +216,59 @@ def test_state_is_divided_where_nothing_fits_otherwise() -> None:
         )
         return make_plan(chosen, pricer=pricer).chosen
 
-    assert plan(10 * least).candidate.get("sharded_state") is None
-    tight = plan(int(0.97 * least))
-    assert tight.candidate.get("sharded_state") is not None
-    said = {one.about: one.sentence() for one in tight.decisions}
-    assert "each of 2 ranks keeps the optimizer's state of its share" in said["sharded_state"]
-    assert "of gradients and send" in said["ranks"]
+    assert _divides(plan(10 * least["nothing"]).candidate) == "nothing"
+    for kind, before, name, sentence in (
+        ("state", "nothing", "sharded_state", "keeps the optimizer's state of its share"),
+        ("weights", "state", "fully_sharded", "keeps a part of every weight, gradient and moment"),
+    ):
+        tight = plan(int(0.97 * least[before]))
+        assert _divides(tight.candidate) == kind
+        said = {one.about: one.sentence() for one in tight.decisions}
+        assert f"each of 2 ranks {sentence}" in said[name]
+        assert "of gradients and send" in said["ranks"]
+
+
+def _divides(used: Candidate) -> str:
+    effects = used.effects
+    return "weights" if effects.divides_weights else "state" if effects.divides_state else "nothing"
 
 
 def test_one_rank_is_not_told_of_strategies_for_several() -> None:
     task = workload(1)
     asked = PlanRequest(task, None, TracedPricer(task, None).problem, exact=True)
-    assert not any(one.effects.divides_state for one in candidates(asked))
-    assert "sharded_state" not in asked.left_out
+    assert {_divides(one) for one in candidates(asked)} == {"nothing"}
+    assert not {"sharded_state", "fully_sharded"} & set(asked.left_out)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_divided_weights_are_whole_one_layer_at_a_time(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = workload(ranks, layers=8)
+    used = candidate(Checkpointing(), FullySharded(), most_tokens=128)
+    composed, _, trace = price_memory(task, used, None)
+    whole = 4 * trace.trainable_parameters
+    layer = 4 * (4 * 128 * 128 + 2 * 128 * 512)
+    parts = composed.components
+    assert parts[Component.OPTIMIZER] == pytest.approx(2 * whole / ranks, rel=0.01)
+    assert whole / ranks + layer < parts[Component.WEIGHTS] < whole / ranks + 3.2 * layer
+    quick = TracedPricer(task, None).quick(used)
+    assert quick.device_bytes == pytest.approx(composed.device_bytes, rel=0.03)
+    assert max(trace.traced_layers) < 8
+    monkeypatch.setattr(step_trace, "plan_runs", lambda *_: None)
+    full, _, trace = price_memory(dataclasses.replace(task), used, None)
+    assert trace.traced_layers == (8,)
+    assert composed.device_bytes == full.device_bytes
+
+
+def test_divided_weights_are_gathered_twice_in_every_micro_batch() -> None:
+    """Beside the computation on cards; gloo gathers while nothing is computed."""
+    found = gathering_cost(workload(4), T4, 4e9, 1.0, micro_batches=2.0)
+    assert (found.sent_bytes, found.weight_bytes) == (8e9, 16e9)
+    assert found.seconds == pytest.approx(0.75 * 24e9 / link_bytes_per_second(T4))
+    assert found.waited_seconds == pytest.approx(found.seconds - 1.0)
+    on_cpu = gathering_cost(workload(4), None, 4e6, 3.0, micro_batches=1.0)
+    assert on_cpu.waited_seconds == on_cpu.seconds == pytest.approx(0.75 * 12e6 / 1e9)
 
 
 def test_cards_reach_each_other_by_nvlink_or_through_the_host() -> None:

@@ -19,9 +19,11 @@ from transformers import TrainingArguments
 from memfit import BudgetTrainer
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, RankLostError, RunStoppedError
+from memfit.memory.tracing import traced_device
 from memfit.strategies import FullySharded, Setup
 from memfit.strategies.fully_sharded import ShardedModel, in_step, is_divided
 from memfit.training.guard.updates import allocate_state
+from memfit.training.limits import LiveBytes
 from small_training import collate, model_of, texts
 
 CPU = torch.device("cpu")
@@ -47,13 +49,6 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
     setup = setup_on_ranks(tmp_path)
     setup.ranks = Peers()
     with pytest.raises(ConfigError, match="over several processes, and there is one"):
-        FullySharded().apply(setup)
-
-
-def test_a_budget_without_micro_batches_is_refused(tmp_path: Path) -> None:
-    setup = setup_on_ranks(tmp_path)
-    setup.train_dataset = None  # as where memory is predicted
-    with pytest.raises(ConfigError, match="is not predicted; give micro_batching"):
         FullySharded().apply(setup)
 
 
@@ -196,3 +191,21 @@ def test_a_lost_rank_is_told_from_other_errors() -> None:
         ranks.meeting(lambda: fail("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ranks.meeting(lambda: fail("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_weights_count_while_they_are_gathered(group: Peers) -> None:
+    sharded = ShardedModel(model_of(), group, CPU)
+    parameter = next(p for p in sharded._model.parameters() if p.dim() == 2)
+    counter = LiveBytes()
+    with traced_device.following(counter.resized), counter:
+        moment = torch.zeros_like(parameter)  # of one that is divided, this rank's part counts
+        assert is_divided(moment)
+        part_bytes = counter.live_bytes
+        assert part_bytes == parameter.nbytes
+        flat = torch.empty(1000)
+        assert counter.live_bytes == part_bytes + 4000
+        for nbytes in (0, 4000):
+            flat.untyped_storage().resize_(nbytes)
+            traced_device.resized(flat)
+            assert counter.live_bytes == part_bytes + nbytes
+    sharded.join()

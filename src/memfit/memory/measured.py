@@ -25,6 +25,7 @@ from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.cuda_context import workspace_bytes
 from memfit.memory.device import capability, context_bytes, index_of, is_cuda, usual_context_bytes
+from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import Tracker
 from memfit.text import t
 
@@ -105,13 +106,27 @@ def _device_bytes(tensors: Iterator[torch.Tensor], device: torch.device) -> int:
     return sum(storages.values())
 
 
+class RealTracker(Tracker):  # type: ignore[no-untyped-call]
+    """The tracker over real tensors, of which some are made of others."""
+
+    def _born(self, tensor: torch.Tensor) -> None:
+        for part in plain_tensors(tensor):
+            super()._born(part)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows every tensor that is born inside."""
+        with traced_device.following(self.resized), self:
+            yield
+
+
 class CpuMeter:
     """The prediction's tracker over real tensors: what lives counts, to the byte."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._tracker = Tracker()
+        self._tracker = RealTracker()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -126,7 +141,7 @@ class CpuMeter:
         ]
         tracker.watch(self._model)
         try:
-            with tracker:
+            with tracker.following():
                 yield
         finally:
             tracker.unwatch()
@@ -136,7 +151,7 @@ class CpuMeter:
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._tracker.tag(iter([parameter.grad]), Component.GRADIENTS)
+            self._tracker.tag(plain_tensors(parameter.grad), Component.GRADIENTS)
 
     def peak(self) -> MemoryPeak:
         """The moment at which most bytes were alive."""

@@ -60,23 +60,22 @@ def host_note(passed_over: Sequence[Price], chosen: Price, free_bytes: int) -> l
     ]
 
 
-def checkpoint_bytes(price: Price) -> int:
-    """Weights and optimizer state as a checkpoint holds them."""
+def saved_bytes(price: Price, ranks: int) -> tuple[int, int]:
+    """Of a checkpoint, and of the model in it: what ranks divide among them is saved as one."""
     from memfit.memory.components import Component
 
-    parts = price.peak.components
-    kept = parts.get(Component.WEIGHTS, 0) + parts.get(Component.OPTIMIZER, 0)
-    return kept + price.host_bytes
+    parts, effects = price.peak.components, price.candidate.effects
+    weights, state = parts.get(Component.WEIGHTS, 0), parts.get(Component.OPTIMIZER, 0)
+    weights *= ranks if effects.divides_weights else 1
+    state *= ranks if effects.divides_weights or effects.divides_state else 1
+    return weights + state + price.host_bytes, weights
 
 
 def disk_note(workload: Workload, price: Price, free_bytes: int | None) -> list[Decision]:
     """That the checkpoints of a run do not go onto the disk."""
     if free_bytes is None:
         return []
-    count, each = kept_checkpoints(workload), checkpoint_bytes(price)
-    from memfit.memory.components import Component
-
-    model = price.peak.components.get(Component.WEIGHTS, 0)
+    count, (each, model) = kept_checkpoints(workload), saved_bytes(price, workload.ranks)
     needs = count * each + model
     if needs <= free_bytes:
         return []

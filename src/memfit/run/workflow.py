@@ -100,8 +100,13 @@ def evaluate_trained(
     return evaluation
 
 
-def save_model(trainer: BudgetTrainer, target: Path, scoring: Scoring) -> None:
-    """The best model as pipeline() wants it: adapters merged, tokenizer beside it."""
+def save_model(
+    trainer: BudgetTrainer, target: Path, scoring: Scoring, weights: dict[str, Any] | None = None
+) -> None:
+    """The best model as pipeline() wants it: adapters merged, tokenizer beside it.
+
+    `weights` are all of a model that is divided among the ranks.
+    """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     adapted = hasattr(model, "merge_and_unload")
     if adapted:
@@ -112,11 +117,11 @@ def save_model(trainer: BudgetTrainer, target: Path, scoring: Scoring) -> None:
         if adapted or not trainer.masters.export(folder):
             checkpoint = None if adapted else _checkpoint_of(trainer)
             if checkpoint is None or not _linked(checkpoint, folder):
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=weights)
         keep_scoring(folder / "config.json", scoring)
-        for weights in folder.glob("*.safetensors"):
+        for file in folder.glob("*.safetensors"):
             # Written as a private file; the result should be as readable as the rest of it.
-            weights.chmod((folder / "config.json").stat().st_mode)
+            file.chmod((folder / "config.json").stat().st_mode)
         tokenizer.save_pretrained(folder)
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
@@ -354,7 +359,13 @@ class _Run:
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                     predicted = predictions_of(trainer, tokens)
-                evaluation = self.group.share(partial(self._saved, trainer, text, predicted))
+                # Where weights are divided, all ranks bring the first one theirs.
+                sharded = trainer.setup.sharded
+                weights = None if sharded is None else sharded.model_state()
+                evaluation = self.group.share(
+                    partial(self._saved, trainer, text, predicted, weights)
+                )
+                del weights
         # A resumed run took what its sessions took together.
         self.clock.seconds["train"] += self.elapsed.earlier_seconds
         total = time.perf_counter() - started + self.elapsed.earlier_seconds
@@ -378,7 +389,11 @@ class _Run:
         )
 
     def _saved(
-        self, trainer: BudgetTrainer, text: TextData, predicted: tuple[Any, Any]
+        self,
+        trainer: BudgetTrainer,
+        text: TextData,
+        predicted: tuple[Any, Any],
+        weights: dict[str, Any] | None,
     ) -> Evaluation:
         """Evaluates what the trained model predicts, and saves it."""
         scoring = self.prepared.scoring
@@ -388,7 +403,7 @@ class _Run:
         self.report.draw(summary, trainer.state.log_history)
         with self.clock.measure("save"), doing(t("saving the model …")):
             tuned = dataclasses.replace(scoring, threshold=evaluation.threshold)
-            save_model(trainer, self.claim.path, tuned)
+            save_model(trainer, self.claim.path, tuned, weights)
             self._settle(trainer)
         return evaluation
 
@@ -443,8 +458,8 @@ class _Run:
 
     def _is_saved(self, trainer: BudgetTrainer) -> bool:
         """Tries to save the model; where that fails too, what went wrong first says more."""
-        if not self.group.is_first:
-            return False
+        if not self.group.is_first or trainer.setup.sharded is not None:
+            return False  # of a divided model, all ranks have a part, and this may be one rank's
         try:
             save_model(trainer, self.claim.path, self.prepared.scoring)
         except Exception:

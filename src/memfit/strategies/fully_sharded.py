@@ -15,15 +15,16 @@ Checkpoints are the usual ones: tensors are gathered one by one, on the first ra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from memfit._compat import forget_fully_shard
+from memfit._compat import forget_fully_shard, fsdp_weights
 from memfit.engine.exchange import Peers
 from memfit.engine.executors import Share, StepExecutor
 from memfit.engine.micro_batches import MicroBatch, rows_of
@@ -123,7 +124,7 @@ class FullySharded(Strategy):
         setup.undo.append(undo)
 
 
-def divided_parts(model: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
+def divided_parts(model: nn.Module) -> tuple[list[nn.Module], Any]:
     """The modules whose weights are gathered together, and which of them embeds words.
 
     What else the model has is gathered with the model itself.
@@ -168,6 +169,8 @@ class ShardedModel:
                 # Without `force_sum` a factor is a reduction that gloo does not have.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
+                if device.type == "cpu":  # where live tensors are counted
+                    _tell_of_weights(part)
 
     # ---- saving and loading ----
 
@@ -228,6 +231,19 @@ class ShardedModel:
         whole: dict[Tensor, Tensor] = {}
         for before in self._before.values():
             before.restore(whole, self._device)
+
+
+def _tell_of_weights(part: Any) -> None:
+    """Have `fully_shard` say when it gathers weights and drops them: no operator shows it."""
+    for weight in fsdp_weights(part):
+        for method in ("alloc_all_gather_outputs", "free_unsharded_param"):
+            setattr(weight, method, partial(_telling, weight, getattr(weight, method)))
+
+
+def _telling(weight: Any, change: Callable[[], None]) -> None:
+    change()
+    for tensor in weight.all_gather_outputs:
+        traced_device.resized(tensor)
 
 
 class _ModuleBefore:

@@ -75,9 +75,10 @@ class TracedShards:
         part.leave()
         if torch.is_grad_enabled():
             self._forwards.append(part)
+            begin = partial(self._before_backward, part, len(self._forwards) - 1)
             for one in _tensors_of(output):
                 if one.requires_grad:
-                    one.register_hook(partial(self._before_backward, part, len(self._forwards) - 1))
+                    one.register_hook(begin)  # type: ignore[no-untyped-call]
         if part is self._parts[-1]:
             self.gathered = None
         return output
@@ -86,7 +87,7 @@ class TracedShards:
         del gradient
         if part.in_backward:
             return
-        part.in_backward = True
+        part.in_backward, part.is_done = True, False
         if not self._ends:
             self._ends = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_all)
@@ -101,7 +102,7 @@ class TracedShards:
         for part in reversed(self._parts):
             if not part.is_done:
                 part.reduce()
-            part.in_backward = part.is_done = False
+            part.is_done = False
         self.reduced = None
         self._forwards.clear()
         self._ends = False
@@ -163,7 +164,7 @@ class _Part:
 
     def reduce(self) -> None:
         """Gradients become this rank's parts of their sums."""
-        self.is_done = True
+        self.in_backward, self.is_done = False, True
         learned = [one for one in self._weights if one.gradient is not None]
         gradients = [one.gradient for one in learned]
         for one in learned:
@@ -176,10 +177,8 @@ class _Part:
         gradients.clear()
         device = traced_device.device()
         copied = None if device is None or device.cuda else self._shards.reduced.clone()  # by gloo
-        sums = torch.empty(sum(one.part.numel() for one in learned))
-        for one, part in zip(
-            learned, sums.split([one.part.numel() for one in learned]), strict=True
-        ):
+        sizes = [one.part.numel() for one in learned]
+        for one, part in zip(learned, torch.split(torch.empty(sum(sizes)), sizes), strict=True):
             one.take(part)
         del copied
 

@@ -3,7 +3,7 @@
 A trace runs the real step on fake CPU tensors, whatever device it is for. Code that behaves
 differently on another device asks `device()`; code that puts tensors into host memory says so
 with `hosted` or `on_host`, or they would be counted to the device. Outside of a trace all of
-it does nothing.
+it does nothing, except that who counts real tensors may follow `resized`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,26 @@ def on_host() -> AbstractContextManager[Any]:
     return nullcontext() if _active is None else _active.on_host()
 
 
+_followers: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def following(told: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, `told` hears of every real tensor whose storage was emptied or filled again."""
+    _followers.append(told)
+    try:
+        yield
+    finally:
+        _followers.remove(told)
+
+
 def resized(tensor: Tensor) -> None:
     """A tensor's storage has another size now."""
     if _active is not None:
         _active.resized(tensor)
+        return
+    for told in _followers:
+        told(tensor)
 
 
 def alike(key: Hashable, run: Callable[[], None], times: int) -> None:
