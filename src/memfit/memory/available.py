@@ -30,13 +30,13 @@ LOOK_SECONDS = 0.25
 bytes. With `auto` what others leave is the budget, and is asked for at every step."""
 
 _MEASURE_SECONDS = 2.0
-"""Until the context is measured a second time; twice as long until the third."""
+"""Time until the context is measured again; doubled after each measurement."""
 
 _MARGIN_BYTES = 32 * MIB
-"""Left free where a size was asked for: the driver itself takes a little now and then."""
+"""Left free beside a budget in bytes: the driver itself takes a little now and then."""
 
 _STRANGE = 2
-"""A context this many times the expected one is somebody else's memory."""
+"""A context this many times the expected one contains memory of other processes."""
 
 SHRUNK, GROWN = 0.99, 1.05
 """A limit moves when it has fallen by one hundredth or risen by five: free memory flickers."""
@@ -111,7 +111,7 @@ class CudaReader:
             self.context_bytes = max(self.context_bytes, measured_bytes + PAGE_BYTES)
 
     def measure(self) -> None:
-        """Ask the driver now: something that lies in the context was loaded or captured."""
+        """Measures the context now, after something was loaded or captured."""
         with contextlib.suppress(OSError):  # a driver that does not answer now
             self._learn(context_bytes(self.index, load=False))
 
@@ -177,7 +177,7 @@ class Watch:
         self.limit_bytes = read().limit_bytes(budget)
 
     def look(self) -> tuple[int, int] | None:
-        """The limit before and now, where it has moved."""
+        """Returns the limit before and now if it has moved, else None."""
         now = self._clock()
         recently = self._looked is not None and now - self._looked < LOOK_SECONDS
         if recently and not self._every_step:

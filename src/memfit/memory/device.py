@@ -94,13 +94,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives the system back what the device's allocator holds and nobody uses."""
+    """Returns the unused memory of the device's allocator to the system."""
     if kind_of(device) != "cpu":
         torch_module(device).empty_cache()
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Where the device's generator stands; None of a CPU, whose generator is torch's own."""
+    """The state of the device's generator; None for a CPU, whose generator is torch's own."""
     module, kind = torch_module(device), kind_of(device)
     if kind == "cpu":
         return None
@@ -109,7 +109,7 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
-    """Puts the device's generator there."""
+    """Restores the state of the device's generator."""
     if state is None:
         return
     module = torch_module(device)
@@ -120,7 +120,7 @@ def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What this process holds by the allocator of an accelerator; of a CPU, all it holds."""
+    """Bytes that an accelerator's allocator holds; on a CPU, all memory of the process."""
     kind = kind_of(device)
     if kind == "cpu":
         return int(psutil.Process().memory_info().rss)
@@ -145,7 +145,7 @@ def working_set_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def limit_allocator(device: torch.device, limit_bytes: int | None) -> None:
-    """Has the allocator of an accelerator hold no more, where torch can; None: all there is."""
+    """Limits the allocator of an accelerator, if torch can; None removes the limit."""
     module, kind = torch_module(device), kind_of(device)
     if kind == "cpu" or not hasattr(module, "set_per_process_memory_fraction"):
         return

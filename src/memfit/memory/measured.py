@@ -236,7 +236,7 @@ class CudaMeter:
         return lambda _parameter: self._read(module)
 
     def _read(self, module: str) -> None:
-        """Where the peak has risen since the last reading, what was held then is the peak's."""
+        """If the peak has risen since the last reading, notes what is held now."""
         peak_bytes = torch.cuda.max_memory_allocated(self._device)
         if peak_bytes <= self._at_peak.peak_bytes:
             return

@@ -46,7 +46,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was what lacked, whoever says it.
+    """Whether the error means out of memory, whichever library raised it.
 
     A graph whose capture runs out of memory ends with another error, raised while handling it.
     """
@@ -67,7 +67,7 @@ def let_go(error: BaseException) -> str:
 
 
 def _and_before(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those it was raised in the handling of."""
+    """The error, and the errors that it was raised while handling."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -75,11 +75,11 @@ def _and_before(error: BaseException) -> Iterator[BaseException]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody uses: cycles of Python objects, then the allocator's cache.
+    """Frees unused memory: cycles of Python objects, then the allocator's cache.
 
-    A collection looks at half a million objects of torch and transformers. Those that have
-    survived one are left out of the next, until `end_of_training`; but where the program has left
-    out some itself, no more are: Python can only take all of them back.
+    A collection visits half a million objects of torch and transformers. Those that survive it are
+    frozen (`gc.freeze`) until `end_of_training`. If the program has frozen objects itself, none
+    are added: Python can only unfreeze all of them.
     """
     global _frozen, _program_froze
     gc.collect()
@@ -93,7 +93,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def end_of_training() -> None:
-    """All objects are looked at again that `free_memory` left out."""
+    """Unfreezes the objects that `free_memory` froze."""
     global _frozen
     if _frozen:
         gc.unfreeze()
@@ -132,9 +132,9 @@ def retrying(
     note: Callable[[], None] | None = None,
     last_resort: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Every operator inside that finds no memory is run again; `note` hears if one was.
+    """Inside, an operator that finds no memory runs again, and `note` is called.
 
-    `last_resort` gives back what is only held to be faster, before the last try.
+    `last_resort` gives back memory that is only held to save time, before the last try.
     """
     if is_cuda(device) and torch.cuda.is_current_stream_capturing():
         yield  # nothing is executed, and so nothing half done
@@ -172,7 +172,7 @@ class HeapTrimmer:
         self._last = -math.inf
 
     def step(self) -> bool:
-        """Before a step; whether the heap was trimmed."""
+        """Trims the heap before a step, if it is time. Returns whether it did."""
         now = self._clock()
         if now - self._last < _BETWEEN_TRIMS_SECONDS:
             return False
@@ -181,18 +181,18 @@ class HeapTrimmer:
 
 
 def return_large_blocks() -> bool:
-    """From now on tensors of 1 MiB and more go back to the system when they are freed.
+    """Makes tensors of 1 MiB and more go back to the system when they are freed.
 
-    So that a process on a CPU holds its libraries and what its live tensors take: a quarter less
-    at its peak, and steps that take about a fifth longer. Where a budget was asked for, memory is
-    what is scarce. Whether there was a way to do it: only glibc has one, and needs one.
+    A process on a CPU then holds its libraries and its live tensors only: a quarter less at the
+    peak, while steps take about a fifth longer. With a budget, memory is what is scarce. Returns
+    False without glibc, which alone has this setting, and needs it.
     """
     setting = _from_libc("mallopt")
     return setting is not None and setting(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES) == 1
 
 
 def return_freed_memory() -> bool:
-    """Whether there was a way to do it: glibc has one, other systems need none or have none."""
+    """Returns freed heap memory to the system. False without glibc, which alone can."""
     trim = _from_libc("malloc_trim")
     if trim is None:
         return False

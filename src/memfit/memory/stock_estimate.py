@@ -128,7 +128,7 @@ def trace_segments(
 
 @contextmanager
 def failing_as_a_trace(tracker: FakeTracker, model: Any) -> Iterator[None]:
-    """Whatever a model's own code raises on fake tensors is said with the module it was in."""
+    """Inside, an error of the model's code becomes a TraceError that names its module."""
     try:
         yield
     except MemfitError:
@@ -153,7 +153,7 @@ def failing_as_a_trace(tracker: FakeTracker, model: Any) -> Iterator[None]:
 
 
 def run_segments(spec: StepSpec) -> Segments:
-    """The same parts run for real on this machine's CPU: what the trace must be equal to."""
+    """Runs the parts on real CPU tensors; the trace must equal the result."""
     config = model_config(spec)
     model = build_on_meta(spec, config)
     with no_collection(), Tracker() as tracker:
@@ -181,7 +181,7 @@ def _trace(
 
 
 def run_parts(stepper: Stepper, recorder: Recorder) -> None:
-    """Every part of a run that is not like another, once."""
+    """Runs every distinct part of a run once."""
     with recorder.part("micro"):
         stepper.micro_batch()
     if stepper.spec.gradient_accumulation_steps > 1:
@@ -210,7 +210,7 @@ class Recorder:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens inside is the part `name`."""
+        """Events inside belong to the part `name`."""
         start = self._tracker.position
         yield
         self._stretches[name] = (start, self._tracker.position)
@@ -222,10 +222,10 @@ class Recorder:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would end storages at moments that mean nothing.
+    """Inside, there is no garbage collection, which would free storages at random moments.
 
-    Around many traces it saves a look at all that was imported, every few traces; each trace
-    collects what it leaves.
+    Around many traces it also saves time: a collection visits everything that was imported. Each
+    trace collects what it leaves.
     """
     enabled = gc.isenabled()
     gc.disable()

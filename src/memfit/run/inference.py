@@ -261,7 +261,7 @@ class Classifier:
         return dict(encoded)
 
     def _check_kind(self, pairs: bool) -> None:
-        """An answer to half a question looks like any other."""
+        """Refuses single texts for a model of pairs, and the reverse: answers would look right."""
         if self.pairs and not pairs:
             raise DataError(
                 t(

@@ -506,7 +506,7 @@ class Choosing:
         return self.given is None and self.config.plan is None
 
     def leave_free(self, short_bytes: int) -> None:
-        """The last plan needed about so much more than it was allowed."""
+        """Leaves this much free in the next plan: the last one needed more than allowed."""
         self.task = self.task.leaving(short_bytes)
         self._missed += 1
 
