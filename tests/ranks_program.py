@@ -117,7 +117,10 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
             name: held_bytes(v for part, v in states.get(p, {}).items() if part in MOMENTS)
             for name, p in trainer.model.named_parameters()
         },
-        "weight_bytes": {name: held_bytes([p]) for name, p in trainer.model.named_parameters()},
+        "weight_bytes": {
+            name: sum(part.nbytes for part in plain_tensors(p))
+            for name, p in trainer.model.named_parameters()
+        },
         "masters": trainer.masters.joined() or {},
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
         "graphs": trainer.executor.captured_graphs,
@@ -129,8 +132,9 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """By this rank."""
-    return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
+    """By this rank, with what a tensor is only a part of."""
+    parts = (part for tensor in tensors for part in plain_tensors(tensor))
+    return sum(part.untyped_storage().nbytes() for part in parts)
 
 
 def measured(folder: Path) -> dict[str, list[int]]:

@@ -117,14 +117,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(runs: Path, ranks
         for one, weight in whole["weights"].items():
             torch.testing.assert_close(rest["weights"][one], weight, rtol=0, atol=5e-6)
     if ranks > 1:
-        assert_divided(runs, ranks)
-        assert_all_divided(runs, ranks)
+        for resumed in ("", "_resumed-2"):
+            assert_divided(runs, ranks, resumed)
+            assert_all_divided(runs, ranks, resumed)
 
 
-def assert_divided(runs: Path, ranks: int) -> None:
+def assert_divided(runs: Path, ranks: int, resumed: str = "") -> None:
     """Every rank keeps its share of the state, and together they keep it once."""
     whole = found(runs, "sharded", 1)["state_bytes"]
-    each = [found(runs, "sharded", ranks, rank)["state_bytes"] for rank in range(ranks)]
+    name = f"sharded{resumed}"
+    each = [found(runs, name, ranks, rank)["state_bytes"] for rank in range(ranks)]
     assert all(whole.values())
     for name, size in whole.items():
         assert sorted(one[name] for one in each) == [*([0] * (ranks - 1)), size], name
@@ -132,11 +134,11 @@ def assert_divided(runs: Path, ranks: int) -> None:
     assert largest == pytest.approx(sum(whole.values()) / ranks, rel=0.02)
 
 
-def assert_all_divided(runs: Path, ranks: int) -> None:
+def assert_all_divided(runs: Path, ranks: int, resumed: str = "") -> None:
     """Every rank keeps a part of every weight and of its state, and together they keep it once."""
     for what in ("weight_bytes", "state_bytes"):
         whole = found(runs, "divided", 1)[what]
-        each = [found(runs, "divided", ranks, rank)[what] for rank in range(ranks)]
+        each = [found(runs, f"divided{resumed}", ranks, rank)[what] for rank in range(ranks)]
         assert all(whole.values())
         for name, size in whole.items():
             assert sum(one[name] for one in each) == size, name

@@ -331,14 +331,17 @@ def _with_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _part_of(value: Any, parameter: Any) -> Any:
-    """This rank's part of a whole tensor of a divided parameter's shape."""
-    from torch.distributed.tensor import distribute_tensor
+    """This rank's part of a whole tensor of a divided parameter's shape.
 
+    Every rank has read the whole one, so nobody sends anything. `fully_shard` divides rows as
+    `torch.chunk` does.
+    """
     if not isinstance(value, Tensor) or is_divided(value) or value.shape != parameter.shape:
         return value
-    mesh, places = parameter.device_mesh, parameter.placements
-    # Every rank has read the whole tensor: nobody sends anything.
-    return distribute_tensor(value.to(parameter.device), mesh, places, src_data_rank=None)
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    begin = min(-(-len(value) // mesh.size()) * mesh.get_local_rank(), len(value))
+    part = value[begin : begin + len(local)]
+    return with_part(parameter, part.to(local.device, copy=True))
 
 
 def in_step(executor: StepExecutor) -> StepExecutor:

@@ -688,7 +688,22 @@ class BudgetTrainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if self.ranks.world_size == 1 or checkpoint is None:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                self._load_state_of_rank(Path(checkpoint))
+
+    def _load_state_of_rank(self, checkpoint: Path) -> None:
+        """As the Trainer's, which would bring the state of all ranks to every card first."""
+        paths = [checkpoint / name for name in ("optimizer.pt", "scheduler.pt")]
+        if not all(path.is_file() for path in paths):
+            return
+        # Mapped: a rank reads what it keeps. On a CPU the state would stay in the file.
+        mapped = kind_of(self.args.device) != "cpu"
+        for part, path in zip((self.optimizer, self.lr_scheduler), paths, strict=True):
+            part.load_state_dict(  # type: ignore[union-attr]
+                torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
