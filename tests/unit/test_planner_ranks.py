@@ -267,6 +267,8 @@ def test_divided_weights_are_gathered_twice_in_every_micro_batch() -> None:
     assert (found.sent_bytes, found.weight_bytes) == (8e9, 16e9)
     assert found.seconds == pytest.approx(0.75 * 24e9 / link_bytes_per_second(T4))
     assert found.waited_seconds == pytest.approx(found.seconds - 1.0)
+    hidden = gathering_cost(workload(4), T4, 4e9, 10.0, micro_batches=2.0)
+    assert hidden.waited_seconds == pytest.approx(2.0)
     on_cpu = gathering_cost(workload(4), None, 4e6, 3.0, micro_batches=1.0)
     assert on_cpu.waited_seconds == on_cpu.seconds == pytest.approx(0.75 * 12e6 / 1e9)
 

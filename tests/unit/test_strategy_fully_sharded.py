@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 from memfit import BudgetTrainer
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, RankLostError, RunStoppedError
+from memfit.memory.cards import find_card
 from memfit.memory.tracing import traced_device
 from memfit.strategies import FullySharded, Setup
 from memfit.strategies.fully_sharded import ShardedModel, in_step, is_divided
@@ -50,6 +51,14 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
     setup.ranks = Peers()
     with pytest.raises(ConfigError, match="over several processes, and there is one"):
         FullySharded().apply(setup)
+
+
+def test_gloo_on_a_card_is_refused(tmp_path: Path) -> None:
+    setup = setup_on_ranks(tmp_path)
+    setup.card, setup.args.ddp_backend = find_card("T4"), "gloo"
+    assert "gloo cannot gather weights on a GPU" in FullySharded().unavailable(setup)
+    setup.args.ddp_backend = None
+    assert FullySharded().unavailable(setup) == ""
 
 
 def test_weights_of_other_types_are_refused(tmp_path: Path) -> None:

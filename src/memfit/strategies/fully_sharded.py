@@ -98,6 +98,8 @@ class FullySharded(Strategy):
             return Message(
                 "it divides the weights over several processes, and there is one; see --gpus"
             )
+        if setup.device_type != "cpu" and setup.args.ddp_backend == "gloo":
+            return Message("gloo cannot gather weights on a GPU; NCCL can")
         if problem := stack_problem(setup.model, None):
             return problem
         types = {parameter.dtype for parameter in setup.model.parameters()}
