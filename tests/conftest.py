@@ -101,8 +101,12 @@ atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """By tiers, and inside them as they were found."""
-    items.sort(key=lambda item: [tier in item.path.parts for tier in TIERS], reverse=True)
+    """By tiers, and inside them slow files before the others."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: [*(tier in item.path.parts for tier in TIERS), item.path in slow],
+        reverse=True,
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

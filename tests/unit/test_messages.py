@@ -160,8 +160,9 @@ def test_errors_and_warnings_can_be_translated() -> None:
                 assert not (plain and name in {*ours, "warn"}), f"{path}:{call.lineno}"
 
 
-def test_a_sentence_nobody_translated_fails_the_update(tmp_path: Path) -> None:
+def test_a_sentence_nobody_translated_fails_the_update(extracted: Catalog, tmp_path: Path) -> None:
     one = tool.__wrapped__()  # its own, since the file is replaced
+    one.extracted = lambda: copy.deepcopy(extracted)
     one.CATALOGUE = tmp_path / "memfit.po"
     text = messages.CATALOGUE.read_text(encoding="utf-8")
     assert 'msgid "budget {bytes}"\nmsgstr "预算 {bytes}"\n' in text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from planner_fixtures import h200, planned, task, to_plan
+from planner_fixtures import BERT_LARGE, h200, planned, to_plan
 
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.planner.plans import Plan, check
@@ -17,7 +17,8 @@ from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.search import Planning
 from memfit.strategies import Fidelity
 
-TASK = task()
+pytestmark = pytest.mark.slow
+TASK = BERT_LARGE
 PARAMETERS = 325_524_482
 HOST = 64 * 10**9
 

@@ -29,6 +29,7 @@ from memfit.strategies import (
     ordered,
 )
 
+pytestmark = pytest.mark.slow
 DEPTH = 8
 TASK = task(bert(DEPTH, 512, 3000))
 LAYERS = (Packing(), FusedLayers(), SmallWorkspace())

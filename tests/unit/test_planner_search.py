@@ -19,6 +19,7 @@ from memfit.planner.search import Planning
 from memfit.planner.space import PlanRequest, candidates
 from memfit.strategies import Fidelity
 
+pytestmark = pytest.mark.slow
 PLENTY_OF_HOST = 10**12
 
 

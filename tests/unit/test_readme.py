@@ -14,6 +14,7 @@ import pytest
 
 from memfit.cli import run
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 # In the order a reader meets them: a command may use what one before it has left.

@@ -17,7 +17,10 @@ from memfit import BudgetTrainer
 from memfit.engine.layer_boundaries import TRIES, HalfDoneError, LayerBoundaries
 from memfit.strategies import Checkpointing, GradientRelease, LowBitAdamW, Packing
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+    pytest.mark.slow,
+]
 CPU = torch.device("cpu")
 BATCH = collate(rows_of(8))
 
