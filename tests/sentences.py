@@ -1,6 +1,8 @@
-"""A few sentences in two languages that many tests share."""
+"""Sentences and tables of reviews that many tests share."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 SENTENCES = (
     "服務人員都很親切",
@@ -10,3 +12,12 @@ SENTENCES = (
     "位置方便，早餐好吃，價格也不貴",
     "位置偏僻，早餐難吃，價格還很貴",
 )
+
+FEW_REVIEWS = "label,review\n" + "1,親切\n0,不親切\n" * 12
+
+
+def write_short_reviews(path: Path, rows: int) -> Path:
+    """So many, all different; every other one praises."""
+    lines = (f"{row % 2},服務人員都{'不很'[row % 2]}親切 {row}\n" for row in range(rows))
+    path.write_text("label,review\n" + "".join(lines), encoding="utf-8")
+    return path

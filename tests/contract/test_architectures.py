@@ -20,6 +20,7 @@ from memfit.planner.search import make_plan
 from memfit.planner.space import PlanRequest, candidates
 from memfit.planner.this_machine import task_for
 from memfit.units import Budget
+from sentences import write_short_reviews
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
@@ -92,10 +93,7 @@ def test_it_is_priced_on_a_card(kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = "".join(f"{row % 2},服務人員都{'不很'[row % 2]}親切 {row}\n" for row in range(24))
-    path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
-    path.write_text(f"label,review\n{rows}", encoding="utf-8")
-    return path
+    return write_short_reviews(tmp_path_factory.mktemp("reviews") / "reviews.csv", 24)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,9 +14,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from desk import Desk
 
 from hub_server import HubServer
 from local_server import Fault
@@ -67,40 +66,9 @@ def run_folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-class Desk:
-    """A person with a home folder, whose commands reach the local hub."""
-
-    def __init__(self, hub: HubServer, home: Path) -> None:
-        home.mkdir(exist_ok=True)
-        self.home = home
-        self.hub = hub
-        self.said = ""
-
-    def environment(self, token: str | None, **more: str) -> dict[str, str]:
-        plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
-        return {**plain, **self.hub.environment(self.home, token), **more}
-
-    def run(
-        self, *words: str, token: str | None, given: str = "", code: int = 0, **more: str
-    ) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], input=given, capture_output=True, text=True, timeout=120,
-            cwd=self.home, env=self.environment(token, **more),
-        )  # fmt: skip
-        self.said += done.stdout + done.stderr
-        assert done.returncode == code, done.stderr
-        return (done.stdout if code == 0 else done.stderr).strip()
-
-    def __call__(self, *words: str, token: str | None = TOKEN, **more: Any) -> str:
-        return self.run("-m", "memfit", *words, token=token, **more)
-
-    def python(self, text: str, token: str | None = None, **more: Any) -> str:
-        return self.run("-c", text, token=token, **more)
-
-
 @pytest.fixture
 def desk(hub: HubServer, tmp_path: Path) -> Desk:
-    return Desk(hub, tmp_path / "home")
+    return Desk(hub, tmp_path / "home", TOKEN)
 
 
 def kept_tokens(home: Path) -> set[str]:

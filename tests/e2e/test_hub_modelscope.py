@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from desk import Desk
 
 from local_server import Fault
 from memfit.models.modelscope import INSTALL
@@ -33,37 +32,9 @@ def hub() -> Iterator[ModelScopeServer]:
         yield server
 
 
-class Desk:
-    """A person with a home folder, whose commands reach the local ModelScope."""
-
-    def __init__(self, hub: ModelScopeServer, home: Path) -> None:
-        home.mkdir()
-        self.hub = hub
-        self.home = home
-        self.said = ""
-
-    def run(
-        self, *words: str, token: str | None, given: str = "", code: int = 0, **more: str
-    ) -> str:
-        plain = {key: value for key, value in os.environ.items() if "TOKEN" not in key}
-        done = subprocess.run(
-            [sys.executable, *words], input=given, capture_output=True, text=True, timeout=120,
-            cwd=self.home, env={**plain, **self.hub.environment(self.home, token), **more},
-        )  # fmt: skip
-        self.said += done.stdout + done.stderr
-        assert done.returncode == code, done.stderr
-        return (done.stdout if code == 0 else done.stderr).strip()
-
-    def __call__(self, *words: str, token: str | None = TOKEN, **more: Any) -> str:
-        return self.run("-m", "memfit", *words, token=token, **more)
-
-    def python(self, text: str, **more: Any) -> str:
-        return self.run("-c", text, token=None, **more)
-
-
 @pytest.fixture
 def desk(hub: ModelScopeServer, tmp_path: Path) -> Desk:
-    return Desk(hub, tmp_path / "home")
+    return Desk(hub, tmp_path / "home", TOKEN)
 
 
 @pytest.fixture

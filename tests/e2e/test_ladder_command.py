@@ -123,8 +123,10 @@ def test_ctrl_c_keeps_what_is_there_and_leaves_no_process(
     words = [sys.executable, "-m", "memfit", *command, *RUNGS]
     words += ["--output-dir", str(tmp_path / "ladder")]
     with subprocess.Popen(
-        words, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as started:
+        words, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # A shell has its background processes, tests among them, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as started:  # fmt: skip
         assert started.stderr is not None
         while not (line := started.stderr.readline()).startswith("[2/"):
             assert line, "it ended by itself"

@@ -14,6 +14,7 @@ from datasets import Dataset, config
 from transformers.utils import is_torchvision_available
 
 from memfit.cli import run
+from sentences import write_short_reviews
 
 
 @pytest.fixture
@@ -43,9 +44,7 @@ def test_a_run_does_without_the_formatters_that_import_it(
         # Or this test shows nothing.
         with pytest.raises(RuntimeError, match="VideoReader"):
             Dataset.from_dict({"x": [1, 2]}).with_format(kind)["x"][:]
-    rows = "".join(f"{row % 2},服務人員都{'不很'[row % 2]}親切 {row}\n" for row in range(40))
-    table, out = tmp_path / "reviews.csv", tmp_path / "out"
-    table.write_text(f"label,review\n{rows}", encoding="utf-8")
+    table, out = write_short_reviews(tmp_path / "reviews.csv", 40), tmp_path / "out"
     words = ["--max-length", "16", "--batch-size", "8", "--epochs", "1", "--exact", "--quiet"]
     words += ["--model", str(tiny_model_dir), "--output-dir", str(out)]
     assert run(["train", str(table), *words]) == 0

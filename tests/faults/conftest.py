@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from sentences import write_short_reviews
+
 SETTINGS = ("--max-length", "16", "--batch-size", "8", "--learning-rate", "1e-3")
 
 
 @pytest.fixture(scope="session")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 short reviews, all different."""
-    rows = "".join(f"{row % 2},服務人員都{'不很'[row % 2]}親切 {row}\n" for row in range(60))
-    path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
-    path.write_text(f"label,review\n{rows}", encoding="utf-8")
-    return path
+    return write_short_reviews(tmp_path_factory.mktemp("reviews") / "reviews.csv", 60)
 
 
 @pytest.fixture(scope="session")

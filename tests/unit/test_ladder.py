@@ -31,6 +31,7 @@ from memfit.ladders.rungs import (
 from memfit.run.announcements import voice
 from memfit.strategies import Fidelity
 from memfit.text import telling
+from sentences import FEW_REVIEWS
 
 
 def asked_run(**options: Any) -> RunConfig:
@@ -46,7 +47,7 @@ def test_a_rung_of_a_frozen_encoder_trains_as_memfit_train_does(
 ) -> None:
     """The head learns at its own rate, in what is planned for and in what is trained."""
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     config = asked_run(data=table, model=tiny_model_dir, freeze="encoder", max_length=16)
     plan = Rung(name="plan-1GB", kind=PLAN, budget="1GB")
     for rung in (Rung(name="baseline"), plan):
@@ -61,7 +62,7 @@ def test_a_classic_rung_is_scored_by_its_whole_training(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     config = asked_run(data=table, model=tiny_model_dir, max_length=16, epochs=2)
     found = score(Job(config, by_name(config)["shorter"], tmp_path), 7, tmp_path / "no plan")
     assert (found["status"], found["metric"], found["epochs"]) == (OK, "f1", 2)

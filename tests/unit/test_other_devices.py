@@ -24,6 +24,7 @@ from memfit.planner.this_machine import card_here, memory_of
 from memfit.strategies import CudaGraphs, Packing
 from memfit.training.limits import CountingCap
 from memfit.units import GIB, MIB
+from sentences import FEW_REVIEWS
 
 CPU = torch.device("cpu")
 MPS_ERROR = (
@@ -125,7 +126,7 @@ def test_a_whole_run_plans_inside_the_working_set_and_ends_with_a_model(
 ) -> None:
     apple.recommended_bytes = 1 * GIB
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     result = finetune(
         table, output_dir=tmp_path / "run", model=tiny_model_dir, max_length=16, max_steps=2
     )

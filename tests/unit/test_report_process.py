@@ -18,6 +18,7 @@ from memfit.report.page import render
 from memfit.run import preloading
 from memfit.run.report_process import ReportProcess
 from memfit.text import speaking
+from sentences import FEW_REVIEWS
 
 
 def refused(*_: Any, **__: Any) -> Path:
@@ -28,7 +29,7 @@ def test_a_run_of_the_command_has_its_report_written_by_another_process(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     monkeypatch.setattr(preloading, "processes_to_use", lambda: 2)
     monkeypatch.setattr(page, "write_report", refused)
     with speaking("zh"):

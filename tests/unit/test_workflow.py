@@ -31,6 +31,7 @@ from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_
 from memfit.strategies import Checkpointing, Packing
 from memfit.training.guard import rehearsal
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
+from sentences import FEW_REVIEWS
 
 CPU = torch.device("cpu")
 
@@ -160,7 +161,7 @@ def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     options: dict[str, Any] = {"model": tiny_model_dir, "max_length": 16, "max_steps": 1}
     result = finetune(table, output_dir=tmp_path / "auto", **options)
     assert "memory cannot be predicted: the shape of aten.nonzero" in capsys.readouterr().err
@@ -179,7 +180,7 @@ def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
 ) -> None:
     """The first two plans need more than predicted; the run trains by the third."""
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     try_it, tried = rehearsal._Stage._try, []
 
     def fail_twice(stage: Any, *args: Any, **named: Any) -> Any:
@@ -220,7 +221,7 @@ def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     monkeypatch.setattr(torch.optim.AdamW, "step", no_memory)
     with pytest.raises(RunStoppedError, match=r"beside step 1.*Tried to allocate 20.00 MiB"):
         finetune(
@@ -234,7 +235,7 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "a.csv"
-    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    table.write_text(FEW_REVIEWS, encoding="utf-8")
     options: dict[str, Any] = {
         "model": tiny_model_dir, "max_length": 16, "max_steps": 2, "budget": "1GB", "exact": True,
     }  # fmt: skip
