@@ -305,8 +305,9 @@ def traced(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, dict[st
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.candidates import Candidate
     from memfit.planner.pricing.step_trace import price_memory, trace_step
+    from memfit.planner.workload import Workload
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     for name, value in run.get("args", {}).items():

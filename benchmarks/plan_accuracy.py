@@ -112,8 +112,9 @@ def predict(
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.candidates import Candidate
     from memfit.planner.pricing.step_trace import price_memory
+    from memfit.planner.workload import Workload
 
     began = time.perf_counter()
     kind = transformers.XLMRobertaConfig if run.model == "xlmr" else transformers.BertConfig

@@ -51,7 +51,7 @@ def config_of(pair: dict[str, Any]) -> Any:
 def workload_of(pair: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     from transformers import TrainingArguments
 
-    from memfit.planner.candidates import Workload
+    from memfit.planner.workload import Workload
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     lengths = tuple(len(row["input_ids"]) for row in rows)

@@ -40,10 +40,10 @@ def simulated(model: str, card_name: str, ranks: int, *, slow: bool = False) -> 
     from transformers import BertConfig, TrainingArguments
 
     from memfit.memory.cards import find_card
-    from memfit.planner.candidates import Workload
     from memfit.planner.exchange_cost import BUS_SHARE, link_bytes_per_second
     from memfit.planner.search import make_plan
     from memfit.planner.this_machine import task_for
+    from memfit.planner.workload import Workload
     from memfit.units import Budget
 
     layers, width = MODELS[model]

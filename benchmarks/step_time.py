@@ -334,8 +334,9 @@ def counts_of(run: dict[str, Any], rows: list[dict[str, Any]], card: Any) -> Any
     import transformers
 
     from memfit.engine.micro_batches import MicroBatching
-    from memfit.planner.candidates import Candidate, Workload
+    from memfit.planner.candidates import Candidate
     from memfit.planner.pricing.step_trace import trace_step
+    from memfit.planner.workload import Workload
 
     case = run["case"]
     strategies = tuple(made(text) for text in case.get("strategies", []))

@@ -16,9 +16,9 @@ from transformers import BertConfig
 
 from memfit.config.schema import ALLOWABLE
 from memfit.memory.cards import find_card
-from memfit.planner.candidates import Workload
 from memfit.planner.pricing.step_trace import unavailable_reason
 from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.workload import Workload
 from memfit.strategies import ActivationOffload, Checkpointing, Strategy, Truncation
 
 Combination = tuple[Strategy, ...]

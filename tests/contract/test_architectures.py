@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from memfit.cli import run
 from memfit.memory.cards import find_card
-from memfit.planner.candidates import Workload
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.search import make_plan
 from memfit.planner.space import PlanRequest, candidates
 from memfit.planner.this_machine import task_for
+from memfit.planner.workload import Workload
 from memfit.units import Budget
 from sentences import write_short_reviews
 

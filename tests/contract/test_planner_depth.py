@@ -12,8 +12,9 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component, Event
 from memfit.memory.tracing.depth import Segments, cut, play
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.step_trace import trace_step
+from memfit.planner.workload import Workload
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,

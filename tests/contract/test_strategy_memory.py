@@ -18,8 +18,9 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import TRAINING
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.step_trace import price_memory
+from memfit.planner.workload import Workload
 from memfit.strategies import (
     ORDER,
     Checkpointing,

@@ -12,10 +12,10 @@ from transformers import BertConfig, TrainingArguments
 from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate, PlanTask, Price, Timed, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Timed
 from memfit.planner.exchange_cost import ExchangeCost, exchange_cost
 from memfit.planner.search import Planning, make_plan
-from memfit.planner.workload import batches_of
+from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Strategy, Tier
 from memfit.units import Budget
 

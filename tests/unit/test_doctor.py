@@ -35,8 +35,8 @@ from memfit.doctor.reach import Reach, Readiness, model_config, reaches, readine
 from memfit.errors import ConfigError, TraceError
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
-from memfit.planner.candidates import Workload
 from memfit.planner.this_machine import budget_bytes
+from memfit.planner.workload import Workload
 from memfit.strategies import ORDER, Packing, Setup, Tier
 from memfit.strategies.packing.packed_model import REFUSED
 from memfit.text import Message, shown, speaking, t

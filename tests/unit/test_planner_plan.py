@@ -12,8 +12,9 @@ from planner_fixtures import BERT_LARGE, FormulaPricer, h200, planned, pricer_of
 from memfit.config import files
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.plans import Plan, check, digest_of, settings_of
+from memfit.planner.workload import Workload
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,

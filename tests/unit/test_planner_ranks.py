@@ -18,7 +18,7 @@ from memfit.engine.exchange import IN_FLIGHT_BYTES, Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, PlanTask, Workload
+from memfit.planner.candidates import Candidate, PlanTask
 from memfit.planner.exchange_cost import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
@@ -34,6 +34,7 @@ from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
 from memfit.planner.pricing.traced_setup import build_model, full_config
 from memfit.planner.search import make_plan, price_all
 from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.workload import Workload
 from memfit.strategies import (
     Checkpointing,
     CudaGraphs,

@@ -14,9 +14,10 @@ from planner_fixtures import BERT_LARGE, FormulaPricer, bert, h200, planned, pri
 
 from memfit.errors import ConfigError, DoesNotFitError
 from memfit.planner.advice import NothingFitsError
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.search import Planning
 from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from memfit.config.schema import ALLOWABLE
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import CardPlace, find_card
 from memfit.planner import space
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
-from memfit.planner.workload import Batches
+from memfit.planner.workload import Batches, Workload
 from memfit.strategies import (
     ORDER,
     Axis,

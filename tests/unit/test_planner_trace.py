@@ -25,10 +25,11 @@ from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.depth import Segments, with_layers
 from memfit.memory.tracing.tracker import Tracker
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.memory_price import Priced, context_bytes
 from memfit.planner.pricing.step_trace import price_memory, trace_step, unavailable_reason
 from memfit.planner.pricing.traced_setup import LengthRows, graph_count, make_batch, rows_for
+from memfit.planner.workload import Workload
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,

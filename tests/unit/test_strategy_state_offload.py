@@ -13,10 +13,11 @@ from transformers import BertConfig
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
 from memfit.planner.space import PlanRequest, candidates
+from memfit.planner.workload import Workload
 from memfit.strategies import CudaGraphs, GradientRelease, Packing, StateOffload, Strategy, Tier
 from memfit.strategies import LowBitAdamW as LowBit
 from memfit.strategies.lowbit.gradient_sinks import KeptInt8

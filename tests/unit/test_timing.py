@@ -17,7 +17,7 @@ from memfit import strategies
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import Speeds, facts, find_card
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.step_trace import trace_step
 from memfit.planner.step_time import (
     UPDATE_SHARE,
@@ -26,6 +26,7 @@ from memfit.planner.step_time import (
     speeds_of,
     step_seconds,
 )
+from memfit.planner.workload import Workload
 from memfit.strategies.packing import packing_strategy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -22,8 +22,9 @@ from memfit.memory.components import Component
 from memfit.models import loading
 from memfit.models.loading import load_weights
 from memfit.planner import this_machine
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.plans import Plan, digest_of
+from memfit.planner.workload import Workload
 from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep

@@ -27,7 +27,8 @@ from memfit.text import doing, language, shown, speaking, t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.candidates import Candidate, Price, Pricer, Timed, Workload
+    from memfit.planner.candidates import Candidate, Price, Pricer, Timed
+    from memfit.planner.workload import Workload
     from memfit.strategies import Setup, Strategy
 
 
@@ -244,7 +245,7 @@ def _line(
 def _workload(model: KnownModel) -> Workload:
     from transformers import TrainingArguments
 
-    from memfit.planner.candidates import Workload
+    from memfit.planner.workload import Workload
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, per_device_train_batch_size=ROWS, report_to="none")

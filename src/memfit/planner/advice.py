@@ -20,10 +20,11 @@ from memfit.errors import DoesNotFitError
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.stock_estimate import no_collection
 from memfit.memory.tracing.depth import with_layers
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
+from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity, Tier, Truncation, all_strategies
 from memfit.text import N_, Language, Message, speaking, t
 from memfit.units import gb, step_time

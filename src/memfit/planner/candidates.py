@@ -10,82 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memfit.strategies import Combination, Effects, Fidelity, Strategy, Tier
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, TrainingArguments
-
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.components import MemoryPeak
     from memfit.memory.tracing.counting import StepCounts
     from memfit.planner.exchange_cost import ExchangeCost
-    from memfit.planner.workload import Batches, GivenModel
+    from memfit.planner.workload import Workload
     from memfit.units import Budget
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is to be trained, whatever the plan: nothing in it may a plan change."""
-
-    config: PretrainedConfig
-    """The model's configuration; no weights are needed to plan."""
-    lengths: tuple[int, ...]
-    """Tokens of every training row, cut at the longest allowed."""
-    args: TrainingArguments
-    """As the user gave them; per-device batch x accumulation is one rank's effective batch."""
-    ranks: int = 1
-    """Processes that train together, each with a card of its own and an even share of the rows."""
-    user_set: frozenset[str] = frozenset()
-    """The training arguments given by name: constraints, not suggestions."""
-    num_labels: int = 2
-    problem_type: str = "single_label_classification"
-    freeze: str | None = None
-    """What the user froze: encoder, embeddings, or a number of layers."""
-    lora: int | None = None
-    """The rank of the user's own adapters."""
-    dtype: str = "float32"
-    """The weights' own type, as they are loaded."""
-    stock_loss: bool = True
-    weighted_loss: bool = False
-    eval_rows: int = 0
-    """Rows of one evaluation."""
-    skips_bad_steps: bool = False
-    """Whether a step whose gradient is not finite must leave the weights as they are."""
-    given: GivenModel | None = None
-    """The model itself, where its configuration alone does not say what it is."""
-
-    @cached_property
-    def effective_rows(self) -> int:
-        """Rows one optimizer step learns from, on all ranks."""
-        return self.rank_rows * self.ranks
-
-    @cached_property
-    def rank_rows(self) -> int:
-        """Rows of them on one rank, at most."""
-        return int(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps)
-
-    @cached_property
-    def longest_tokens(self) -> int:
-        """Tokens of the longest row."""
-        return max(self.lengths)
-
-    @cached_property
-    def worst_tokens(self) -> int:
-        """Tokens of the largest effective batch the shuffle can draw."""
-        return sum(sorted(self.lengths, reverse=True)[: self.effective_rows])
-
-    @cached_property
-    def batches(self) -> dict[int, Batches]:
-        """Effective batches by the length texts are cut at, as far as they were asked for."""
-        return {}
-
-    @cached_property
-    def mean_tokens(self) -> float:
-        """Tokens of an effective batch on average."""
-        return sum(self.lengths) / len(self.lengths) * self.effective_rows
-
-    @cached_property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the rows."""
-        return -(-len(self.lengths) // self.effective_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

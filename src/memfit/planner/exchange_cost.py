@@ -24,7 +24,7 @@ from memfit.units import MIB
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.candidates import Workload
+    from memfit.planner.workload import Workload
 
 NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 * MIB, 688 * MIB
 """One communicator of two cards, and of more: https://github.com/NVIDIA/nccl/issues/964 (2023, four

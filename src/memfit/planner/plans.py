@@ -25,7 +25,8 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
+from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
 from memfit.text import N_, Language, Message, pt, shown, t
 from memfit.units import format_bytes

@@ -30,10 +30,11 @@ from memfit.planner.advice import (
     margin_note,
     other_ways,
 )
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Timed, Workload
+from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Timed
 from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, limits_for
+from memfit.planner.workload import Workload
 from memfit.strategies import Strategy, Tier, ordered
 from memfit.text import Message
 

@@ -18,8 +18,8 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.device import kind_of
-from memfit.planner.candidates import Candidate, Workload
-from memfit.planner.workload import batches_of
+from memfit.planner.candidates import Candidate
+from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import (
     Axis,
     Combination,

@@ -32,9 +32,10 @@ from memfit.memory.components import MemoryPeak
 from memfit.memory.device import is_cuda
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.advice import disk_note, fits_host
-from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
+from memfit.planner.candidates import PlanTask, Price, Pricer
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.search import make_plan
+from memfit.planner.workload import Workload
 from memfit.text import Message, message_of
 from memfit.units import Budget
 

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import CardPlace, DeviceProfile
     from memfit.planner.advice import Alternatives, FindOtherWays, NothingFitsError
-    from memfit.planner.candidates import PlanTask, Price, Pricer, Workload
+    from memfit.planner.candidates import PlanTask, Price, Pricer
     from memfit.planner.plans import Checked, Plan
     from memfit.planner.search import Planning
+    from memfit.planner.workload import Workload
     from memfit.training.checkpoints import Search
 
 # It changes how the run is done, or what happens where it could not have gone on.

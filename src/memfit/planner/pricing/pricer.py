@@ -19,7 +19,7 @@ from memfit.memory.cuda_context import handle_workspace_bytes, lt_workspace_byte
 from memfit.memory.phases import TRAINING
 from memfit.memory.tracing.counting import StepCounts
 from memfit.memory.tracing.depth import Segments, with_layers
-from memfit.planner.candidates import Candidate, Price, Timed, Workload
+from memfit.planner.candidates import Candidate, Price, Timed
 from memfit.planner.exchange_cost import ExchangeCost, exchange_cost, gathering_cost, nccl_bytes
 from memfit.planner.pricing.layer_pieces import (
     Counted,
@@ -46,7 +46,7 @@ from memfit.planner.pricing.shallow_traces import (
 from memfit.planner.pricing.step_trace import price_memory, state_share, unavailable_reason
 from memfit.planner.pricing.traced_setup import graph_count
 from memfit.planner.step_time import least_seconds, step_seconds
-from memfit.planner.workload import Cutting, batches_of
+from memfit.planner.workload import Cutting, Workload, batches_of
 from memfit.strategies import Combination, Tier, usual_update
 
 _TENSORS_A_LAYER = 16

@@ -20,7 +20,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.tracing.depth import survivors
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.layer_pieces import (
     FIELDS,
     TRACED_LAYERS,
@@ -39,6 +39,7 @@ from memfit.planner.pricing.layer_pieces import (
 from memfit.planner.pricing.step_trace import Sizes, StepTrace, trace_step
 from memfit.planner.pricing.traced_run import Extent
 from memfit.planner.pricing.traced_setup import rows_at_once
+from memfit.planner.workload import Workload
 from memfit.strategies import Combination, Strategy, TracePart, ordered
 
 Strategies = tuple[Strategy, ...]

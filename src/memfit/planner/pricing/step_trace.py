@@ -48,7 +48,7 @@ from memfit.memory.tracing.meta_models import empty_like, has_bias, materialize
 from memfit.memory.tracing.operators import CudaKernels
 from memfit.memory.tracing.traced_device import TracedDevice
 from memfit.models.layers import layers_of
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.exchange_cost import nccl_bytes
 from memfit.planner.pricing.memory_price import Priced, price
 from memfit.planner.pricing.traced_run import Extent, TracedRun
@@ -64,7 +64,7 @@ from memfit.planner.pricing.traced_setup import (
     make_setup,
     rows_for,
 )
-from memfit.planner.workload import batches_of
+from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Effects, Setup, Strategy, TracePart, ordered
 from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL, SMALL_STATE_BYTES
 from memfit.strategies.sharded_state import largest_share

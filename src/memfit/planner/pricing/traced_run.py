@@ -36,7 +36,7 @@ from memfit.memory.tracing.fake_tensors import FakeTracker
 from memfit.memory.tracing.meta_models import children_first, empty_like, materialize
 from memfit.memory.tracing.traced_device import TracedDevice
 from memfit.models.layer_stack import stack_problem
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.traced_setup import (
     Batch,
     TracedRows,
@@ -49,6 +49,7 @@ from memfit.planner.pricing.traced_setup import (
     optimizer_spec,
     rows_at_once,
 )
+from memfit.planner.workload import Workload
 from memfit.strategies import Setup
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients

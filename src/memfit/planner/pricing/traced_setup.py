@@ -21,7 +21,8 @@ from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_step import OPTIMIZERS, StepSpec
 from memfit.memory.tracing.meta_models import adapted, build_on_meta, model_config
 from memfit.memory.tracing.traced_device import TracedDevice
-from memfit.planner.candidates import Candidate, Workload
+from memfit.planner.candidates import Candidate
+from memfit.planner.workload import Workload
 from memfit.strategies import Setup, Strategy, ordered
 
 Batch = dict[str, Any]
