@@ -27,6 +27,7 @@ def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
         with tracker.following():
             loader = trainer.get_train_dataloader()
             batch = next(iter(loader))
+            loading_bytes = tracker.peak_bytes  # features of a frozen encoder are computed here
             trainer.prepare_steps(loader)
             tracker.peak_bytes = tracker.live_bytes  # sizes of a checkpoint were looked at
             for _ in range(2):
@@ -40,7 +41,7 @@ def peak_of_two_steps(trainer: BudgetTrainer) -> tuple[int, int]:
     finally:
         gc.enable()
         trainer.setup.restore()
-    return tracker.peak_bytes, weights
+    return max(loading_bytes, tracker.peak_bytes), weights
 
 
 def peak_on_a_card(events: Sequence[Event], *, expandable_segments: bool = False) -> MemoryPeak:

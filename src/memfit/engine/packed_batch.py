@@ -14,8 +14,7 @@ from memfit.errors import DataError
 from memfit.text import Message
 
 IGNORED_LABEL = -100
-"""The label that torch's and transformers' losses leave out."""
-"""The label of a dummy row: cross entropy leaves it out of the sum and out of the mean."""
+"""The label that losses leave out of the sum and out of the mean; dummy rows have it."""
 
 
 @dataclass(frozen=True, slots=True)
