@@ -3,7 +3,7 @@
 The batches are those of a single process, dealt to the ranks in turn, so every number is the same.
 (accelerate fills the last batches with rows of the first, whose losses then count twice.) Nothing
 is gathered on a card, and no rank waits for another before the end. If a metric is computed batch
-by batch, or the rows are a stream, every rank evaluates all rows.
+by batch, the last batch is dropped, or the rows are a stream, every rank evaluates all rows.
 """
 
 from __future__ import annotations

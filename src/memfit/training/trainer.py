@@ -621,7 +621,10 @@ class BudgetTrainer(transformers.Trainer):
 
     def _may_share_evaluation(self, dataset: Any) -> bool:
         """Whether ranks evaluate different batches; where not, each evaluates all."""
-        alone = self.args.batch_eval_metrics or self.args.include_for_metrics
+        args = self.args
+        # Of the last batches accelerate would drop those that not every rank gets one of.
+        dropped = args.dataloader_drop_last
+        alone = args.batch_eval_metrics or args.include_for_metrics or dropped
         return self.executor.runs_alone and not alone and not isinstance(dataset, IterableDataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
