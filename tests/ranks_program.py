@@ -34,6 +34,7 @@ from memfit.strategies import (
     CudaGraphs,
     FullySharded,
     GradientRelease,
+    HalfPrecision,
     LowBitAdamW,
     Packing,
     ShardedState,
@@ -57,6 +58,7 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "sharded": ((ShardedState(),), CUT),
     "divided": ((FullySharded(), Checkpointing(), Packing()), CUT),
     "divided_whole": ((FullySharded(),), None),
+    "divided_half": ((HalfPrecision(), FullySharded(), Checkpointing()), CUT),
     "recomputed": ((Checkpointing(), Packing()), CUT),
     "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
 }
@@ -67,7 +69,7 @@ SAVING = ("saved", "killed", "sharded", "divided", "kept8", "sharded_kept8")
 NEEDS_RANKS = (ShardedState, FullySharded)
 MEASURED = {"plain": 128, "kept": 256, "kept8": 256, "release": 256}
 """Ways whose memory is compared with its prediction, and how wide the model is."""
-MEASURED |= {"sharded": 256, "divided": 256, "divided_whole": 256} | {
+MEASURED |= {"sharded": 256, "divided": 256, "divided_whole": 256, "divided_half": 256} | {
     f"sharded_{way}": 256 for way in ("kept", "kept8", "release")
 }
 

@@ -20,7 +20,17 @@ from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 from ranks_program import SHARDED, SLOW_SECONDS, leave
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
-WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "sharded", "divided")
+WAYS = (
+    "plain",
+    "kept",
+    "kept8",
+    "host",
+    "release",
+    "recomputed",
+    "sharded",
+    "divided",
+    "divided_half",
+)
 
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -53,12 +53,14 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
         FullySharded().apply(setup)
 
 
-def test_gloo_on_a_card_is_refused(tmp_path: Path) -> None:
+def test_gloo_and_fp16_on_a_card_are_refused(tmp_path: Path) -> None:
     setup = setup_on_ranks(tmp_path)
     setup.card, setup.args.ddp_backend = find_card("T4"), "gloo"
     assert "gloo cannot gather weights on a GPU" in FullySharded().unavailable(setup)
     setup.args.ddp_backend = None
     assert FullySharded().unavailable(setup) == ""
+    setup.args.fp16 = True
+    assert "fp16 scales the loss" in FullySharded().unavailable(setup)
 
 
 def test_weights_of_other_types_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
 from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_paths
-from memfit.strategies import Checkpointing, Packing
+from memfit.strategies import Checkpointing, FullySharded, Packing, ShardedState
 from memfit.training.guard import rehearsal
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
@@ -277,3 +277,24 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
         file.write("1,非常親切\n" * 3)
     assert chosen() != slower
     assert "of the settings: rows: 21 -> 23" in said.pop()
+
+
+def test_a_run_of_several_ranks_resumes_on_one_with_nothing_divided(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("label,review\n" + "1,親切\n0,不親切\n" * 12, encoding="utf-8")
+    config = RunConfig.build(data=table, model=tiny_model_dir, budget="1GB", max_length=16)
+    task = prepare(config, tmp_path).task
+    folder = RunFolder(tmp_path / "out")
+    folder.path.mkdir()
+    digest = digest_of(task.workload, task.budget_bytes, task.card)
+    for divided in (ShardedState(), FullySharded()):
+        begun = Candidate((Packing(), divided), MicroBatching(max_tokens=64))
+        Plan(candidate=begun, digest=digest).write(folder.plan)
+        choosing = Choosing(
+            config=config, task=task, folder=folder, say=print, checkpoint=folder.path / "any"
+        )
+        made = choosing.choose()
+        assert made is not None
+        assert made.candidate == Candidate((Packing(),), MicroBatching(max_tokens=64))

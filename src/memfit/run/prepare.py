@@ -581,9 +581,14 @@ class Choosing:
         from memfit.planner.search import fit_strategies
 
         plan = Plan.read(self.folder.plan)
+        candidate = plan.candidate
+        if self.task.workload.ranks == 1:  # checkpoints are whole, however many ranks wrote them
+            alone = tuple(one for one in plan.strategies if not one.effects.needs_ranks)
+            candidate = replace(candidate, strategies=alone)
         recorded = self._recorded()
         if recorded is not None:
-            plan = replace(plan, candidate=replace(plan.candidate, micro_batching=recorded))
+            candidate = replace(candidate, micro_batching=recorded)
+        plan = replace(plan, candidate=candidate)
         checked = check(plan, self.task)
         return checked.plan if checked.fits else fit_strategies(self.task, plan.strategies)
 

@@ -80,7 +80,8 @@ class FullySharded(Strategy):
         return so_far if asked.workload.ranks == 1 else [*so_far, *asked.usable([(cls(),)])]
 
     def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.few_learn
+        # Loss scaling looks at the gradients of this rank alone.
+        return beside.effects.few_learn or beside.effects.autocast == "float16"
 
     def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
         return Tier.WEIGHTS_DIVIDED
@@ -100,6 +101,10 @@ class FullySharded(Strategy):
             )
         if setup.device_type != "cpu" and setup.args.ddp_backend == "gloo":
             return Message("gloo cannot gather weights on a GPU; NCCL can")
+        if setup.device_type != "cpu" and setup.args.fp16:
+            return Message(
+                "fp16 scales the loss by the gradients it sees, and each rank would see its part"
+            )
         if problem := stack_problem(setup.model, None):
             return problem
         types = {parameter.dtype for parameter in setup.model.parameters()}

@@ -140,6 +140,11 @@ class Effects:
     small_workspaces: bool = False
 
     @property
+    def needs_ranks(self) -> bool:
+        """It divides something among several ranks."""
+        return self.divides_state or self.divides_weights
+
+    @property
     def drops_gradients(self) -> bool:
         """Before the update, a rank drops the gradients of weights that others update.
 
