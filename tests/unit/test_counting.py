@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import BertConfig, BertForSequenceClassification
 
 from memfit.memory.cards import find_card
@@ -130,15 +130,25 @@ def test_a_formula_that_fails_is_replaced_by_a_guess_that_is_named(
     def refuses(*_: Any, **__: Any) -> int:
         raise AssertionError("shapes are incompatible")
 
-    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuses)
+    monkeypatch.setitem(flop_registry, torch.ops.aten.baddbmm, refuses)
     _kind.cache_clear()
     try:
         with Counting() as counter, counter.mode():
-            torch.mm(torch.zeros(8, 16), torch.zeros(16, 4))
+            torch.baddbmm(torch.zeros(3, 8, 16), torch.zeros(3, 8, 16), torch.zeros(3, 16, 16))
     finally:
         _kind.cache_clear()
-    assert counter.counts().full_flops == 2 * 8 * 16 * 4
-    assert counter.guessed == {"mm"}
+    assert counter.counts().full_flops == 2 * 3 * 8 * 16 * 16
+    assert counter.guessed == {"baddbmm"}
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm"])
+def test_products_are_counted_as_torch_counts_them(name: str) -> None:
+    rows = (3,) if name == "bmm" else ()
+    factors = torch.zeros(*rows, 8, 16), torch.zeros(*rows, 16, 4)
+    given = (torch.zeros(4), *factors) if name == "addmm" else factors
+    with FlopCounterMode(display=False) as theirs:
+        getattr(torch, name)(*given)
+    assert counted(getattr(torch, name), *given).full_flops == theirs.get_total_flops()
 
 
 def test_fp32_products_that_may_be_rounded_are_counted_apart() -> None:

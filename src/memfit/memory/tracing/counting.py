@@ -196,6 +196,10 @@ class _Kind:
     """Whether there is a schema to know all this by."""
 
 
+_LEFT_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1}
+"""Products, most of a step's operators that compute, and which argument is the left factor."""
+
+
 class Counting:
     """Adds up a step's arithmetic, traffic and launches.
 
@@ -344,6 +348,8 @@ class Counting:
         try:
             if kind.attention is not None:
                 return _attention_flops(kind.name, *(args[place] for place in kind.attention))
+            if (left := _LEFT_FACTORS.get(kind.name)) is not None:
+                return float(2 * args[left].numel() * args[left + 1].shape[-1])
             assert kind.flops is not None
             return float(kind.flops(*args, **kwargs, out_val=out))
         except Exception:  # a formula may assert anything of shapes it was not written for

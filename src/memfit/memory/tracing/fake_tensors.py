@@ -51,7 +51,7 @@ _FOLLOWS = frozenset(
         _aten.select.int, _aten.slice.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim,
         _aten.as_strided.default,
         # New tensors on its device.
-        _aten.mm.default, _aten.bmm.default, _aten.clone.default, _aten.sum.dim_IntList,
+        _aten.bmm.default, _aten.clone.default, _aten.sum.dim_IntList,
         _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor,
     )
 )  # fmt: skip
@@ -74,6 +74,14 @@ _ALLOCATES = {
     _aten.zeros.default: _aten.empty.memory_format,
 }
 """And which of them makes the same without writing to it."""
+
+_EMPTY_LIKE = _aten.empty_like.default
+
+_POSITIONAL = {_aten.new_empty.default: 2, _EMPTY_LIKE: 1, _aten.empty.memory_format: 1}
+"""How many arguments have no name."""
+
+_USUAL = frozenset(("dtype", "device", "pin_memory"))
+"""Arguments beside which the result is contiguous, if what it is like is."""
 
 _WRITES = frozenset(
     (
@@ -152,11 +160,25 @@ def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: A
         device = first.fake_device if device is None else device
     if kwargs.get("pin_memory") or (device is not None and device.type == "meta"):
         return NotImplemented
-    out = _on_meta(mode, _ALLOCATES[func], *args, **{**kwargs, "device": _META})
+    alike = _ALLOCATES[func]
+    if len(args) == _POSITIONAL[alike] and not kwargs.keys() - _USUAL:
+        # As below, without a meta kernel written in Python.
+        shape, dtype = args[-1], kwargs.get("dtype")
+        if isinstance(first, torch.Tensor):
+            dtype = dtype or first.dtype
+            shape = first.shape if alike is _EMPTY_LIKE else shape
+        if alike is not _EMPTY_LIKE or first.is_contiguous():
+            made = _on_meta(mode, torch.empty, shape, dtype=dtype, device=_META)
+            return _fake(mode, made, device or _CPU)
+    out = _on_meta(mode, alike, *args, **{**kwargs, "device": _META})
     return _fake(mode, out, device or _CPU)
 
 
 # ---- shapes written down: of the results, all of them contiguous and of the first tensor's type
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> Any:
+    return [(left.shape[0], right.shape[1])]
 
 
 def _addmm(_: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
@@ -197,6 +219,7 @@ def _nll_loss_backward(_: Any, self: torch.Tensor, *__: Any) -> Any:
 
 
 _SHAPES: dict[Any, Callable[..., Sequence[Sequence[int]] | None]] = {
+    _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
     _aten.index_copy.default: _index_copy,
     _aten.index_add.default: _index_copy,

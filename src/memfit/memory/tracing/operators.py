@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,14 +187,15 @@ _LOWERED = {
 _ONLY_CPU = ("aten::cat", "aten::stack", "aten::cross_entropy_loss", "aten::index_copy")
 
 
-def cuda_fp32_operators() -> set[str]:
+@cache
+def cuda_fp32_operators() -> frozenset[str]:
     """The operators this torch runs in fp32 under CUDA autocast and not under the CPU's."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = {
+    names = frozenset(
         name
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has(name, "AutocastCUDA") and not has(name, "AutocastCPU")
-    }
+    )
     return names - _SET_DTYPE - _PROMOTED - _LOWERED
 
 
