@@ -221,3 +221,13 @@ def fsdp_weights(part: Any) -> Iterator[Any]:
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is not None:
             yield from group.fsdp_params
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Has autograd call this at the end of the backward that runs now.
+
+    `fully_shard` does so, and a trace of it must end its parts at the same moment.
+    """
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from memfit._compat import call_after_backward
 from memfit.engine.exchange import Peers
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import tensors_in
@@ -44,19 +44,13 @@ class TracedShards:
         """The last buffer that gradients were copied into."""
         self._forwards: list[_Part] = []
         self._ends = False
-        self._undo: list[Callable[[], None]] = []
         seen: set[Tensor] = set()
         self._parts = [
             _Part(self, part, ranks.world_size, seen, read_in_backward=part is not unread)
             for part in (*parts, model)
         ]
         for part in self._parts:
-            self._undo.append(wrap(part.module, partial(self._around, part), "forward"))
-
-    def join(self) -> None:
-        """Takes the wrappers off; a traced model is not used again."""
-        while self._undo:
-            self._undo.pop()()
+            wrap(part.module, partial(self._around, part), "forward")
 
     def _around(
         self, part: _Part, call: Callable[..., Any], _: nn.Module, args: Args, kwargs: Kwargs
@@ -67,10 +61,8 @@ class TracedShards:
         self.gathered = None
         self.gathered = part.arrive()
         if torch.is_grad_enabled():
-            noted = partial(_AfterBackward.apply, part)
-            args, kwargs = tree_map_only(
-                Tensor, lambda x: noted(x) if x.requires_grad else x, (args, kwargs)
-            )
+            args = tuple(part.noted(value) for value in args)
+            kwargs = {name: part.noted(value) for name, value in kwargs.items()}
         output = call(*args, **kwargs)
         part.leave()
         if torch.is_grad_enabled():
@@ -90,7 +82,7 @@ class TracedShards:
         part.in_backward, part.is_done = True, False
         if not self._ends:
             self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_all)
+            call_after_backward(self._after_all)
         if part.read_in_backward:
             part.fetch()
             part.arrive()
@@ -156,6 +148,11 @@ class _Part:
     @property
     def _are_here(self) -> bool:
         return any(one.is_here for one in self._weights)
+
+    def noted(self, value: Any) -> Any:
+        """The same input; when its gradient is there, this part's backward is done."""
+        learns = isinstance(value, Tensor) and value.requires_grad
+        return _AfterBackward.apply(self, value) if learns else value  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """The weights are this rank's parts again."""
