@@ -43,14 +43,19 @@ _aten = torch.ops.aten
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
-_FOLLOWS = frozenset(
+_VIEWS = frozenset(
     (
-        # Views of the first tensor.
         _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.alias.default,
         _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default,
         _aten.select.int, _aten.slice.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim,
         _aten.as_strided.default,
-        # New tensors on its device.
+    )
+)  # fmt: skip
+"""Of the first tensor: more than half of all operators of a trace."""
+
+_FOLLOWS = _VIEWS | frozenset(
+    (
+        # New tensors on the first one's device.
         _aten.bmm.default, _aten.clone.default, _aten.sum.dim_IntList,
         _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor,
     )
@@ -102,6 +107,8 @@ _SEVERAL = frozenset((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.
 
 def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
     """What the operator gives, or NotImplemented where it must go the usual way."""
+    if func in _VIEWS:
+        return _followed(func, args, kwargs, mode)
     if func in _ALLOCATES:
         return _allocated(func, args, kwargs, mode)
     if func in _WRITES:
@@ -118,9 +125,12 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         return _norms(*args, mode=mode, **kwargs)
     if func in _ELEMENTWISE and _are_alike(args, mode):
         return _empty(args[0].shape, args[0].dtype, args[0], mode)
-    several = func in _SEVERAL
-    if not several and func not in _FOLLOWS:
-        return NotImplemented
+    if func in _FOLLOWS or func in _SEVERAL:
+        return _followed(func, args, kwargs, mode)
+    return NotImplemented
+
+
+def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
     device: Any = getattr(args[0], "fake_device", None)
     for arg in args:
         if isinstance(arg, torch.Tensor) and not (
@@ -128,7 +138,7 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         ):
             return NotImplemented
     out = _on_meta(mode, func, *args, **kwargs)
-    if several:
+    if isinstance(out, (tuple, list)):
         return type(out)(_fake(mode, one, device) for one in out)
     return _fake(mode, out, device)
 
