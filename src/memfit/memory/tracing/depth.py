@@ -103,16 +103,21 @@ def cut(parts: dict[str, list[Event]], *, oldest_first: Container[str] = ()) -> 
     return Segments(done)
 
 
-_SCALAR_BYTES = 8
+_SCALAR_BYTES = 4
 
 
 def _brief_scalars(events: list[Event]) -> list[Event]:
-    """The same with single numbers dying as soon as they are born.
+    """The same with single numbers of a layer dying as soon as they are born.
 
     When they die is a matter of chance where a compiled function makes them (DeBERTa's scale), and
-    two traces with another order of such deaths do not differ by whole layers.
+    two traces with another order of such deaths do not differ by whole layers. The seeds of a fused
+    attention's dropout are longer numbers, and live until backward.
     """
-    born = {event.block for event in events if event.birth and event.nbytes <= _SCALAR_BYTES}
+    born = {
+        event.block
+        for event in events
+        if event.birth and event.nbytes <= _SCALAR_BYTES and layer_of(event.module)
+    }
     deaths = {event.block: event for event in events if not event.birth and event.block in born}
     out: list[Event] = []
     for event in events:
