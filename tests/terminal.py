@@ -7,9 +7,7 @@ import pty
 import select
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-
-from forked import forked, run_at
+from collections.abc import Mapping, Sequence
 
 SECONDS = 120
 
@@ -23,43 +21,24 @@ def at_a_terminal(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
     )
     os.close(theirs)
+    screen, seen = "", 0
+    deadline = time.monotonic() + SECONDS
+    waiting = list(answers)
     try:
-        screen = _screen(ours, answers)
+        while time.monotonic() < deadline:
+            if waiting and waiting[0][0] in screen[seen:]:
+                seen = len(screen)
+                time.sleep(0.2)  # a password prompt throws away what was typed before it
+                os.write(ours, f"{waiting.pop(0)[1]}\n".encode())
+            if not select.select([ours], [], [], 0.1)[0]:
+                continue
+            try:
+                read = os.read(ours, 4096)
+            except OSError:  # the other side is closed
+                break
+            screen += read.decode(errors="replace")
         return process.wait(timeout=SECONDS), screen
     finally:
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def forked_at_a_terminal(work: Callable[[], int]) -> tuple[int, str]:
-    """Does this in a fork of the tests' process; returns its exit code and its screen."""
-    ours, theirs = pty.openpty()
-    process = forked(lambda: run_at(theirs, work))
-    os.close(theirs)
-    try:
-        screen = _screen(ours, ())
-        process.join(SECONDS)
-        return -1 if process.exitcode is None else process.exitcode, screen
-    finally:
-        process.kill()
-        process.join()
-        os.close(ours)
-
-
-def _screen(ours: int, answers: Sequence[tuple[str, str]]) -> str:
-    screen, seen = b"", 0
-    deadline = time.monotonic() + SECONDS
-    waiting = list(answers)
-    while time.monotonic() < deadline:
-        if waiting and waiting[0][0].encode() in screen[seen:]:
-            seen = len(screen)
-            time.sleep(0.2)  # a password prompt throws away what was typed before it
-            os.write(ours, f"{waiting.pop(0)[1]}\n".encode())
-        if not select.select([ours], [], [], 0.1)[0]:
-            continue
-        try:
-            screen += os.read(ours, 4096)
-        except OSError:  # the other side is closed
-            break
-    return screen.decode(errors="replace")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -17,8 +19,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from memfit.cli import run
-from terminal import forked_at_a_terminal
+from terminal import at_a_terminal
 
 COLUMNS = 80
 PRAISE = ("服務人員都很親切", "房間很乾淨，床也很舒服，下次還會再來", "位置方便，早餐好吃")
@@ -66,23 +67,27 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# One command after the other in one process: torch is imported once.
+_COMMANDS = """
+import json, sys
+from memfit.cli import run
+for words in json.loads(sys.argv[1]):
+    assert run(words) == 0
+    print(sys.argv[2], flush=True)
+"""
 _MARK = "---- done ----"
 
 
 def at_80_columns(*commands: list[str]) -> list[list[str]]:
     """The screen each command leaves."""
-
-    def one_after_the_other() -> int:
-        os.environ.update(TERM="xterm-256color", COLUMNS=str(COLUMNS), LINES="40")
-        for name in ("NO_COLOR", "FORCE_COLOR"):
-            os.environ.pop(name, None)
-        for words in commands:
-            if code := run(words):
-                return code
-            print(_MARK, flush=True)
-        return 0
-
-    code, printed = forked_at_a_terminal(one_after_the_other)
+    environment = {
+        **os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1",
+        "LINES": "40",
+    }  # fmt: skip
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", _COMMANDS, json.dumps(commands), _MARK]
+    code, printed = at_a_terminal(command, [], environment)
     assert code == 0, printed
     *screens, rest = printed.split(f"{_MARK}\r\n")
     assert rest == ""

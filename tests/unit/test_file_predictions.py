@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from forked import forked
 from memfit.cli import run
 from memfit.data.table_files import open_file
 from memfit.data.tables import Row, Table
@@ -294,12 +295,11 @@ def test_a_killed_run_goes_on_with_two_ranks_as_with_one(
     monkeypatch.undo()  # other processes have windows of the usual size
     target = tmp_path / "out.csv"
     words = ["predict", str(tiny_model_dir), "--file", str(many), "--output", str(target)]
-    process = forked(lambda: run(words))
-    while not kept_rows(target):
-        assert process.is_alive()
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    with subprocess.Popen([sys.executable, "-m", "memfit", *words]) as process:
+        while not kept_rows(target):
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
     capfd.readouterr()
     first_row = kept_rows(target)
     assert 0 < first_row < MANY
