@@ -126,14 +126,15 @@ def test_a_plan_names_what_it_could_not_count(monkeypatch: pytest.MonkeyPatch) -
     def refuses(*_: Any, **__: Any) -> int:
         raise AssertionError("shapes are incompatible")
 
-    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuses)
+    monkeypatch.setitem(flop_registry, torch.ops.aten.convolution, refuses)
     counting._kind.cache_clear()
     try:
-        workload, cpu = task_of(config_of("bert", 100)), torch.device("cpu")
+        config = AutoConfig.for_model("convbert", vocab_size=100, embedding_size=16, **ENCODER)
+        workload, cpu = task_of(config), torch.device("cpu")
         planning = make_plan(task_for(workload, Budget(bytes=10**9), cpu, exact=True))
     finally:
         counting._kind.cache_clear()
     assert [note.sentence() for note in planning.notes] == [
-        "what mm compute could not be counted, so their time is a guess from the sizes of what "
-        "goes in and comes out"
+        "what convolution compute could not be counted, so their time is a guess from the sizes of "
+        "what goes in and comes out"
     ]
