@@ -16,6 +16,7 @@ the last bit, so the same update leaves the same weights.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections import deque
@@ -267,7 +268,8 @@ def _is_of_connection(error: RuntimeError) -> bool:
 def _sendable(error: Exception) -> Exception:
     """The error itself, or its words where it cannot be pickled."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.dumps(error)
+        copy.copy(error)  # made again from its arguments, as where it arrives
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.schema import FIDELITY_NAMES
@@ -281,9 +280,10 @@ class FoundBeside:
 
     def __init__(self, process: Executor, task: PlanTask) -> None:
         # Of a workload only its fields travel, without what was computed of them here.
-        given = pickle.dumps(dataclasses.replace(task, workload=dataclasses.replace(task.workload)))
+        sent = dataclasses.replace(task, workload=dataclasses.replace(task.workload))
+        number = next(_NUMBERS)
         names = (_SMALLER, *permissions())
-        self._asked_for = {name: process.submit(_found_there, given, name) for name in names}
+        self._asked_for = {name: process.submit(_found_there, number, sent, name) for name in names}
 
     def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
         """What `other_ways` returns."""
@@ -300,16 +300,21 @@ class FoundBeside:
         return _together(found.__getitem__)
 
 
-def _found_there(given: bytes, name: str) -> tuple[Any, ...]:
-    return _found(*_begun(given), name)
+_NUMBERS = itertools.count()
+_BEGUN: dict[int, tuple[PlanRequest, Pricer, int]] = {}
+"""In the other process: the newest task it was sent, by its number, and its traces."""
 
 
-@lru_cache(maxsize=1)
-def _begun(given: bytes) -> tuple[PlanRequest, Pricer, int]:
-    """The task as a process was sent it, and its traces."""
+def _found_there(number: int, task: PlanTask, name: str) -> tuple[Any, ...]:
+    if number not in _BEGUN:
+        _BEGUN.clear()
+        _BEGUN[number] = _begun(task)
+    return _found(*_BEGUN[number], name)
+
+
+def _begun(task: PlanTask) -> tuple[PlanRequest, Pricer, int]:
     from memfit.planner.search import ask
 
-    task: PlanTask = pickle.loads(given)
     asked, pricer = ask(task.workload, task.card, None, exact=task.exact, allow=task.allow)
     return asked, pricer, task.budget_bytes
 
