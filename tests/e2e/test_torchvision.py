@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from sentences import write_short_reviews
 
 
 @pytest.fixture
-def torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     package = tmp_path / "path" / "torchvision"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "0.26.0"\n')
@@ -32,8 +33,11 @@ def torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(package.parent)
     for name in ("torchvision", "torchvision.io"):
-        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+        importlib.import_module(name)
     monkeypatch.setattr(config, "TORCHVISION_AVAILABLE", True)  # it looked for it when imported
+    yield
+    for name in ("torchvision", "torchvision.io"):
+        del sys.modules[name]
 
 
 @pytest.mark.usefixtures("torchvision", "undrawn")

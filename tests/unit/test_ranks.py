@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +282,11 @@ def test_ranks_are_started_once_and_by_one_launcher(monkeypatch: pytest.MonkeyPa
     assert ranks_to_start(config) == 1
 
 
-def test_callbacks_cannot_be_sent_to_other_processes(tmp_path: Path) -> None:
+def test_callbacks_cannot_be_sent_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A script that has imported Jupyter's libraries is no notebook.
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
         finetune("a.csv", model="m", output_dir=tmp_path / "out", gpus=2, callbacks=[object()])
 

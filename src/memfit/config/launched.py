@@ -7,6 +7,7 @@ processes send each other once they are connected goes through `Peers` in `engin
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import current_process
@@ -94,6 +95,13 @@ def number_for_torch(launched: LaunchedRank) -> None:
             t("the ranks are on several machines; set MASTER_ADDR to the name of the first")
         )
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 def is_fork() -> bool:

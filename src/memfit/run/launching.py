@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig, files
-from memfit.config.launched import launched_rank
+from memfit.config.launched import in_notebook, launched_rank
 from memfit.config.training_fields import SECRET_FIELDS
 from memfit.errors import ConfigError, OutputError
-from memfit.run.notebook_ranks import cannot_fork, fork_ranks, in_notebook
+from memfit.run.notebook_ranks import cannot_fork, fork_ranks
 from memfit.run.rank_agent import RanksEndedError, count_of, start_ranks
 from memfit.text import shown_by_bar, t
 

@@ -27,11 +27,6 @@ from memfit.run.signals import Stopped, handled, stop_at_once
 from memfit.text import Message, t
 
 
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process."""
-    return "ipykernel" in sys.modules
-
-
 def cannot_fork() -> Message | None:
     """Why ranks cannot be forks of this process; None where they can."""
     from accelerate.state import AcceleratorState

@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.config.launched import cards_are_shared, launched_rank
+from memfit.config.launched import cards_are_shared, in_notebook, launched_rank
 from memfit.errors import ConfigError, MemfitError
 from memfit.text import ENVIRONMENT as LANGUAGE
 from memfit.text import language, printable, t
@@ -85,7 +85,7 @@ def start_ranks(count: int, argv: Sequence[str], *, results: bool = True) -> int
         kept: dict[int, Any] = dict.fromkeys(range(1, count), Std.ALL)
         kept[0] = Std.NONE if results else Std.OUT
         # What a process of a notebook writes to its terminal is not shown in the notebook.
-        shown: dict[int, Any] = {0: Std.ERR} if "ipykernel" in sys.modules else {}
+        shown: dict[int, Any] = {0: Std.ERR} if in_notebook() else {}
         # torch 2.11 has no such argument: it waits for 30 seconds.
         waits: Any = {"shutdown_timeout": SHUTDOWN_SECONDS}
         if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
