@@ -255,7 +255,10 @@ try:
 except memfit.errors.MemfitError as error:
     print(error, error.exit_code)
 """,
-    "transformers.Trainer(transformers.AutoModel.from_pretrained(model))",
+    """
+args = transformers.TrainingArguments(str(root / 'before'), report_to='none')
+transformers.Trainer(transformers.AutoModel.from_pretrained(model), args)
+""",
     """
 try:
     train('callbacks', gpus=2)
