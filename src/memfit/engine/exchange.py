@@ -46,13 +46,13 @@ _SMALL_NUMEL = 1 << 16
 """Smaller gradients travel together: each message costs the same, however short."""
 
 _POOLED = 32
-"""So many at most."""
+"""The most gradients in one message."""
 
 
 def host_group() -> Any:
     """A group of all ranks that needs no device, and notices at once that one has ended.
 
-    Planning may take minutes on one rank, and a run weeks: nobody is missed by the clock.
+    It has no timeout: planning may take minutes on one rank, and a run weeks.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=1000))
 
@@ -90,7 +90,7 @@ class Peers:
 
     @property
     def together(self) -> bool:
-        """Whether there are others, and what is done now is done with them."""
+        """Whether other ranks take part in what this rank does now."""
         return self.world_size > 1 and not self._apart
 
     @contextmanager
@@ -159,7 +159,7 @@ class Peers:
         return told[0]  # type: ignore[no-any-return]
 
     def raised(self, error: Exception | None) -> None:
-        """Raises on all ranks what one of them has met, the first's first."""
+        """Raises on all ranks the error that one of them met, the lowest rank's first."""
         if not self.together:
             found = [error]
         else:
@@ -316,7 +316,7 @@ class GradientExchange:
         self._sent: set[Tensor] = set()
 
     def begin(self, params: Iterable[Tensor]) -> bool:
-        """Start to exchange what these get; False where it is the same step once more."""
+        """Starts the exchange of their gradients; returns False if the step is repeated."""
         self._is_open = True
         if self._step == self.ranks.step:
             self._offered.clear()  # made by an attempt that failed

@@ -37,7 +37,7 @@ between two sockets (log in NVIDIA/nccl-tests#307) and 12 of PCIe 3 with 16 lane
 It may be much less: two RTX 3090 reached 3.8 (NVIDIA/nccl#2366)."""
 
 BUS_SHARE = 0.63
-"""What of a narrower bus it is: 10 of the 15.8 GB/s that 16 lanes of PCIe 3 have."""
+"""The share of a narrower bus that NCCL reaches: 10 of the 15.8 GB/s of 16 lanes of PCIe 3."""
 
 NVLINK_SHARE = 0.75
 """Of the data sheet's bandwidth one way: NCCL's people say 350 GB/s of an H100's 450

@@ -297,7 +297,7 @@ class _RankWatch:
             self._judge(failure)
 
     def _judge(self, failure: RankFailure) -> None:
-        """Takes a failure for the first one; rank 0 passes it on."""
+        """Records the first failure; rank 0 passes it on."""
         with self._lock:
             if self._verdict is not None:
                 return

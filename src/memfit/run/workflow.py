@@ -359,9 +359,7 @@ class _Run:
             with self._sealed_whatever_happens(trainer):
                 with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
                     predicted = predictions_of(trainer, tokens)
-                # Where weights are divided, all ranks bring the first one theirs.
-                sharded = trainer.setup.sharded
-                weights = None if sharded is None else sharded.model_state()
+                weights = trainer.setup.whole_weights()
                 evaluation = self.group.share(
                     partial(self._saved, trainer, text, predicted, weights)
                 )

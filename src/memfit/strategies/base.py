@@ -284,6 +284,8 @@ class Strategy(ABC):
     name."""
     asked_first: ClassVar[bool] = False
     """Whether it may replace what the other strategies of its axis would add to."""
+    needs_ranks: ClassVar[bool] = False
+    """Whether it divides something among several ranks, and one rank has nothing to divide."""
     traced: ClassVar[TracePart] = TracePart.LAYERS
     """Which of the traces behind quick prices it changes."""
 
@@ -292,6 +294,8 @@ class Strategy(ABC):
         """Returns the options of its axis, where those of the strategies before it are `so_far`."""
         made = cls()
         if made.fidelity > Fidelity.ROUNDING and not asked.allows(cls):
+            return so_far
+        if cls.needs_ranks and asked.workload.ranks == 1:
             return so_far
         if cls.axis is Axis.FREE:
             (free,) = so_far

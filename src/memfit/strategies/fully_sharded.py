@@ -35,9 +35,7 @@ from memfit.strategies.planning import (
     Axis,
     Combination,
     Effects,
-    Option,
     PlanFigures,
-    PlanQuestion,
     Tier,
 )
 from memfit.strategies.traced_shards import TracedShards
@@ -66,6 +64,7 @@ class FullySharded(Strategy):
         }
     )  # fmt: skip
     axis = Axis.OWN
+    needs_ranks = True
 
     @property
     def fidelity(self) -> Fidelity:
@@ -74,10 +73,6 @@ class FullySharded(Strategy):
     @property
     def effects(self) -> Effects:
         return Effects(divides_weights=True)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        return so_far if asked.workload.ranks == 1 else [*so_far, *asked.usable([(cls(),)])]
 
     def is_pointless(self, beside: Combination) -> bool:
         # Loss scaling looks at the gradients of this rank alone.
@@ -383,7 +378,7 @@ class InStepExecutor(StepExecutor):
         return own + [(row, Share(0.0, total))] * (most - len(own))
 
     def _counted_row(self, own: Sequence[tuple[MicroBatch, Share]]) -> MicroBatch | None:
-        """A single row with a loss: what has none is no number, and nothing times that neither."""
+        """A single row whose loss is a number; NaN stays NaN even with a weight of 0."""
         for part, _ in own:
             for row in range(len(part.rows)):
                 inputs = rows_of(part.inputs, [row])

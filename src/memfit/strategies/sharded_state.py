@@ -46,15 +46,13 @@ from memfit.strategies.planning import (
     Axis,
     Combination,
     Effects,
-    Option,
     PlanFigures,
-    PlanQuestion,
     TracePart,
 )
 from memfit.text import N_, Message
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
-"""Whose update of a parameter knows nothing of the others."""
+"""Optimizers that update each parameter independently of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,7 @@ class ShardedState(Strategy):
     shrinks = ("optimizer",)
     conflicts = frozenset({"optimizer_offload"})
     axis = Axis.OWN
+    needs_ranks = True
     traced = TracePart.NONE
 
     @property
@@ -80,10 +79,6 @@ class ShardedState(Strategy):
     @property
     def effects(self) -> Effects:
         return Effects(divides_state=True)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        return so_far if asked.workload.ranks == 1 else [*so_far, *asked.usable([(cls(),)])]
 
     def is_pointless(self, beside: Combination) -> bool:
         return beside.effects.few_learn or beside.effects.state_on_host

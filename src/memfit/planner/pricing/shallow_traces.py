@@ -1,6 +1,6 @@
 """The few shallow traces that quick prices are composed from, and which strategies need one.
 
-Family     the layers' own events: precision, packing, fusing, what learns
+    Family     the layers' own events: precision, packing, fusing, what learns
     Policy     what becomes of a layer's activations: kept, recomputed, its MLP half, offloaded
     Updating   how weights are stored and stepped, and where gradients wait for the update
 

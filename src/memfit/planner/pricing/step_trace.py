@@ -4,7 +4,7 @@ Frozen layers come first, then those that are recomputed or whose activations le
 then the others. Each such run is traced short, and once more with one layer more; what that
 layer adds is put in as often as the run is long. Memory is exact where a run's layers are alike.
 
-trace_step(workload, candidate, card)      the step's parts at full depth, and what it does
+    trace_step(workload, candidate, card)      the step's parts at full depth, and what it does
     price_memory(workload, candidate, card)    the peak of training, evaluation, saving, resuming
     unavailable_reason(candidate, ...)         why a candidate cannot run there, in a sentence
 
