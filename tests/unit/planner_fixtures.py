@@ -14,6 +14,7 @@ from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, PlanTask, Price, Timed
 from memfit.planner.exchange_cost import ExchangeCost, exchange_cost
+from memfit.planner.pricing.shallow_traces import Known
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Strategy, Tier
@@ -107,7 +108,8 @@ class FormulaPricer:
         self.workload, self.card, self.off = workload, card, off
         self.host_is_fast = host_is_fast
         self.packs = packs
-        self.known: dict[Candidate, Price] = {}
+        self.prices: dict[Candidate, Price] = {}
+        self.known = Known()
         self._of: dict[str, FormulaPricer] = {}
         config: Any = workload.config
         self.layers, self.width = config.num_hidden_layers, config.hidden_size
@@ -150,9 +152,9 @@ class FormulaPricer:
         return Timed(candidate, self.quick(candidate).step_seconds)
 
     def quick(self, candidate: Candidate) -> Price:
-        price = self.known.get(candidate)
+        price = self.prices.get(candidate)
         if price is None:
-            price = self.known[candidate] = self._price(candidate, 1.0)
+            price = self.prices[candidate] = self._price(candidate, 1.0)
         return price
 
     def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:

@@ -410,7 +410,7 @@ def test_slow_tiers_are_priced_only_where_they_could_be_faster(
     (row,) = reaches(card, int(budget), pricer_for=pricer, **given)
     (every,) = reaches(card, int(budget), pricer_for=formula, **given)
     assert row == every
-    priced = {one.tier for one in made[0].known}
+    priced = {one.tier for one in made[0].prices}
     assert priced == tiers if tiers is not None else priced > {Tier.USUAL, Tier.RECOMPUTED}
 
 

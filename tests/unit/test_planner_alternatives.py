@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from planner_fixtures import BERT_LARGE, bert, h200, planned, pricer_of, task, to_plan
 
-from memfit.planner.advice import Alternatives, FoundBeside, alternatives, more_budget
+from memfit.planner.advice import (
+    Alternatives,
+    FoundBeside,
+    alternatives,
+    more_budget,
+    other_ways,
+)
+from memfit.planner.pricing import shallow_traces
 from memfit.planner.search import Planning, ask
 from memfit.strategies import Fidelity
 
@@ -49,17 +56,49 @@ class _DeadProcess(Executor):
 def test_another_process_finds_the_same_is_helped_and_not_missed_when_it_dies() -> None:
     workload = task(bert(2, 64, 100), lengths=(16,) * 8, per_device_train_batch_size=4)
     asked = to_plan(workload, 10**9, None, allow=frozenset(("optimizer", "lora", "freeze")))
-    given = (*ask(workload, None, None, exact=False, allow=asked.allow), asked.budget_bytes)
+    wanted, pricer = ask(workload, None, None, exact=False, allow=asked.allow)
+    given = (wanted, pricer, asked.budget_bytes)
     beside, busy, goes_on = ThreadPoolExecutor(1), ThreadPoolExecutor(1), Event()
-    alone = FoundBeside(beside, asked)
-    beside.shutdown()
     busy.submit(goes_on.wait)
-    found = [one(*given) for one in (alone, FoundBeside(_DeadProcess(), asked))]
-    found.append(FoundBeside(busy, asked)(*given))
+    with beside:
+        finders = [FoundBeside(one, asked) for one in (beside, _DeadProcess(), busy, beside)]
+        for one in finders[:-1]:  # the last has nothing to begin with, as where planning fails
+            one.begin(pricer.known)
+        found = [one(*given) for one in finders]
     goes_on.set()
     busy.shutdown()
     assert [one.name for one in found[0].allow] == ["truncate"]
-    assert found[0] == found[1] == found[2]
+    assert all(one == found[0] for one in found)
+
+
+class _OneAtATime(ThreadPoolExecutor):
+    """Like a pool of processes, it does not give back what it has queued."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.unfinished: list[int] = []
+        self._sent: list[Future[Any]] = []
+
+    def submit(self, *what: Any, **named: Any) -> Future[Any]:
+        self.unfinished.append(sum(not one.done() for one in self._sent))
+        self._sent.append(super().submit(*what, **named))
+        return self._sent[-1]
+
+
+def test_another_process_knows_the_traces_and_has_no_queue() -> None:
+    workload = task(bert(2, 64, 100), lengths=(16,) * 8, per_device_train_batch_size=4)
+    asked = to_plan(workload, 10**9, None)
+    wanted, pricer = ask(workload, None, None, exact=False, allow=frozenset())
+    expected = other_ways(wanted, pricer, asked.budget_bytes)
+    with _OneAtATime() as process:
+        beside = FoundBeside(process, asked)
+        beside.begin(pricer.known)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shallow_traces, "trace_step", None)  # nothing is traced again
+            patch.setattr(shallow_traces, "unavailable_reason", None)
+            assert beside(wanted, pricer, asked.budget_bytes) == expected
+    assert process.unfinished
+    assert not any(process.unfinished)
 
 
 def test_permission_is_said_with_its_fidelity_and_speed(

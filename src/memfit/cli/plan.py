@@ -29,7 +29,7 @@ from memfit.units import format_both
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace
-    from memfit.planner.advice import FindOtherWays, NothingFitsError
+    from memfit.planner.advice import NothingFitsError, OtherWaysFinder
     from memfit.run.prepare import Prepared
 
 EPILOG = (
@@ -110,7 +110,7 @@ def _plan(
 
         prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
-            find: FindOtherWays = other_ways
+            find: OtherWaysFinder = other_ways
             if others:
                 find = FoundBeside(others[0], prepared.task)
             try:

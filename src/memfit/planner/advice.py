@@ -9,9 +9,11 @@ import copy
 import dataclasses
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.schema import FIDELITY_NAMES
@@ -30,6 +32,7 @@ from memfit.units import gb, step_time
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
+    from memfit.planner.pricing.shallow_traces import Known
     from memfit.planner.search import Planning
 
 HOST_RESERVE_BYTES = 10**9
@@ -252,15 +255,22 @@ class OtherWays:
     smaller: tuple[Smaller, ...]
 
 
-FindOtherWays = Callable[[PlanRequest, Pricer, int], OtherWays]
-
 _SMALLER = "smaller"
 """What is found beside what each permission reaches."""
 
 
-def other_ways(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-    """What each permission would reach, and smaller models."""
-    return _together(lambda name: _found(asked, pricer, budget_bytes, name))
+class OtherWaysFinder:
+    """Finds other ways in this process, when it is asked for them."""
+
+    def begin(self, known: Known) -> None:
+        """Called once the usual candidates are priced, with what was traced for them."""
+
+    def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
+        """What each permission would reach, and smaller models."""
+        return _together(lambda name: _found(asked, pricer, budget_bytes, name))
+
+
+other_ways = OtherWaysFinder()
 
 
 def _together(find: Callable[[str], tuple[Any, ...]]) -> OtherWays:
@@ -275,28 +285,55 @@ def _found(asked: PlanRequest, pricer: Pricer, budget_bytes: int, name: str) -> 
     return tuple(reaches(asked, pricer, budget_bytes, (name,)))
 
 
-class FoundBeside:
-    """Other ways, found by another process while this one plans, and by both at the end."""
+class FoundBeside(OtherWaysFinder):
+    """Other ways, found by another process while this one plans, and by both at the end.
+
+    The other process begins when the usual candidates are priced: until then both would make the
+    same traces, which also run through most other ways. It is sent one task at a time: a pool
+    queues more than it runs, and what it has queued this process cannot take back.
+    """
 
     def __init__(self, process: Executor, task: PlanTask) -> None:
         # Of a workload only its fields travel, without what was computed of them here.
-        sent = dataclasses.replace(task, workload=dataclasses.replace(task.workload))
-        number = next(_NUMBERS)
-        names = (_SMALLER, *permissions())
-        self._asked_for = {name: process.submit(_found_there, number, sent, name) for name in names}
+        self._task = dataclasses.replace(task, workload=dataclasses.replace(task.workload))
+        self._process, self._number = process, next(_NUMBERS)
+        self._left = deque((_SMALLER, *permissions()))
+        self._sent: dict[str, Future[tuple[Any, ...]]] = {}
+        self._sending = Lock()
+
+    def begin(self, known: Known) -> None:
+        """Sends the first task with what this process has traced; each sends the next one."""
+        self._send(self._task, known.copy())
+
+    def _send(self, *what: Any) -> None:
+        with self._sending:
+            if not self._left:
+                return
+            name = self._left[0]
+            try:
+                sent = self._process.submit(_found_there, self._number, name, *what)
+            except RuntimeError:  # the process has ended: what is left is done here
+                return
+            self._sent[self._left.popleft()] = sent
+        sent.add_done_callback(lambda _: self._send())
+
+    def _take_back(self) -> str | None:
+        with self._sending:
+            return self._left.pop() if self._left else None
 
     def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-        """What `other_ways` returns."""
+        """What `OtherWaysFinder` returns."""
         found: dict[str, tuple[Any, ...]] = {}
-        for name, one in reversed(self._asked_for.items()):
-            if one.cancel():  # the other process has not begun it
-                found[name] = _found(asked, pricer, budget_bytes, name)
-        for name, one in self._asked_for.items():
-            if name not in found:
-                try:
+        while (left := self._take_back()) is not None:
+            found[left] = _found(asked, pricer, budget_bytes, left)
+        for name, one in self._sent.items():
+            try:
+                if not one.cancel():
                     found[name] = one.result()
-                except BrokenExecutor:  # what a dead process began is done here
-                    found[name] = _found(asked, pricer, budget_bytes, name)
+            except BrokenExecutor:  # what a dead process began is done here
+                pass
+            if name not in found:
+                found[name] = _found(asked, pricer, budget_bytes, name)
         return _together(found.__getitem__)
 
 
@@ -305,17 +342,21 @@ _BEGUN: dict[int, tuple[PlanRequest, Pricer, int]] = {}
 """In the other process: the newest task it was sent, by its number, and its traces."""
 
 
-def _found_there(number: int, task: PlanTask, name: str) -> tuple[Any, ...]:
-    if number not in _BEGUN:
+def _found_there(
+    number: int, name: str, task: PlanTask | None = None, known: Known | None = None
+) -> tuple[Any, ...]:
+    if task is not None:
         _BEGUN.clear()
-        _BEGUN[number] = _begun(task)
+        _BEGUN[number] = _begun(task, known)
     return _found(*_BEGUN[number], name)
 
 
-def _begun(task: PlanTask) -> tuple[PlanRequest, Pricer, int]:
+def _begun(task: PlanTask, known: Known | None) -> tuple[PlanRequest, Pricer, int]:
+    from memfit.planner.pricing.pricer import TracedPricer
     from memfit.planner.search import ask
 
-    asked, pricer = ask(task.workload, task.card, None, exact=task.exact, allow=task.allow)
+    pricer = TracedPricer(task.workload, task.card, known=known)
+    asked, _ = ask(task.workload, task.card, pricer, exact=task.exact, allow=task.allow)
     return asked, pricer, task.budget_bytes
 
 
@@ -329,7 +370,7 @@ class Alternatives:
 
 
 @no_collection()
-def alternatives(planning: Planning, find: FindOtherWays = other_ways) -> Alternatives:
+def alternatives(planning: Planning, find: OtherWaysFinder = other_ways) -> Alternatives:
     """What else could be done than what is planned."""
     chosen = planning.chosen.price
     assert chosen is not None
@@ -500,7 +541,7 @@ def does_not_fit(
     prices: Sequence[Price],
     budget_bytes: int,
     host_free: int,
-    find: FindOtherWays = other_ways,
+    find: OtherWaysFinder = other_ways,
 ) -> NothingFitsError:
     """The error for a budget nothing fits."""
     possible = [one for one in prices if fits_host(one, host_free)]
@@ -519,7 +560,7 @@ def does_not_fit(
 
 
 def _helps(
-    asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int, find: FindOtherWays
+    asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int, find: OtherWaysFinder
 ) -> Iterator[Help]:
     """What would make it fit, each by itself."""
     needs = -(-price.device_bytes // 10**8) * 10**8

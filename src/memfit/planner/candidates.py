@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.memory.components import MemoryPeak
     from memfit.memory.tracing.counting import StepCounts
     from memfit.planner.exchange_cost import ExchangeCost
+    from memfit.planner.pricing.shallow_traces import Known
     from memfit.planner.workload import Workload
     from memfit.units import Budget
 
@@ -113,6 +114,10 @@ class Timed:
 
 class Pricer(Protocol):
     """What candidates cost: composed in microseconds, or traced in about a second."""
+
+    @property
+    def known(self) -> Known:
+        """What was traced and judged so far; grows while candidates are priced."""
 
     def timed(self, candidate: Candidate) -> Timed:
         """The seconds of its quick price alone, which need fewer traces and no allocator."""

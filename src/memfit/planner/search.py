@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -21,7 +21,7 @@ from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_estimate import no_collection
 from memfit.planner.advice import (
-    FindOtherWays,
+    OtherWaysFinder,
     disk_note,
     does_not_fit,
     fits_host,
@@ -84,7 +84,7 @@ def make_plan(
     host_bytes_free: int | None = None,
     disk_bytes_free: int | None = None,
     pricer: Pricer | None = None,
-    find: FindOtherWays = other_ways,
+    find: OtherWaysFinder = other_ways,
 ) -> Planning:
     """Returns the fastest plan inside the budget, or raises DoesNotFitError with the smallest one.
 
@@ -96,7 +96,10 @@ def make_plan(
     asked, pricer = ask(workload, card, pricer, exact=task.exact, allow=task.allow)
     host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
     host_free //= workload.ranks  # each keeps its own there
-    prices = price_all(asked, pricer, budget_bytes, host_free)
+    usual, slow = _by_tier(asked)
+    prices = [pricer.quick(one) for one in usual]
+    find.begin(pricer.known)
+    prices = _with_slower(prices, slow, pricer, budget_bytes, host_free)
     possible = [one for one in prices if fits_host(one, host_free)]
     search = _Search(possible, budget_bytes, pricer)
     found = search.run()
@@ -171,13 +174,30 @@ def price_all(
 ) -> list[Price]:
     """Every candidate's quick price, the fastest first.
 
-    With a budget, without the slow tiers that cannot be faster than the best of the others:
-    each costs traces.
+    With a budget, without the slow tiers that cannot be faster than the best of the others.
     """
+    usual, slow = _by_tier(asked)
+    prices = [pricer.quick(one) for one in usual]
+    return _with_slower(prices, slow, pricer, budget_bytes, host_free)
+
+
+def _by_tier(asked: PlanRequest) -> tuple[list[Candidate], dict[Tier, list[Candidate]]]:
+    """The usual candidates, and those of each slow tier."""
     tiers: dict[Tier, list[Candidate]] = {tier: [] for tier in Tier}
     for one in candidates(asked):
         tiers[one.tier].append(one)
-    prices = [pricer.quick(one) for one in tiers.pop(Tier.USUAL)]
+    return tiers.pop(Tier.USUAL), tiers
+
+
+def _with_slower(
+    usual: Sequence[Price],
+    tiers: Mapping[Tier, list[Candidate]],
+    pricer: Pricer,
+    budget_bytes: int | None,
+    host_free: int,
+) -> list[Price]:
+    """Adds the slow tiers that can be faster than what fits so far: each costs traces."""
+    prices = list(usual)
     for tier, slow in tiers.items():
         best = _best_seconds(prices, budget_bytes, host_free)
         if slow and (best == math.inf or pricer.least_seconds(tier, prices) < best):

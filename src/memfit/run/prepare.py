@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import CardPlace, DeviceProfile
-    from memfit.planner.advice import Alternatives, FindOtherWays, NothingFitsError
+    from memfit.planner.advice import Alternatives, NothingFitsError, OtherWaysFinder
     from memfit.planner.candidates import PlanTask, Price, Pricer
     from memfit.planner.plans import Checked, Plan
     from memfit.planner.search import Planning
@@ -183,7 +183,7 @@ class Prepared:
             return task
         return replace(task, budget_bytes=min(task.budget_bytes, self.most_bytes))
 
-    def plan(self, find: FindOtherWays | None = None) -> Planning:
+    def plan(self, find: OtherWaysFinder | None = None) -> Planning:
         """The fastest plan inside the budget, or DoesNotFitError with what `find` finds instead."""
         from memfit.planner.advice import other_ways
         from memfit.planner.search import make_plan

@@ -34,6 +34,7 @@ from memfit.planner.pricing.layer_pieces import (
 )
 from memfit.planner.pricing.memory_price import Priced, context_bytes
 from memfit.planner.pricing.shallow_traces import (
+    Known,
     Policy,
     Split,
     Static,
@@ -43,7 +44,7 @@ from memfit.planner.pricing.shallow_traces import (
     Updating,
     split_up,
 )
-from memfit.planner.pricing.step_trace import price_memory, state_share, unavailable_reason
+from memfit.planner.pricing.step_trace import price_memory, state_share
 from memfit.planner.pricing.traced_setup import graph_count
 from memfit.planner.step_time import least_seconds, step_seconds
 from memfit.planner.workload import Cutting, Workload, batches_of
@@ -73,13 +74,14 @@ class TracedPricer:
         card: DeviceProfile | None,
         *,
         like: TracedPricer | None = None,
+        known: Known | None = None,
     ) -> None:
         self.workload, self.card = workload, card
         text: Any = workload.config.get_text_config()
         self._depth = int(text.num_hidden_layers) * int(getattr(text, "inner_group_num", 1))
         self._split = cache(lambda strategies: split_up(strategies, self._depth))
         # Layers are traced a few at a time: a model with more or fewer of the same has the same.
-        self._tracing = Tracing(workload, card) if like is None else like._tracing
+        self._tracing = Tracing(workload, card, known) if like is None else like._tracing
         self._family = cache(self._make_family) if like is None else like._family
         self._updating = cache(self._make_updating) if like is None else like._updating
         self._policy = cache(self._make_policy)
@@ -107,6 +109,11 @@ class TracedPricer:
     def problem(self, strategies: Strategies) -> str:
         """Why these cannot be used for the task on the card; empty where they can."""
         return self._problem(strategies)
+
+    @property
+    def known(self) -> Known:
+        """What was traced and judged so far; grows while candidates are priced."""
+        return self._tracing.known
 
     @property
     def guessed(self) -> tuple[str, ...]:
@@ -488,7 +495,7 @@ class TracedPricer:
         return each * (self.workload.mean_tokens / epochs)
 
     def _find_problem(self, strategies: Strategies) -> str:
-        return unavailable_reason(strategies, self.workload, self.card)
+        return self._tracing.problem(strategies, self.workload)
 
 
 def _workspace_bytes(run: Priced, card: DeviceProfile) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from memfit.engine.micro_batches import MicroBatching
@@ -36,7 +36,13 @@ from memfit.planner.pricing.layer_pieces import (
     vector,
     without_attention,
 )
-from memfit.planner.pricing.step_trace import Sizes, StepTrace, trace_step
+from memfit.planner.pricing.step_trace import (
+    Sizes,
+    StepTrace,
+    judged_layers,
+    trace_step,
+    unavailable_reason,
+)
 from memfit.planner.pricing.traced_run import Extent
 from memfit.planner.pricing.traced_setup import rows_at_once
 from memfit.planner.workload import Workload
@@ -53,15 +59,34 @@ _HOST_ADAMW_BYTES = 16
 """A parameter's fp32 weight, gradient and two moments."""
 
 
+@dataclass(frozen=True)
+class Known:
+    """What was found out about a task on a card; another process need not find it out again."""
+
+    traces: dict[tuple[Strategies, int, bool, Extent], StepTrace] = field(default_factory=dict)
+    """By strategies, layers, whether the micro-batch is the smaller one, and extent."""
+    reasons: dict[tuple[Strategies, int], str] = field(default_factory=dict)
+    """Why strategies cannot be used, by the layers of the model that was tried."""
+
+    def copy(self) -> Known:
+        """As it is now, whatever is found out meanwhile."""
+        return Known(dict(self.traces), dict(self.reasons))
+
+
 class Tracing:
     """Shallow traces of one task on one card."""
 
-    def __init__(self, workload: Workload, card: DeviceProfile | None) -> None:
+    def __init__(
+        self, workload: Workload, card: DeviceProfile | None, known: Known | None = None
+    ) -> None:
         self.workload, self.card = workload, card
-        self._traced = cache(self._trace)
+        self.known = Known() if known is None else known
         self._alike = cache(self._with_rows)
-        self.guessed: set[str] = set()
+
+    @property
+    def guessed(self) -> frozenset[str]:
         """Operators of all traces so far whose arithmetic could not be counted."""
+        return frozenset().union(*(one.guessed for one in self.known.traces.values()))
 
     def trace(
         self,
@@ -72,13 +97,24 @@ class Tracing:
         extent: Extent = Extent.UPDATE,
     ) -> StepTrace:
         """A step of so many layers, on the larger or the smaller of two micro-batches."""
-        return self._traced(strategies, layers, fewer, extent)
+        key, traces = (strategies, layers, fewer, extent), self.known.traces
+        if key not in traces:
+            traces[key] = self._trace(*key)
+        return traces[key]
+
+    def problem(self, strategies: Strategies, workload: Workload) -> str:
+        """Why these cannot be used for a task with these layers; empty where they can."""
+        key = (strategies, judged_layers(strategies, workload, self.card))
+        reasons = self.known.reasons
+        if key not in reasons:
+            reasons[key] = unavailable_reason(strategies, workload, self.card)
+        return reasons[key]
 
     def _trace(self, strategies: Strategies, layers: int, fewer: bool, extent: Extent) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
         ranks = self.workload.ranks if candidate.effects.divides_weights else 1
-        found = trace_step(
+        return trace_step(
             self._alike(rows, ranks),
             candidate,
             self.card,
@@ -86,8 +122,6 @@ class Tracing:
             layers=layers,
             extent=extent,
         )
-        self.guessed |= found.guessed
-        return found
 
     @property
     def rows(self) -> int:

@@ -405,6 +405,13 @@ def unavailable_reason(
     return _tracer(workload, card).reason(chosen)
 
 
+def judged_layers(
+    strategies: Sequence[Strategy], workload: Workload, card: DeviceProfile | None
+) -> int:
+    """Layers of the model that `unavailable_reason` applies these to."""
+    return _tracer(workload, card).judged_layers(strategies)
+
+
 def priced(
     trace: StepTrace, candidate: Candidate, workload: Workload, card: DeviceProfile | None
 ) -> Priced:
@@ -546,6 +553,10 @@ class _Tracer:
             return error.reason
         layers = self._enough_layers(chosen)
         return first_objection(self.workload, self.card, self._config_of(layers), chosen)
+
+    def judged_layers(self, strategies: Sequence[Strategy]) -> int:
+        """How many layers the model has that objections are raised to."""
+        return self._enough_layers(strategies) or len(self._layers)
 
     def _enough_layers(self, strategies: Sequence[Strategy]) -> int | None:
         """How many have one of each kind; None is all, where somebody counts them."""
