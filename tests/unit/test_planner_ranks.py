@@ -18,6 +18,7 @@ from memfit.engine.exchange import IN_FLIGHT_BYTES, Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
+from memfit.memory.phases import EVALUATION
 from memfit.planner.candidates import Candidate, PlanTask
 from memfit.planner.exchange_cost import (
     NCCL_GROUP_BYTES,
@@ -114,6 +115,16 @@ def test_gradients_on_their_way_are_the_same_at_every_depth(
     assert two.device_bytes == pytest.approx(whole.device_bytes, rel=0.005)
     quick = TracedPricer(shared, None).quick(chosen)
     assert quick.device_bytes == pytest.approx(two.device_bytes, rel=0.05)
+
+
+def test_gradients_sent_after_a_graph_have_arrived_before_an_evaluation() -> None:
+    chosen = candidate(Packing(), LOW, KEPT8, CudaGraphs(64))
+    alone, shared = (
+        price_memory(workload(ranks, layers=6, width=512), chosen, CARD)[1][EVALUATION]
+        for ranks in (1, 2)
+    )
+    more = shared.components[Component.GRADIENTS] - alone.components[Component.GRADIENTS]
+    assert more < 0.1 * IN_FLIGHT_BYTES
 
 
 def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:

@@ -104,7 +104,9 @@ def send_alike(sink: LowBitSink, tracker: FakeTracker, large_bytes: int) -> None
 
     def finishing(*args: Any) -> Any:
         on_its_way.clear()
-        return finish(*args)
+        found = finish(*args)
+        on_its_way.clear()  # of what was sent at the end
+        return found
 
     watched._send = sending
     if large_bytes > IN_FLIGHT_BYTES:
