@@ -246,9 +246,9 @@ def test_nothing_that_fits_is_the_least_there_is():
 def test_pieces_are_those_the_step_will_run(packed):
     lengths, limits = [7, 30, 12, 30, 3], MicroBatching(max_tokens=60)
     pieces = pieces_of(lengths, limits, packed=packed)
-    assert pieces == (StepPieces(2, 42, 2) if packed else StepPieces(2, 60, 2))
+    assert pieces == (StepPieces(2, 42, 2, 3) if packed else StepPieces(2, 60, 2, 3))
     whole = pieces_of(lengths, MicroBatching(), packed=packed)
-    assert whole == (StepPieces(1, 82, 5) if packed else StepPieces(1, 150, 5))
+    assert whole == (StepPieces(1, 82, 5, 5) if packed else StepPieces(1, 150, 5, 5))
 
 
 def test_a_way_in_words():

@@ -90,6 +90,8 @@ class Plan:
     args: TrainingArguments | None = field(default=None, repr=False)
     run: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The run's own configuration, by which a plan in a file can be checked again."""
+    learnt: Mapping[str, float] | None = field(default=None, repr=False)
+    """What an earlier run's rehearsal measured: the fields of the guard's MemoryModel."""
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:

@@ -39,7 +39,7 @@ from memfit.planner.workload import Workload
 from memfit.text import Message, message_of
 from memfit.units import Budget
 
-_VERSION = 3
+_VERSION = 4
 
 _NAMES_OF_A_RUN = frozenset({
     "output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "report_to", "project",
@@ -129,9 +129,6 @@ def choose(task: PlanTask, *, folder: Path | None = None, pricer: Pricer | None 
     made = make_plan(task, disk_bytes_free=free_bytes, pricer=pricer)
     if not made.notes:  # what is scarce now may not be next time
         keep_plan(task, made.chosen)
-        if task.reserve_bytes:  # the plan without it missed its budget, and would again
-            whole_bytes = task.budget_bytes + task.reserve_bytes
-            keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), made.chosen)
     return Chosen(plan=made.chosen, notes=made.notes, pricer=made.pricer)
 
 
@@ -188,6 +185,16 @@ def keep_plan(task: PlanTask, plan: Plan) -> None:
         return
     files.remember(cache_file(task), _values_of(plan, task))
     files.tidy_cache("plan-*.json")
+    if task.reserve_bytes:  # the plan without it missed its budget, and would again
+        whole_bytes = task.budget_bytes + task.reserve_bytes
+        keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), plan)
+
+
+def keep_learnt(task: PlanTask, plan: Plan, learnt: Mapping[str, float]) -> None:
+    """Writes down what the plan's rehearsal measured, if the plan itself was kept."""
+    kept = kept_plan(task)
+    if kept is not None and kept.candidate == plan.candidate and kept.learnt != learnt:
+        keep_plan(task, replace(kept, learnt=learnt))
 
 
 def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: PlanTask) -> bool:
@@ -229,6 +236,7 @@ def _values_of(plan: Plan, task: PlanTask) -> dict[str, Any]:
             "traced": price.traced,
         },
         "decisions": [_stored(one) for one in plan.decisions],
+        "learnt": plan.learnt,
     }
 
 
@@ -258,4 +266,11 @@ def _plan_from(values: Mapping[str, Any], task: PlanTask) -> Plan:
         Decision(str(one["about"]), message_of(one["message"]), str(one["strategy"]))
         for one in values["decisions"]
     )
-    return dataclasses.replace(read, price=price, decisions=decisions, args=task.workload.args)
+    learnt = values["learnt"]
+    return dataclasses.replace(
+        read,
+        price=price,
+        decisions=decisions,
+        args=task.workload.args,
+        learnt=None if learnt is None else {str(key): float(one) for key, one in learnt.items()},
+    )

@@ -511,6 +511,13 @@ class Choosing:
         self.task = self.task.leaving(short_bytes)
         self._missed += 1
 
+    def keep_learnt(self, plan: Plan, learnt: Mapping[str, float]) -> None:
+        """Keeps what a rehearsal measured for the next run of the same task."""
+        from memfit.planner.this_machine import keep_learnt
+
+        if self.is_free and self.checkpoint is None:
+            keep_learnt(self.task, plan, learnt)
+
     def choose(self) -> Plan | None:
         """The plan; None where memory cannot be predicted and no budget was promised."""
         from memfit.planner.plans import Plan

@@ -517,6 +517,7 @@ class _Run:
             try:
                 with self._model_kept(trainer), self.clock.measure("train"), doing(""):
                     self._train(trainer)
+                self._keep_learnt(trainer)
                 return trainer
             except PlanMissedError as error:
                 short_bytes = error.short_bytes
@@ -535,6 +536,12 @@ class _Run:
             with self.clock.measure("plan"):
                 self.choosing.leave_free(self.group.largest(short_bytes))
                 self.plan = self._plan()
+
+    def _keep_learnt(self, trainer: BudgetTrainer) -> None:
+        """The next run of this task need not measure what a token takes."""
+        memory = trainer.guard.adjuster.memory
+        if self.group.is_first and self.plan is not None and memory is not None:
+            self.choosing.keep_learnt(self.plan, dataclasses.asdict(memory))
 
     def _trainer(self, text: TextData) -> BudgetTrainer:
         import transformers.trainer

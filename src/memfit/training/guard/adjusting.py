@@ -11,7 +11,7 @@ Up:    one step after a number of clean steps, and never to what has failed, unl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -111,6 +111,8 @@ class StepPieces:
     count: int
     tokens: int
     rows: int
+    most_rows: int = 0
+    """Rows of the piece that has most of them, though not the most tokens."""
 
 
 def pieces_of(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> StepPieces:
@@ -124,14 +126,16 @@ def pieces_of(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) ->
         if rows
     ]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    return StepPieces(len(groups), sizes[largest], len(groups[largest]))
+    most_rows = max(len(rows) for rows in groups)
+    return StepPieces(len(groups), sizes[largest], len(groups[largest]), most_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     """The highest moment of forward and backward, as the rehearsal found it.
 
-    fixed + tokens x (token + layer x (depth - recomputed)) + gradients, if there are several
+    fixed + tokens x token + (tokens x layer + rows x row_layer) x (depth - recomputed)
+          + gradients, if there are several
     """
 
     fixed_bytes: float
@@ -142,16 +146,30 @@ class MemoryModel:
     depth: int
     gradient_bytes: float = 0.0
     """What the second of several micro-batches finds there already."""
+    row_layer_bytes: float = 0.0
+    """Bytes of each row in each layer that is kept, however short the row is."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, float]) -> MemoryModel:
+        """The model with these fields, as a file has them."""
+        numbers: dict[str, Any] = {**values, "depth": int(values["depth"])}
+        return cls(**numbers)
 
     def peak_bytes(self, pieces: StepPieces, recomputed: int) -> float:
         """Bytes at the peak of a step whose largest micro-batch this is."""
         kept = max(self.depth - recomputed, 0)
         there_bytes = self.fixed_bytes + (self.gradient_bytes if pieces.count > 1 else 0)
-        return there_bytes + pieces.tokens * (self.token_bytes + self.layer_bytes * kept)
+        layer_bytes = pieces.tokens * self.layer_bytes + pieces.most_rows * self.row_layer_bytes
+        return there_bytes + pieces.tokens * self.token_bytes + layer_bytes * kept
+
+    @property
+    def sees_layers(self) -> bool:
+        """Whether a layer that is kept was seen to take anything."""
+        return self.layer_bytes > 0 or self.row_layer_bytes > 0
 
     def fewest_recomputed(self, pieces: StepPieces, limit_bytes: float) -> int | None:
         """The least recomputation that stays inside; None where none does."""
-        most = self.depth if self.layer_bytes > 0 else 0
+        most = self.depth if self.sees_layers else 0
         for recomputed in range(most + 1):
             if self.peak_bytes(pieces, recomputed) <= limit_bytes:
                 return recomputed
@@ -299,7 +317,7 @@ class Adjuster:
         if not self.keeps_plan and self.abilities.by_batch:
             tokens = self.plan.max_tokens if self.keeps_tokens else None
             # Where no layer was seen to take anything, the plan knows more.
-            recomputed = 0 if memory.layer_bytes > 0 else self.plan.recomputed
+            recomputed = 0 if memory.sees_layers else self.plan.recomputed
             self.plan = replace(self.plan, max_tokens=tokens, recomputed=recomputed)
         self.widest = self.plan
 

@@ -143,6 +143,12 @@ bytes are one page of torch's allocator on a card."""
 _DRAWN = 200
 """How many batches are drawn to learn which sizes occur."""
 
+_SHORT = 0.75
+"""Rows longer than this share of the longest say nothing new."""
+
+_SAME = 0.005
+"""Peaks of the same batch in two runs differ by less."""
+
 _ROOMY = 0.5
 """If the worst batch needs no more than this share of the limit, nothing has to be decided."""
 
@@ -168,9 +174,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    pieces: int
-    tokens: int
-    """Tokens of the largest micro-batch."""
+    pieces: StepPieces
     all_tokens: int
     peak_bytes: int
     seconds: float
@@ -380,7 +384,7 @@ class _Stage:
         if is_cuda(self._device):
             # Steps of other sizes leave gaps that the training's own would be laid around.
             torch.cuda.empty_cache()
-        return _Tried(pieces.count, pieces.tokens, sum(lengths), peak.bytes, seconds), ""
+        return _Tried(pieces, sum(lengths), peak.bytes, seconds), ""
 
     # ---- learning ----
 
@@ -396,32 +400,77 @@ class _Stage:
         return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
 
     def _learn(self, lengths: list[int], tried: _Tried) -> None:
-        """Tries half the rows twice: how much a token takes, and how much of it a layer keeps."""
+        """Tries half the rows twice: how much a token takes, and how much of it a layer keeps.
+
+        Where texts are padded, short rows are tried as well.
+        """
         guard, depth = self._guard, self._guard.adjuster.abilities.depth
         way = guard.way_for(lengths)
+        if (known := self._known(tried, way)) is not None:
+            guard.adjuster.learn(known)
+            return
         half = self._batch(self._longest()[::2])
         # Where batches were cut, half of them would be cut into the same pieces.
-        halved = replace(way, max_tokens=tried.tokens // 2 or 1) if tried.pieces > 1 else way
+        tokens = tried.pieces.tokens
+        halved = replace(way, max_tokens=tokens // 2 or 1) if tried.pieces.count > 1 else way
         smaller, _ = self._try(half, halved)
-        if smaller is None or smaller.tokens >= tried.tokens:
+        if smaller is None or smaller.pieces.tokens >= tokens:
             return
         gradients = self._gradient_bytes()
         # Measured in several pieces, the gradients are in the number. A batch in one piece needs no
         # more than its activations: its gradients come while these go.
         high, low = (
-            one.peak_bytes - (gradients if one.pieces > 1 else 0) for one in (tried, smaller)
+            one.peak_bytes - (gradients if one.pieces.count > 1 else 0) for one in (tried, smaller)
         )
-        token_bytes = max(high - low, 0) / (tried.tokens - smaller.tokens)
-        fixed_bytes = high - token_bytes * tried.tokens
+        token_bytes = max(high - low, 0) / (tokens - smaller.pieces.tokens)
+        fixed_bytes = high - token_bytes * tokens
         layer_bytes = 0.0
         if depth:
             other = depth if way.recomputed < depth else 0
             again, _ = self._try(half, replace(halved, recomputed=other))
             if again is not None:
                 saved = (smaller.peak_bytes - again.peak_bytes) / (other - way.recomputed)
-                layer_bytes = max(saved / smaller.tokens, 0.0)
+                layer_bytes = max(saved / smaller.pieces.tokens, 0.0)
         token_bytes = max(token_bytes - layer_bytes * (depth - way.recomputed), 0.0)
-        guard.adjuster.learn(MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients))
+        memory = MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients)
+        guard.adjuster.learn(self._with_rows(memory, way, max(lengths)))
+
+    def _with_rows(self, memory: MemoryModel, way: Way, longest: int) -> MemoryModel:
+        """The same model, if a row's length says all; else with what each row takes by itself.
+
+        DeBERTa repeats its table of positions for every row. The shortest rows show that best, with
+        nothing recomputed: by their tokens alone they would seem to fit so.
+        """
+        if self._packed or not memory.layer_bytes:
+            return memory
+        rows = longest_rows(self._dataset, len(self._dataset))[-self._count :]
+        shortest = max(lengths_of(self._batch(rows), self._trainer.executor.trim))
+        if shortest > _SHORT * longest:
+            return memory
+        short: _Tried | None = None
+        while short is None and rows:
+            short, _ = self._try(self._batch(rows), replace(way, recomputed=0))
+            rows = rows[(len(rows) + 1) // 2 :]  # all of them may be too many
+        if short is None or short.pieces.count > 1:
+            return memory
+        kept_bytes = short.peak_bytes - memory.fixed_bytes
+        kept_bytes -= short.pieces.tokens * memory.token_bytes
+        in_short = kept_bytes / (short.pieces.rows * memory.depth)
+        in_long = longest * memory.layer_bytes
+        if in_short <= shortest * memory.layer_bytes:
+            return memory
+        layer_bytes = max(in_long - in_short, 0.0) / (longest - shortest)
+        row_bytes = in_short - shortest * layer_bytes
+        return replace(memory, layer_bytes=layer_bytes, row_layer_bytes=row_bytes)
+
+    def _known(self, tried: _Tried, way: Way) -> MemoryModel | None:
+        """What an earlier run of the plan has learnt, if it foretells what was just measured."""
+        plan = self._trainer.plan
+        if plan is None or plan.learnt is None:
+            return None
+        known = MemoryModel.read(plan.learnt)
+        foretold = known.peak_bytes(tried.pieces, way.recomputed)
+        return known if abs(foretold - tried.peak_bytes) <= _SAME * tried.peak_bytes else None
 
     def _gradient_bytes(self) -> int:
         """Bytes of the gradients that several micro-batches add up in, if these are `.grad`."""
