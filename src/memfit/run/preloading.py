@@ -1,9 +1,10 @@
 """Loads the libraries of a run, each at the moment when it costs least.
 
 What the first step needs is loaded in one thread, one library after the other: threads that import
-at the same time take the interpreter from each other and are slower together than one alone. Only
-the driver works beside it, which creates the card's context without the interpreter. What only the
-report needs is loaded in a process of its own (`report_process`).
+at the same time take the interpreter from each other and are slower together than one alone. Two
+things run in threads beside it, because they do not need the interpreter: the driver creates the
+card's context, and then Triton hashes its own files. What only the report needs is loaded in a
+process of its own (`report_process`).
 """
 
 from __future__ import annotations
@@ -218,6 +219,7 @@ def load_libraries(*, card: bool = True) -> None:
             importlib.import_module(name)
     if starts:
         context.join()
+        threading.Thread(target=_read_triton, daemon=True).start()
     gc.set_threshold(*_USUAL)
 
 
@@ -291,6 +293,15 @@ class _PromisedClass(type):
         if library is None or isinstance(library, _Promise):
             return False
         return isinstance(thing, getattr(library, cls.__name__))
+
+
+def _read_triton() -> None:
+    """Has Triton hash its own files, as it does for its first kernel: 0.4 s.
+
+    hashlib lets other threads run meanwhile. Triton remembers the answer.
+    """
+    with contextlib.suppress(Exception):  # not installed, or a version that does it elsewhere
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _create_context() -> None:

@@ -281,8 +281,26 @@ def _split(p: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
         return weight, correction  # a trace has no values to split
     chunks = (torch.split(flat(t), PIECE) for t in (p, weight, correction))
     for full, low, rest in zip(*chunks, strict=True):
-        new, units = split_master(full.to(device), dtype, correct=True)
+        new, units = split_master(_sent(full, device), dtype, correct=True)
         assert units is not None
-        low.copy_(new)
-        rest.copy_(units)
+        low.copy_(_fetched(new, low.device))
+        rest.copy_(_fetched(units, rest.device))
     return weight, correction
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, by way of pinned memory.
+
+    The driver reads and writes other host memory in one thread, which also waits for its pages:
+    a second for BERT-Large. torch copies into pinned memory and out of it in several.
+    """
+    if tensor.is_cpu and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _fetched(tensor: Tensor, device: torch.device) -> Tensor:
+    """The inverse of `_sent`."""
+    if not (tensor.is_cuda and device.type == "cpu"):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
