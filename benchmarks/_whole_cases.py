@@ -43,11 +43,14 @@ class Case:
     """Also ask the result with `memfit predict`."""
     card: str = ""
     """The smaller card that this machine's card acts as; empty: none."""
+    ranks: int = 1
+    """Processes that train together, all of them on this machine's one card."""
 
     def command(self, table: str, model: str, folder: str) -> list[str]:
         """What follows `memfit`."""
         words = ["train", table, "--model", model, "--budget", self.budget, "--output-dir", folder]
         words += ["--max-length", str(self.length), "--epochs", str(self.epochs)]
+        words += ["--gpus", str(self.ranks)] if self.ranks > 1 else []
         return [*words, *TASK_FLAGS[self.task], *self.flags]
 
 
@@ -144,6 +147,11 @@ ACTED_CASES: tuple[Case, ...] = tuple(
     for name, card in ACTED_CARDS.items()
     for called, model in (("BERT-Large", "bert-large"), ("BERT-Base", "bert-base"))
 )  # fmt: skip
+
+RANK_CASES: tuple[Case, ...] = (
+    Case(name="BERT-Base 4GB on 2 ranks", model="bert-base", budget="4GB", ranks=2, task="full"),
+    Case(name="BERT-Large 2GB on 2 ranks", model="bert-large", budget="2GB", ranks=2),
+)
 
 SMALL = ("--batch-size", "16", "--learning-rate", "1e-3")
 CPU_CASES: tuple[Case, ...] = (

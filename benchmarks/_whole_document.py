@@ -68,6 +68,17 @@ ACTED_HEADS = {
         "模拟的显卡", "模型", "选中的方案", "可预留 GiB", "预测 GiB", "预留 GiB", "预留 ÷ 预测",
     ),
 }  # fmt: skip
+RANK_HEADS = {
+    "en": (
+        "model", "ranks", "the plan chosen", "budget of each GB", "predicted GB", "held by each GB",
+        "most held ÷ predicted",
+    ),
+    "zh": (
+        "模型", "进程数", "选中的方案", "每个进程的预算 GB", "预测 GB", "各进程占用 GB",
+        "最大占用 ÷ 预测",
+    ),
+}  # fmt: skip
+BETWEEN_RANKS = {"en": ", ", "zh": "、"}
 STOCK_HEADS = {
     "en": (
         "command to saved model", "memfit s", "stock bf16 s", "ratio", "memfit GB", "stock GB",
@@ -128,6 +139,19 @@ def acted_table(language: str, found: Mapping[str, Any] | None = None) -> str:
         names = (case["card"], MODELS.get(case["model"], case["model"]))
         rows.append((*names, plan_of(run, language), *told, ratio))
     return _table(ACTED_HEADS[language], rows, texts=3)
+
+
+def ranks_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """What each of several ranks on one card held, by its own count."""
+    rows = []
+    for run in (found or read()).get("ranks", []):
+        case, off = run["case"], run["held_over_predicted"]
+        each = BETWEEN_RANKS[language].join(map(_gb, run["rank_bytes"]))
+        sizes = (_gb(run["budget_bytes"]), _gb(run["predicted_bytes"]), each)
+        ratio = "" if off is None else f"{off:.3f}"
+        name = MODELS.get(case["model"], case["model"])
+        rows.append((name, str(case["ranks"]), plan_of(run, language), *sizes, ratio))
+    return _table(RANK_HEADS[language], rows, texts=3)
 
 
 def short_table(language: str, found: Mapping[str, Any] | None = None) -> str:

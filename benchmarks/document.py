@@ -455,6 +455,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "train-f1": train_f1_table,
     "whole-acted": whole.acted_table,
     "whole-facts": whole.facts_table,
+    "whole-ranks": whole.ranks_table,
     "whole-runs": whole.runs_table,
     "whole-seeds": whole.seeds_table,
     "whole-short": whole.short_table,

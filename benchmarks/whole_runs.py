@@ -15,6 +15,9 @@ NAME that is no model here adds cases of its own, on all rows, for their F1 (`--
 what torch's allocator reserved, by its own counters; the limit is the budget less the small card's
 predicted context, since the context here is this card's.
 
+`--only ranks`: several ranks share the card, over gloo. What is compared is the most that a rank
+held by its own count: torch's allocator and the context. Their time is not that of several cards.
+
 Rows may be measured in several goes: `--append` keeps the rows of other names in the file, and
 every row names its commit and date. With `--jobs` above 1, seconds are not comparable and marked
 so. `--stock` and `--seeds` are explained in _whole_stock_pairs.py and
@@ -48,7 +51,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _whole_cases import ACTED_CASES, CASES, CPU_CASES, MADE_MODELS, Case, real_cases
+from _whole_cases import ACTED_CASES, CASES, CPU_CASES, MADE_MODELS, RANK_CASES, Case, real_cases
 from _whole_process import Ended, kill_all, watched
 from _whole_tables import make_reviews, make_vocabulary, read_reviews, write_tables
 from _whole_watch import CardWatch
@@ -160,7 +163,7 @@ class Bench:
         else:
             reviews = make_reviews(rows or 7_000, characters)
         self.tables = write_tables(reviews[:rows], self.work / "tables")
-        if self.real:
+        if self.real or not options.cpu:
             self.tables["full"] = write_tables(reviews, self.work / "full")["single"]
         if options.vocab:
             self.vocabulary = options.vocab
@@ -244,7 +247,8 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     words = case.command(str(bench.tables[case.task]), bench.model(case.model), str(folder))
     noted = folder.with_name(folder.name + ".reserved")
     noted.unlink(missing_ok=True)
-    more = acting(bench, case, noted) if case.card else None
+    more = acting(bench, case, noted) if case.card else {}
+    more |= {"MEMFIT_SHARE_GPU": "1"} if case.ranks > 1 else {}
     processes = [bench.memfit(words, folder, more=more, kill_at=case.kill_at)]
     if processes[0].killed_at is not None:
         again = ["train", "--resume", "--output-dir", str(folder)]
@@ -252,6 +256,8 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
     found = described(case, folder, processes)
     if case.card:
         found |= reserved(folder, processes[0], noted)
+    if case.ranks > 1:
+        found |= held_by_ranks(folder, found)
     if found["exit_code"] == 0:
         found |= asked(bench, case, folder)
     found["outcome"] = outcome(case, found)
@@ -323,6 +329,18 @@ def reserved(folder: Path, process: Ended, noted: Path) -> dict[str, Any]:
         "predicted_context_bytes": context_bytes,
         "held_over_predicted": ratio(held_bytes, predicted_bytes),
         "held_over_budget": ratio(held_bytes, limit_bytes),
+    }  # fmt: skip
+
+
+def held_by_ranks(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The most that one of several ranks held, as each counts itself."""
+    told = read_json(folder / "summary.json").get("ranks") or []
+    each = [one["peak_bytes"] for one in told]
+    held_bytes = max(each, default=None)
+    return {
+        "rank_bytes": each, "held_bytes": held_bytes, "held_by": "each rank's own count",
+        "held_over_predicted": ratio(held_bytes, found["predicted_bytes"]),
+        "held_over_budget": ratio(held_bytes, found["budget_bytes"]),
     }  # fmt: skip
 
 
@@ -597,7 +615,7 @@ def run_all(bench: Bench, cases: list[Case], results: ResultFile) -> None:
             found = failed(case, error)
         found |= {"name": case.name, "jobs": jobs, "bench_seconds": time.monotonic() - started}
         found["weights"] = "real" if case.model in bench.real else "random"
-        results.add(found, "acted" if case.card else "runs")
+        results.add(found, "acted" if case.card else "ranks" if case.ranks > 1 else "runs")
         with lock:
             done += 1
             still[case.model] -= 1
@@ -703,12 +721,13 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases asked for; an unknown name is an error."""
     names = [one.partition("=")[0] for one in options.real]
     more = [case for name in names if name not in MADE_MODELS for case in real_cases(name)]
-    usual = CPU_CASES if options.cpu else (*CASES, *ACTED_CASES)
+    usual = CPU_CASES if options.cpu else (*CASES, *ACTED_CASES, *RANK_CASES)
     cases = {case.name: case for case in (*more, *usual)}
     if not options.only:
         return list(cases.values())
     names = [name.strip() for name in options.only.split(",")]
-    groups = {"real": more, "acted": ACTED_CASES}  # all of them, whatever they are called
+    # All of them, whatever they are called.
+    groups = {"real": more, "acted": ACTED_CASES, "ranks": RANK_CASES}
     names = [
         one for name in names for one in ([case.name for case in groups.get(name, ())] or [name])
     ]
@@ -727,7 +746,8 @@ def parsed() -> argparse.Namespace:
     add("--vocab", type=Path, help="a BERT vocabulary; else one of made-up texts' characters")
     add("--rows", type=int, help="of the table (0: all; else 1600, with --cpu 96)")
     add("--real", action="append", default=[], metavar="NAME=FOLDER", help="pre-trained weights")
-    add("--only", help="names of cases, separated by commas (of --stock by ;), `real` or `acted`")
+    groups = "or all of a kind: real, acted, ranks"
+    add("--only", help=f"names of cases, separated by commas (of --stock by ;), {groups}")
     add("--jobs", type=int, default=1)
     add("--out", type=Path, help="the result file")
     add("--append", action="store_true", help="keep the file's other rows")
@@ -798,7 +818,8 @@ def main() -> None:
             _whole_stock_pairs.compare(bench, results)
         else:
             run_all(bench, cases, results)
-            print(table([*results.values["runs"], *results.values.get("acted", [])]))
+            parts = ("runs", "acted", "ranks")
+            print(table([run for part in parts for run in results.values.get(part, [])]))
             print(json.dumps(results.values["summary"], indent=1))
 
 

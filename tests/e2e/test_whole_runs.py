@@ -123,3 +123,24 @@ def test_a_card_that_acts_as_another_is_judged_by_what_torch_reserved(
     (line,) = document.acted_table("en", {"acted": [row]}).splitlines()[2:]
     assert line.startswith("| T4 | BERT-Base |")
     assert line.endswith("| 0.990 |")
+
+
+def test_ranks_are_judged_by_the_one_that_held_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import _whole_document as document
+    import whole_runs
+    from _whole_cases import RANK_CASES
+
+    case = RANK_CASES[0]
+    assert case.command("t", "m", "f")[-8:-6] == ["--gpus", "2"]
+    summary = {"ranks": [{"peak_bytes": 2_000_000_000}, {"peak_bytes": 1_980_000_000}]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    told = {"predicted_bytes": 2_020_000_000, "budget_bytes": 4_000_000_000}
+    run = told | whole_runs.held_by_ranks(tmp_path, told)
+    assert (run["held_over_predicted"], run["held_over_budget"]) == (0.9901, 0.5)
+    row = {**run, "case": {"model": "bert-base", "ranks": 2}, "outcome": "finished"}
+    (line,) = document.ranks_table("en", {"ranks": [row]}).splitlines()[2:]
+    assert line.startswith("| BERT-Base | 2 |")
+    assert line.endswith("| 4.00 | 2.02 | 2.00, 1.98 | 0.990 |")
