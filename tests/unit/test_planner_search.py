@@ -18,7 +18,7 @@ from memfit.planner.candidates import Candidate
 from memfit.planner.search import Planning
 from memfit.planner.space import PlanRequest, candidates
 from memfit.planner.workload import Workload
-from memfit.strategies import Fidelity
+from memfit.strategies import Fidelity, half_precision
 
 pytestmark = pytest.mark.slow
 PLENTY_OF_HOST = 10**12
@@ -138,8 +138,9 @@ class NoisyPricer(FormulaPricer):
     [(-0.02, Fidelity.EXACT), (0.02, Fidelity.EXACT), (0.1, Fidelity.ROUNDING)],
 )
 def test_what_is_faster_by_a_calibrations_noise_costs_no_fidelity_and_no_strategy(
-    faster: float, fidelity: Fidelity
+    faster: float, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(half_precision, "has_fast_bf16", lambda: True)  # whatever CPU this is
     small = task(bert(layers=2, width=64, vocabulary=100), lengths=(9, 12, 16, 20))
     chosen = plan(small, 80e9, card=None, pricer=NoisyPricer(small, faster)).chosen
     assert chosen.fidelity is fidelity
