@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
 from memfit.errors import MemfitError
+from memfit.run.preloading import load_to_plan, start_processes
 from memfit.text import doing, language, shown, speaking, t
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ def reaches(
                 number = waiting.popleft()
                 found[number] = process.submit(_line_in, spoken, every[number], *given).result()
 
+    load_to_plan()
+    start_processes(others)
     feeders = [Thread(target=feed, args=(one, language())) for one in others]
     for feeder in feeders:
         feeder.start()

@@ -18,13 +18,14 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+    from multiprocessing.process import BaseProcess
 
 _FIRST = ("transformers.trainer", "memfit.training.trainer")
 
@@ -75,16 +76,27 @@ def processes_to_use() -> int:
 
 @contextlib.contextmanager
 def other_processes(count: int) -> Iterator[list[Executor]]:
-    """Starts processes that load what planning needs, and ends them when the block is left."""
+    """Yields so many processes to plan in, and ends them when the block is left.
+
+    On Linux each is forked from this one at its first task, and begins with all that is loaded and
+    known by then: loading takes as long as half a plan. Planning uses no thread that a fork leaves
+    behind, unless there is a card, for which torch differentiates in such threads. There, and
+    on other systems, each process begins at once and loads what planning needs for itself.
+    """
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import active_children, get_context
 
-    spawn = get_context("spawn")
+    from memfit.memory.device import best_device
+
+    forks = _process.own and sys.platform == "linux" and count > 0 and best_device().type == "cpu"
+    context = get_context("fork" if forks else "spawn")
     before = active_children()
-    others = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(count)]
+    others = [
+        ProcessPoolExecutor(1, mp_context=context, initializer=_begin_beside) for _ in range(count)
+    ]
     try:
-        for process in others:
-            process.submit(_load_alone)
+        if not forks:
+            start_processes(others)
         yield list(others)
     finally:
         started = [one for one in active_children() if one not in before] if others else ()
@@ -94,9 +106,34 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
             child.terminate()
 
 
-def _load_alone() -> None:
+def start_processes(processes: Iterable[Executor]) -> None:
+    """Starts those of `other_processes` that do not run yet; no other thread may work meanwhile."""
+    from concurrent.futures import BrokenExecutor
+
+    for process in processes:
+        with contextlib.suppress(BrokenExecutor):  # whoever sends it a task is told
+            process.submit(load_to_plan)
+
+
+def _begin_beside() -> None:
+    """Prepares a process of `other_processes`, which must not outlive the one that started it."""
+    import signal
+    from multiprocessing import parent_process
+
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     own_process()
-    load_to_plan()
+    torch.set_num_threads(1)  # a fork has none of the others
+    started_by = parent_process()
+    assert started_by is not None
+    threading.Thread(target=_end_with, args=(started_by,), daemon=True).start()
+
+
+def _end_with(other: BaseProcess) -> None:
+    other.join()
+    os._exit(1)
 
 
 def load_to_plan() -> None:
