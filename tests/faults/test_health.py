@@ -283,6 +283,8 @@ GONE = (
     "CUDA driver error: unknown error",
 )
 STAYS = (
+    "CUDA error: invalid argument\nCUDA kernel errors might be asynchronously reported at some "
+    "other API call.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
     "CUDA out of memory. Tried to allocate 2.00 MiB",
     "CUDA error: no kernel image is available for execution on the device",
     "mat1 and mat2 shapes cannot be multiplied",

@@ -214,8 +214,24 @@ def test_the_end_is_shown_at_once_and_ends_the_asking(
     assert not page.last_seen
     make_run(page.folder)
     page.ended = True
-    assert "data-refresh=" not in ask(url)[2]
+    wait_for_answers(page)
+    with page.answering():
+        page.read()
+        assert not page.last_seen  # it is not sent yet, and the server must not end
+        assert page.answers == 1
     assert page.last_seen
+    page.last_seen = False
+    assert "data-refresh=" not in ask(url)[2]
+    wait_for_answers(page)
+    assert page.last_seen
+
+
+def wait_for_answers(page: LivePage) -> None:
+    """A browser may have the whole page before the server knows that it was sent."""
+    deadline = time.monotonic() + 10
+    while page.answers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert page.answers == 0
 
 
 @pytest.mark.parametrize(

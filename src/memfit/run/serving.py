@@ -79,6 +79,8 @@ class LivePage:
         self.asked_at = -float("inf")
         self.last_seen = False
         """Whether somebody has got the page that is final."""
+        self.answers = 0
+        """How many are on their way."""
         self._clock = clock
         self._lock = threading.Lock()
         self._signature: object = None
@@ -100,8 +102,20 @@ class LivePage:
                 self._next_at = self._clock() + max(REFRESH_SECONDS, _REST * took)
                 self._signature = signature
                 self._page = hashlib.sha256(text).hexdigest()[:16], text
-            self.last_seen = ended
             return self._page
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Inside, the page is read and sent to somebody."""
+        ended = self.ended
+        with self._lock:
+            self.answers += 1
+        try:
+            yield
+            self.last_seen = self.last_seen or ended
+        finally:
+            with self._lock:
+                self.answers -= 1
 
     def _draw(self, *, live: bool) -> str:
         from memfit.report.page import render, render_waiting
@@ -152,11 +166,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_for_us():
             return
-        tag, text = self.server.page.read()
-        if self.headers.get("If-None-Match") == f'"{tag}"':
-            self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
-        else:
-            self._answer(HTTPStatus.OK, text, tag)
+        with self.server.page.answering():
+            tag, text = self.server.page.read()
+            if self.headers.get("If-None-Match") == f'"{tag}"':
+                self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+            else:
+                self._answer(HTTPStatus.OK, text, tag)
 
     def do_POST(self) -> None:
         self.close_connection = True  # what is refused is not read
@@ -363,9 +378,10 @@ def main() -> None:
         sys.stdin.read()
     page.ended = True
     deadline = time.monotonic() + given.linger_seconds
-    while page.watched_lately() and not page.last_seen and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.2)  # the answer that is on its way
+    while page.answers > 0 or (
+        page.watched_lately() and not page.last_seen and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
     os._exit(0)  # also while a question is being answered
 
 

@@ -517,8 +517,11 @@ def _without_crc() -> Iterator[None]:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether the process can do nothing more with its GPU; out of memory is another matter."""
-    text = str(error).lower()
+    """Whether the process can do nothing more with its GPU; out of memory is another matter.
+
+    Torch's advice below the first line of any CUDA error names device-side assertions.
+    """
+    text = str(error).strip().partition("\n")[0].lower()
     return any(name in text for name in ("cuda", "hip", "cudnn", "cublas", "device lost")) and any(
         reason in text for reason in _DEVICE_IS_GONE
     )
