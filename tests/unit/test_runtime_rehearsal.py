@@ -187,10 +187,35 @@ def test_rows_that_take_memory_however_short_they_are_do_not_seem_to_fit(tmp_pat
     # Where a batch of short rows does not fit with nothing recomputed, fewer of them tell the same.
     enough = roomy.rehearsal.peak_bytes * 105 // 100
     tight = rehearsed([*long, *short], Checkpointing(20), budget=str(enough))
-    assert tight.adjuster.memory.row_layer_bytes == pytest.approx(memory.row_layer_bytes, rel=0.1)
     kept = rehearsed(short).rehearsal.peak_bytes
     assert kept > enough
-    assert memory.peak_bytes(StepPieces(1, 48, 8, 8), 0) == pytest.approx(kept, rel=0.01)
+    pieces = StepPieces(1, 48, 8, 8)
+    assert memory.peak_bytes(pieces, 0) == pytest.approx(kept, rel=0.01)
+    assert kept <= tight.adjuster.memory.peak_bytes(pieces, 0) < 1.06 * kept
+
+
+@pytest.mark.parametrize("name", ["release", "adamw"])
+def test_what_is_learnt_with_any_layers_recomputed_foretells_all_others(tmp_path, name):
+    """Learnt with 20 of 24 layers recomputed, 0.73 of what none of them takes was foretold."""
+    rows = [{**row, "input_ids": (row["input_ids"] * 64)[:64]} for row in rows_of(8)]
+    peaks, models = {}, {}
+    for recomputed in (12, 11, 10, 1):
+        model = build("bert", num_hidden_layers=12, hidden_size=64, max_position_embeddings=64)
+        strategies = [*SINKS[name], Checkpointing(recomputed)]
+        trainer = trainer_of(tmp_path, strategies, "10GB", model, train_dataset=rows,
+                             micro_batching=MicroBatching())  # fmt: skip
+        trainer.args.max_steps = 1
+        trainer.train()
+        assert trainer.guard.rehearsal is not None
+        peaks[recomputed] = trainer.guard.rehearsal.peak_bytes
+        models[recomputed] = trainer.guard.adjuster.memory
+    assert peaks[1] > 3 * peaks[12]
+    for learnt, memory in models.items():
+        for recomputed, peak in peaks.items():
+            foretold = memory.peak_bytes(StepPieces(1, 512, 8, 8), recomputed)
+            # `.grad` of the first layers comes last, when no layer's activations are there.
+            off = 0.01 if name == "release" else 0.13
+            assert foretold == pytest.approx(peak, rel=off), (learnt, recomputed)
 
 
 @pytest.mark.parametrize("changed", [1.0, 1.5])

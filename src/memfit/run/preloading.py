@@ -82,24 +82,34 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
     known by then: loading takes as long as half a plan. Planning uses no thread that a fork leaves
     behind, unless there is a card, for which torch differentiates in such threads. There, and
     on other systems, each process begins at once and loads what planning needs for itself.
+
+    Inside, torch computes in one thread: others would take a core from the other processes, even
+    while they wait for work.
     """
+    if not count:
+        yield []
+        return
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import active_children, get_context
 
+    import torch
+
     from memfit.memory.device import best_device
 
-    forks = _process.own and sys.platform == "linux" and count > 0 and best_device().type == "cpu"
+    forks = _process.own and sys.platform == "linux" and best_device().type == "cpu"
     context = get_context("fork" if forks else "spawn")
-    before = active_children()
+    before, threads = active_children(), torch.get_num_threads()
     others = [
         ProcessPoolExecutor(1, mp_context=context, initializer=_begin_beside) for _ in range(count)
     ]
+    torch.set_num_threads(1)
     try:
         if not forks:
             start_processes(others)
         yield list(others)
     finally:
-        started = [one for one in active_children() if one not in before] if others else ()
+        torch.set_num_threads(threads)
+        started = [one for one in active_children() if one not in before]
         for process in others:
             process.shutdown(wait=False, cancel_futures=True)
         for child in started:  # or this process would wait for what it does
@@ -125,7 +135,7 @@ def _begin_beside() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     own_process()
-    torch.set_num_threads(1)  # a fork has none of the others
+    torch.set_num_threads(1)
     started_by = parent_process()
     assert started_by is not None
     threading.Thread(target=_end_with, args=(started_by,), daemon=True).start()

@@ -130,11 +130,20 @@ def pieces_of(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) ->
     return StepPieces(len(groups), sizes[largest], len(groups[largest]), most_rows)
 
 
+def kept_layers(depth: int, recomputed: int) -> int:
+    """How many layers' activations are there at once.
+
+    The last of them is as large as a layer that is computed again, which is there for its own
+    backward: whether the model keeps one layer or none makes no difference.
+    """
+    return max(depth - recomputed, min(depth, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     """The highest moment of forward and backward, as the rehearsal found it.
 
-    fixed + tokens x token + (tokens x layer + rows x row_layer) x (depth - recomputed)
+    fixed + tokens x token + (tokens x layer + rows x row_layer) x kept layers
           + gradients, if there are several
     """
 
@@ -157,7 +166,7 @@ class MemoryModel:
 
     def peak_bytes(self, pieces: StepPieces, recomputed: int) -> float:
         """Bytes at the peak of a step whose largest micro-batch this is."""
-        kept = max(self.depth - recomputed, 0)
+        kept = kept_layers(self.depth, recomputed)
         there_bytes = self.fixed_bytes + (self.gradient_bytes if pieces.count > 1 else 0)
         layer_bytes = pieces.tokens * self.layer_bytes + pieces.most_rows * self.row_layer_bytes
         return there_bytes + pieces.tokens * self.token_bytes + layer_bytes * kept

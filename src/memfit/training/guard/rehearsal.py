@@ -35,7 +35,7 @@ from memfit.memory.device import is_cuda, synchronize
 from memfit.planner.exchange_cost import BACKWARD_SHARE
 from memfit.strategies.sharded_state import StateShares
 from memfit.text import t
-from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, pieces_of
+from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, kept_layers, pieces_of
 from memfit.training.limits import LiveBytes
 from memfit.units import MIB
 
@@ -145,6 +145,9 @@ _DRAWN = 200
 
 _SHORT = 0.75
 """Rows longer than this share of the longest say nothing new."""
+
+_TELLING_LAYERS = 4
+"""So many layers that are kept take more than the last gradients do, if they fit."""
 
 _SAME = 0.005
 """Peaks of the same batch in two runs differ by less."""
@@ -424,14 +427,17 @@ class _Stage:
         )
         token_bytes = max(high - low, 0) / (tokens - smaller.pieces.tokens)
         fixed_bytes = high - token_bytes * tokens
+        kept = kept_layers(depth, way.recomputed)
         layer_bytes = 0.0
-        if depth:
-            other = depth if way.recomputed < depth else 0
-            again, _ = self._try(half, replace(halved, recomputed=other))
-            if again is not None:
-                saved = (smaller.peak_bytes - again.peak_bytes) / (other - way.recomputed)
-                layer_bytes = max(saved / smaller.pieces.tokens, 0.0)
-        token_bytes = max(token_bytes - layer_bytes * (depth - way.recomputed), 0.0)
+        # Half the tokens in twice the layers take about what the whole batch did. With few layers
+        # the highest moment may be that of the last gradients, so fewer of them tell less.
+        for other in dict.fromkeys((max(2 * kept, _TELLING_LAYERS), 2 * kept, kept // 2)):
+            if not layer_bytes and 0 < other <= depth:
+                again, _ = self._try(half, replace(halved, recomputed=depth - other))
+                if again is not None:
+                    more = (again.peak_bytes - smaller.peak_bytes) / (other - kept)
+                    layer_bytes = max(more / smaller.pieces.tokens, 0.0)
+        token_bytes = max(token_bytes - layer_bytes * kept, 0.0)
         memory = MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients)
         guard.adjuster.learn(self._with_rows(memory, way, max(lengths)))
 
