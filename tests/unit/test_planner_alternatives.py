@@ -92,10 +92,10 @@ def test_another_process_knows_the_traces_and_has_no_queue() -> None:
     expected = other_ways(wanted, pricer, asked.budget_bytes)
     with _OneAtATime() as process:
         beside = FoundBeside(process, asked)
-        beside.begin(pricer.known)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shallow_traces, "trace_step", None)  # nothing is traced again
             patch.setattr(shallow_traces, "unavailable_reason", None)
+            beside.begin(pricer.known)
             assert beside(wanted, pricer, asked.budget_bytes) == expected
     assert process.unfinished
     assert not any(process.unfinished)

@@ -80,6 +80,14 @@ def test_what_a_rehearsal_learnt_is_kept_with_its_plan(plan: Plan) -> None:
     assert kept.to_toml() == plan.to_toml()
 
 
+def test_what_is_learnt_later_does_not_change_for_which_memory_a_plan_was_made(plan: Plan) -> None:
+    keep_plan(asked(Budget()), plan)
+    made = files.remembered(cache_file(asked(Budget())))
+    learnt = {"fixed_bytes": 1e9, "token_bytes": 2e5, "layer_bytes": 0.5, "depth": 24}
+    keep_learnt(asked(Budget(), BUDGET * 108 // 100), plan, learnt)
+    assert files.remembered(cache_file(asked(Budget()))) == {**made, "learnt": learnt}
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -66,9 +66,9 @@ class Simulation:
 def test_a_failure_halves_the_piece_then_recomputes_then_offloads_then_gives_up():
     adjuster = Adjuster(Way(), FULL)
     ways: list[Way | None] = []
-    pieces, way = StepPieces(1, 400, 4), Way()
+    pieces, way = StepPieces(1, 400, 4, 4), Way()
     for rows, tokens in ((4, 400), (2, 200), (1, 100), (1, 100), (1, 100)):
-        pieces = StepPieces(1, tokens, rows)
+        pieces = StepPieces(1, tokens, rows, rows)
         way = adjuster.failed(way, pieces, 0) or way
         ways.append(way)
     assert ways == [
@@ -84,7 +84,7 @@ def test_a_captured_step_recomputes_more_before_it_is_cut():
     adjuster = Adjuster(Way(recomputed=10), Abilities(depth=DEPTH, captured=True))
     way, ways = Way(recomputed=10), []
     for _ in range(3):
-        way = adjuster.failed(way, StepPieces(1, 400, 4), 0) or way
+        way = adjuster.failed(way, StepPieces(1, 400, 4, 4), 0) or way
         ways.append(way)
     assert ways == [Way(recomputed=11), Way(recomputed=12), Way(200, recomputed=12)]
 
@@ -105,7 +105,7 @@ def test_a_step_that_must_not_be_split_recomputes_more_each_time():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
     way, ways = Way(), []
     for _ in range(DEPTH // 3):
-        way = adjuster.failed(way, StepPieces(1, 400, 4), 0) or way
+        way = adjuster.failed(way, StepPieces(1, 400, 4, 4), 0) or way
         ways.append(way)
     assert ways == [Way(recomputed=layers) for layers in (3, 6, 9, 12)]
 
@@ -113,7 +113,7 @@ def test_a_step_that_must_not_be_split_recomputes_more_each_time():
 def test_layers_are_given_back_down_to_just_above_what_failed():
     adjuster = Adjuster(Way(), Abilities(splits=False, depth=DEPTH))
     for failed in (0, 3, 6):
-        adjuster.failed(Way(recomputed=failed), StepPieces(1, 400, 4), 1000)
+        adjuster.failed(Way(recomputed=failed), StepPieces(1, 400, 4, 4), 1000)
     assert adjuster.widest == Way(recomputed=9)
     for _ in range(CLEAN_STEPS * 10):
         adjuster.succeeded(1000)
@@ -179,7 +179,9 @@ def test_a_plan_of_the_users_own_is_never_exceeded():
     adjuster = Adjuster(Way(max_tokens=300), FULL)
     adjuster.keeps_plan = True
     adjuster.learn(MODEL)
-    assert adjuster.failed(Way(max_tokens=300), StepPieces(2, 300, 3), 5000) == Way(max_tokens=150)
+    assert adjuster.failed(Way(max_tokens=300), StepPieces(2, 300, 3, 3), 5000) == Way(
+        max_tokens=150
+    )
     for _ in range(CLEAN_STEPS * 10):
         adjuster.succeeded(10**9)
     assert adjuster.widest == Way(max_tokens=300)

@@ -184,14 +184,32 @@ def test_rows_that_take_memory_however_short_they_are_do_not_seem_to_fit(tmp_pat
     roomy = rehearsed([*long, *short], Checkpointing(20))
     memory = roomy.adjuster.memory
     assert memory.row_layer_bytes > 6 * memory.layer_bytes
-    # Where a batch of short rows does not fit with nothing recomputed, fewer of them tell the same.
+    # Where a batch of short rows does not fit with nothing recomputed, fewer of them
+    # tell the same, however long the longest of all was.
     enough = roomy.rehearsal.peak_bytes * 105 // 100
-    tight = rehearsed([*long, *short], Checkpointing(20), budget=str(enough))
+    mixed = [{**short[0], "input_ids": long[0]["input_ids"][:30]}, *short[1:]]
+    tight = rehearsed([*long, *mixed], Checkpointing(20), budget=str(enough))
     kept = rehearsed(short).rehearsal.peak_bytes
     assert kept > enough
     pieces = StepPieces(1, 48, 8, 8)
     assert memory.peak_bytes(pieces, 0) == pytest.approx(kept, rel=0.01)
     assert kept <= tight.adjuster.memory.peak_bytes(pieces, 0) < 1.06 * kept
+
+
+def test_gradients_are_not_taken_for_what_rows_need(tmp_path):
+    """A batch of short rows is highest at the end of backward, when all gradients are there."""
+    model = build("bert", num_hidden_layers=4, hidden_size=256, intermediate_size=1024)
+    long, short = (
+        [{**row, "input_ids": (row["input_ids"] * 32)[:length]} for row in rows_of(8)]
+        for length in (32, 3)
+    )
+    trainer = trainer_of(tmp_path, [Checkpointing(2)], "10GB", model, train_dataset=[*long, *short],
+                         micro_batching=MicroBatching())  # fmt: skip
+    trainer.args.max_steps = 1
+    trainer.train()
+    memory = trainer.guard.adjuster.memory
+    assert memory.layer_bytes > 0
+    assert memory.row_layer_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["release", "adamw"])

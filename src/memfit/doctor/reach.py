@@ -197,7 +197,7 @@ def reaches(
             return _line(every[number], *given, pricer_for)
 
     def feed(process: Executor, spoken: str) -> None:
-        with suppress(IndexError, BrokenExecutor):  # what a dead process began is done here
+        with suppress(IndexError, BrokenExecutor, OSError):  # what no process does is done here
             while True:
                 number = waiting.popleft()
                 found[number] = process.submit(_line_in, spoken, every[number], *given).result()

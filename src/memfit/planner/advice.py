@@ -312,10 +312,15 @@ class FoundBeside(OtherWaysFinder):
             name = self._left[0]
             try:
                 sent = self._process.submit(_found_there, self._number, name, *what)
-            except RuntimeError:  # the process has ended: what is left is done here
+            except (RuntimeError, OSError):  # no process, or none any more: the rest is done here
                 return
             self._sent[self._left.popleft()] = sent
-        sent.add_done_callback(lambda _: self._send())
+        sent.add_done_callback(self._send_next)
+
+    def _send_next(self, done: Future[tuple[Any, ...]]) -> None:
+        """Sends one more to a process that lives: a dead one's pool is locked while it says so."""
+        if not done.cancelled() and done.exception() is None:
+            self._send()
 
     def _take_back(self) -> str | None:
         with self._sending:

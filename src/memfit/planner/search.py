@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -96,10 +96,7 @@ def make_plan(
     asked, pricer = ask(workload, card, pricer, exact=task.exact, allow=task.allow)
     host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
     host_free //= workload.ranks  # each keeps its own there
-    usual, slow = _by_tier(asked)
-    prices = [pricer.quick(one) for one in usual]
-    find.begin(pricer.known)
-    prices = _with_slower(prices, slow, pricer, budget_bytes, host_free)
+    prices = price_all(asked, pricer, budget_bytes, host_free, find)
     possible = [one for one in prices if fits_host(one, host_free)]
     search = _Search(possible, budget_bytes, pricer)
     found = search.run()
@@ -170,34 +167,22 @@ def ask(
 
 
 def price_all(
-    asked: PlanRequest, pricer: Pricer, budget_bytes: int | None = None, host_free: int = 0
+    asked: PlanRequest,
+    pricer: Pricer,
+    budget_bytes: int | None = None,
+    host_free: int = 0,
+    find: OtherWaysFinder = other_ways,
 ) -> list[Price]:
     """Every candidate's quick price, the fastest first.
 
-    With a budget, without the slow tiers that cannot be faster than the best of the others.
+    With a budget, without the slow tiers that cannot be faster than the best of the others: each
+    costs traces. `find` begins before those.
     """
-    usual, slow = _by_tier(asked)
-    prices = [pricer.quick(one) for one in usual]
-    return _with_slower(prices, slow, pricer, budget_bytes, host_free)
-
-
-def _by_tier(asked: PlanRequest) -> tuple[list[Candidate], dict[Tier, list[Candidate]]]:
-    """The usual candidates, and those of each slow tier."""
     tiers: dict[Tier, list[Candidate]] = {tier: [] for tier in Tier}
     for one in candidates(asked):
         tiers[one.tier].append(one)
-    return tiers.pop(Tier.USUAL), tiers
-
-
-def _with_slower(
-    usual: Sequence[Price],
-    tiers: Mapping[Tier, list[Candidate]],
-    pricer: Pricer,
-    budget_bytes: int | None,
-    host_free: int,
-) -> list[Price]:
-    """Adds the slow tiers that can be faster than what fits so far: each costs traces."""
-    prices = list(usual)
+    prices = [pricer.quick(one) for one in tiers.pop(Tier.USUAL)]
+    find.begin(pricer.known)
     for tier, slow in tiers.items():
         best = _best_seconds(prices, budget_bytes, host_free)
         if slow and (best == math.inf or pricer.least_seconds(tier, prices) < best):

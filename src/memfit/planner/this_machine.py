@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,18 +183,28 @@ def keep_plan(task: PlanTask, plan: Plan) -> None:
     """Writes it down for the next run."""
     if task.workload.given is not None:
         return
-    files.remember(cache_file(task), _values_of(plan, task))
+    for one in _kept_for(task):
+        files.remember(cache_file(one), _values_of(plan, one))
     files.tidy_cache("plan-*.json")
-    if task.reserve_bytes:  # the plan without it missed its budget, and would again
-        whole_bytes = task.budget_bytes + task.reserve_bytes
-        keep_plan(replace(task, reserve_bytes=0, budget_bytes=whole_bytes), plan)
 
 
 def keep_learnt(task: PlanTask, plan: Plan, learnt: Mapping[str, float]) -> None:
     """Writes down what the plan's rehearsal measured, if the plan itself was kept."""
     kept = kept_plan(task)
-    if kept is not None and kept.candidate == plan.candidate and kept.learnt != learnt:
-        keep_plan(task, replace(kept, learnt=learnt))
+    if kept is None or kept.candidate != plan.candidate or kept.learnt == learnt:
+        return
+    for one in _kept_for(task):
+        values = files.remembered(cache_file(one))
+        if values is not None:  # of which the rest stays as it was when the plan was made
+            files.remember(cache_file(one), {**values, "learnt": dict(learnt)})
+
+
+def _kept_for(task: PlanTask) -> Iterator[PlanTask]:
+    """The tasks a plan is kept for: without its reserve the plan would miss the budget again."""
+    yield task
+    if task.reserve_bytes:
+        whole_bytes = task.budget_bytes + task.reserve_bytes
+        yield replace(task, reserve_bytes=0, budget_bytes=whole_bytes)
 
 
 def _still_holds(plan: Plan, then_bytes: int, then_context: int, task: PlanTask) -> bool:

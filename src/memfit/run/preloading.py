@@ -66,7 +66,7 @@ def own_process() -> None:
 
 
 _MOST_PROCESSES = 4
-"""Each loads torch for itself: about half a gigabyte."""
+"""Each may have to load torch for itself: about half a gigabyte."""
 
 
 def processes_to_use() -> int:
@@ -79,9 +79,9 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
     """Yields so many processes to plan in, and ends them when the block is left.
 
     On Linux each is forked from this one at its first task, and begins with all that is loaded and
-    known by then: loading takes as long as half a plan. Planning uses no thread that a fork leaves
-    behind, unless there is a card, for which torch differentiates in such threads. There, and
-    on other systems, each process begins at once and loads what planning needs for itself.
+    known by then: loading takes as long as half a plan. With a card, torch runs backward in
+    threads, which do not survive a fork; there, and on other systems, each process starts at once
+    and loads what planning needs for itself.
 
     Inside, torch computes in one thread: others would take a core from the other processes, even
     while they wait for work.
@@ -121,7 +121,7 @@ def start_processes(processes: Iterable[Executor]) -> None:
     from concurrent.futures import BrokenExecutor
 
     for process in processes:
-        with contextlib.suppress(BrokenExecutor):  # whoever sends it a task is told
+        with contextlib.suppress(BrokenExecutor, OSError):  # whoever sends it a task is told
             process.submit(load_to_plan)
 
 
@@ -135,6 +135,7 @@ def _begin_beside() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     own_process()
+    gc.enable()  # a fork may come while the other one has it wait
     torch.set_num_threads(1)
     started_by = parent_process()
     assert started_by is not None

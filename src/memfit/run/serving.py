@@ -50,6 +50,9 @@ NAMES = ("127.0.0.1", "localhost", "[::1]")
 LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 
+_SENDING_SECONDS = 8.0
+"""How much longer an answer may take that was begun before that."""
+
 MOST_QUESTION_BYTES = 100_000
 
 Trial = Callable[[str, str | None], dict[str, Any]]
@@ -82,7 +85,7 @@ class LivePage:
         self.answers = 0
         """How many are on their way."""
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self._signature: object = None
         self._next_at = -float("inf")
         self._page: tuple[str, bytes] | None = None
@@ -108,13 +111,13 @@ class LivePage:
     def answering(self) -> Iterator[None]:
         """Inside, the page is read and sent to somebody."""
         ended = self.ended
-        with self._lock:
+        with self._counting:
             self.answers += 1
         try:
             yield
             self.last_seen = self.last_seen or ended
         finally:
-            with self._lock:
+            with self._counting:
                 self.answers -= 1
 
     def _draw(self, *, live: bool) -> str:
@@ -378,9 +381,9 @@ def main() -> None:
         sys.stdin.read()
     page.ended = True
     deadline = time.monotonic() + given.linger_seconds
-    while page.answers > 0 or (
-        page.watched_lately() and not page.last_seen and time.monotonic() < deadline
-    ):
+    while page.watched_lately() and not page.last_seen and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while page.answers > 0 and time.monotonic() < deadline + _SENDING_SECONDS:
         time.sleep(0.05)
     os._exit(0)  # also while a question is being answered
 

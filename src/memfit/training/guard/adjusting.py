@@ -111,8 +111,8 @@ class StepPieces:
     count: int
     tokens: int
     rows: int
-    most_rows: int = 0
-    """Rows of the piece that has most of them, though not the most tokens."""
+    most_rows: int
+    """Rows of the piece that has the most rows; not always the one with the most tokens."""
 
 
 def pieces_of(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) -> StepPieces:
@@ -131,10 +131,9 @@ def pieces_of(lengths: Sequence[int], limits: MicroBatching, *, packed: bool) ->
 
 
 def kept_layers(depth: int, recomputed: int) -> int:
-    """How many layers' activations are there at once.
+    """Returns how many layers' activations are there at the highest moment.
 
-    The last of them is as large as a layer that is computed again, which is there for its own
-    backward: whether the model keeps one layer or none makes no difference.
+    A recomputed layer is there for its own backward, so keeping one layer or none takes the same.
     """
     return max(depth - recomputed, min(depth, 1))
 
@@ -144,7 +143,7 @@ class MemoryModel:
     """The highest moment of forward and backward, as the rehearsal found it.
 
     fixed + tokens x token + (tokens x layer + rows x row_layer) x kept layers
-          + gradients, if there are several
+          + gradients, if there are several micro-batches
     """
 
     fixed_bytes: float

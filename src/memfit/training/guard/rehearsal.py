@@ -149,6 +149,9 @@ _SHORT = 0.75
 _TELLING_LAYERS = 4
 """So many layers that are kept take more than the last gradients do, if they fit."""
 
+_AT_THE_END = 1.05
+"""A backward ends with its gradients and little more."""
+
 _SAME = 0.005
 """Peaks of the same batch in two runs differ by less."""
 
@@ -459,6 +462,9 @@ class _Stage:
             rows = rows[(len(rows) + 1) // 2 :]  # all of them may be too many
         if short is None or short.pieces.count > 1:
             return memory
+        if short.peak_bytes <= _AT_THE_END * (memory.fixed_bytes + memory.gradient_bytes):
+            return memory  # the highest moment is that of the last gradients
+        shortest = short.pieces.tokens // short.pieces.rows
         kept_bytes = short.peak_bytes - memory.fixed_bytes
         kept_bytes -= short.pieces.tokens * memory.token_bytes
         in_short = kept_bytes / (short.pieces.rows * memory.depth)
@@ -474,7 +480,10 @@ class _Stage:
         plan = self._trainer.plan
         if plan is None or plan.learnt is None:
             return None
-        known = MemoryModel.read(plan.learnt)
+        try:
+            known = MemoryModel.read(plan.learnt)
+        except (KeyError, TypeError):  # a file of another version
+            return None
         foretold = known.peak_bytes(tried.pieces, way.recomputed)
         return known if abs(foretold - tried.peak_bytes) <= _SAME * tried.peak_bytes else None
 
