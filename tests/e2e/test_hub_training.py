@@ -29,14 +29,6 @@ from memfit import BudgetTrainer, TrainingArguments
 from memfit.strategies import LowBitAdamW
 from small_training import collate, model_of, texts
 
-class OneUpload(transformers.TrainerCallback):
-    # transformers uploads each save in a thread of its own: on a busy machine the last overtakes.
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def on_step_begin(self, *_, **__):
-        self.trainer._finish_current_push()
-
 folder, token, saved = Path(sys.argv[1]), *sys.argv[2:]
 for strategy in ("checkpoint", "end"):
     args = transformers.TrainingArguments(
@@ -49,7 +41,6 @@ for strategy in ("checkpoint", "end"):
         model_of(0.0), args, train_dataset=texts(), data_collator=collate,
         strategies=[LowBitAdamW()],
     )
-    trainer.add_callback(OneUpload(trainer))
     trainer.train()
     trainer._finish_current_push()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

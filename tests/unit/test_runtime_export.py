@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +52,23 @@ def test_a_saved_model_is_the_masters_in_float32(tmp_path: Path) -> None:
     assert finer  # bits that half precision does not have
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert loaded.dtype == torch.float32
+
+
+def test_the_folder_of_an_upload_stays_until_it_is_done(tmp_path: Path) -> None:
+    """The upload lists the output folder in its own thread, and fails if a part disappears."""
+    trainer = trained(tmp_path, hub_strategy="every_save")
+    job: Future[None] = Future()
+
+    def push(folder: str) -> None:
+        assert (Path(folder) / "model.safetensors").is_file()
+        trainer.push_in_progress = SimpleNamespace(jobs=[job])
+
+    trainer.masters.push(tmp_path, push)
+    assert len(list(tmp_path.glob("_float32-*"))) == 1
+    job.set_result(None)
+    assert list(tmp_path.glob("_float32-*")) == []
+    trainer.masters.push(tmp_path, lambda _: None)  # an upload that does not begin
+    assert list(tmp_path.glob("_float32-*")) == []
 
 
 def test_the_best_model_is_saved_with_the_masters_of_its_own_step(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ float32, on the host, one weight at a time.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,21 @@ class MasterWeights:
         if not self.exist:
             push(str(checkpoint))
             return
+        args = self._trainer.args
+        asked, before = args.hub_strategy, self._upload_jobs()
+        if asked == HubStrategy.END:
+            return
         # The Trainer copies the model out of the folder it is given, and uploads the copy. What
         # begins with an underscore is not uploaded itself.
-        args = self._trainer.args
-        asked, jobs_before = args.hub_strategy, self._upload_jobs()
-        with tempfile.TemporaryDirectory(prefix="_float32-", dir=args.output_dir) as folder:
+        folder = tempfile.mkdtemp(prefix="_float32-", dir=args.output_dir)
+        args.hub_strategy, begun = HubStrategy.EVERY_SAVE, list[Any]()
+        try:
             self.export(Path(folder))
-            if asked != HubStrategy.END:
-                args.hub_strategy = HubStrategy.EVERY_SAVE
-            try:
-                push(folder)
-            finally:
-                args.hub_strategy = asked
-        begun = self._upload_jobs() != jobs_before
+            push(folder)
+            begun = [job for job in self._upload_jobs() if job not in before]
+        finally:
+            args.hub_strategy = asked
+            _remove_after(begun, folder)
         if begun and asked in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             self._upload(checkpoint)
 
@@ -105,11 +108,12 @@ class MasterWeights:
         return list(getattr(getattr(self._trainer, "push_in_progress", None), "jobs", ()))
 
     def _upload(self, checkpoint: Path) -> None:
-        from huggingface_hub import HfApi
+        from huggingface_hub import upload_folder
 
         trainer: Any = self._trainer
         latest = trainer.args.hub_strategy == HubStrategy.CHECKPOINT
-        job = HfApi().upload_folder(
+        # One thread of the library's uploads one folder after the other: none overtakes another.
+        job = upload_folder(
             repo_id=str(trainer.hub_model_id),
             folder_path=checkpoint,
             path_in_repo="last-checkpoint" if latest else checkpoint.name,
@@ -119,6 +123,22 @@ class MasterWeights:
             revision=trainer.args.hub_revision,
         )
         trainer.push_in_progress.jobs.append(job)
+
+
+def _remove_after(uploads: Sequence[Any], folder: str) -> None:
+    """Removes a folder once they are done.
+
+    An upload lists the whole output folder in its own thread, and fails without a word where a
+    folder disappears meanwhile.
+    """
+
+    def remove(_: object = None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    if uploads:
+        uploads[-1].add_done_callback(remove)
+    else:
+        remove()
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
