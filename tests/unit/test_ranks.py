@@ -159,18 +159,18 @@ print(f"rank {rank} of {os.environ['WORLD_SIZE']} says {sys.argv[1:]}, {threads}
 def told(*_):
     print("told")
     sys.exit(143)
-ready = pathlib.Path(__file__).with_name("ready")
+here = pathlib.Path(__file__).parent
 if len(sys.argv) > 2:
     signal.signal(signal.SIGTERM, told)
-    if rank == "0":
-        ready.touch()
-    while not ready.exists():
+    (here / f"ready{rank}").touch()
+    while len(list(here.glob("ready*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     if "fail" in sys.argv and rank == "1":
         sys.exit("no luck")
     if "die" in sys.argv and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if "stop" in sys.argv and rank == "0":
+        time.sleep(0.5)  # torch's agent does not know its ranks until it has started them all
         os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
 """
