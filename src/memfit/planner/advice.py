@@ -318,7 +318,7 @@ class FoundBeside(OtherWaysFinder):
         sent.add_done_callback(self._send_next)
 
     def _send_next(self, done: Future[tuple[Any, ...]]) -> None:
-        """Sends one more to a process that lives: a dead one's pool is locked while it says so."""
+        """Sends the next task, unless the process died: then its pool is locked here."""
         if not done.cancelled() and done.exception() is None:
             self._send()
 

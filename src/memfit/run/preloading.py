@@ -117,7 +117,10 @@ def other_processes(count: int) -> Iterator[list[Executor]]:
 
 
 def start_processes(processes: Iterable[Executor]) -> None:
-    """Starts those of `other_processes` that do not run yet; no other thread may work meanwhile."""
+    """Starts those of `other_processes` that do not run yet.
+
+    Call it while no other thread computes: a fork copies locks that such a thread holds.
+    """
     from concurrent.futures import BrokenExecutor
 
     for process in processes:
@@ -126,7 +129,7 @@ def start_processes(processes: Iterable[Executor]) -> None:
 
 
 def _begin_beside() -> None:
-    """Prepares a process of `other_processes`, which must not outlive the one that started it."""
+    """Prepares a process of `other_processes`; it ends when the process that started it dies."""
     import signal
     from multiprocessing import parent_process
 
@@ -135,7 +138,7 @@ def _begin_beside() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     own_process()
-    gc.enable()  # a fork may come while the other one has it wait
+    gc.enable()  # planning switches collection off, and a fork inherits that
     torch.set_num_threads(1)
     started_by = parent_process()
     assert started_by is not None

@@ -51,7 +51,7 @@ LINGER_SECONDS = 6.0
 """After the end, until open pages have fetched the last state."""
 
 _SENDING_SECONDS = 8.0
-"""How much longer an answer may take that was begun before that."""
+"""How long the server waits, after that, for answers that are still being sent."""
 
 MOST_QUESTION_BYTES = 100_000
 
@@ -83,7 +83,7 @@ class LivePage:
         self.last_seen = False
         """Whether somebody has got the page that is final."""
         self.answers = 0
-        """How many are on their way."""
+        """How many requests are being answered now."""
         self._clock = clock
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._signature: object = None
@@ -109,7 +109,7 @@ class LivePage:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Inside, the page is read and sent to somebody."""
+        """Counts the request that is answered inside; after the end it marks the page as seen."""
         ended = self.ended
         with self._counting:
             self.answers += 1

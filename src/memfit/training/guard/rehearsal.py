@@ -147,10 +147,10 @@ _SHORT = 0.75
 """Rows longer than this share of the longest say nothing new."""
 
 _TELLING_LAYERS = 4
-"""So many layers that are kept take more than the last gradients do, if they fit."""
+"""Layers to keep when measuring one: with fewer, the peak may be that of the gradients."""
 
 _AT_THE_END = 1.05
-"""A backward ends with its gradients and little more."""
+"""The end of backward holds all gradients and at most this much more."""
 
 _SAME = 0.005
 """Peaks of the same batch in two runs differ by less."""
@@ -406,7 +406,7 @@ class _Stage:
         return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
 
     def _learn(self, lengths: list[int], tried: _Tried) -> None:
-        """Tries half the rows twice: how much a token takes, and how much of it a layer keeps.
+        """Measures what a token takes, and what a layer keeps of it, by running half of the rows.
 
         Where texts are padded, short rows are tried as well.
         """
@@ -432,8 +432,8 @@ class _Stage:
         fixed_bytes = high - token_bytes * tokens
         kept = kept_layers(depth, way.recomputed)
         layer_bytes = 0.0
-        # Half the tokens in twice the layers take about what the whole batch did. With few layers
-        # the highest moment may be that of the last gradients, so fewer of them tell less.
+        # Half the tokens in twice the layers need about as much memory as the whole batch did.
+        # Fewer layers are the last choice: their peak may be that of the gradients.
         for other in dict.fromkeys((max(2 * kept, _TELLING_LAYERS), 2 * kept, kept // 2)):
             if not layer_bytes and 0 < other <= depth:
                 again, _ = self._try(half, replace(halved, recomputed=depth - other))
