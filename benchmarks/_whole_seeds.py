@@ -9,6 +9,8 @@ tokens and learning rate, three epochs, an effective batch of 32, and score the 
 epoch. Half of the rows are for validation: with 777 rows, chance alone moves the F1 of a pair by
 half a point. A process a seed; inside of it, one training after the other.
 
+For single runs of pre-trained weights (`--only real`) this file trains the stock side alone.
+
 `--first-seed` takes others than 0 and following. `--no-dropout` trains both sides without it: an
 exact plan then has to give the stock Trainer's F1, since only dropout's masks differ.
 """
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 STOCK = "stock fp32 AdamW"
 EPOCHS, LENGTH, BATCH, VALIDATION = 3, 128, 32, 0.5
+SINGLE_SEED, SINGLE_VALIDATION, SINGLE_RATE = 42, 0.1, 2e-5
+"""What `memfit train` takes where nothing is said: the stock side of a single run has the same."""
 
 
 def compare(bench: Bench, results: ResultFile) -> None:
@@ -134,7 +138,7 @@ def run_seed(table: str, model: str, seed: int, plans: list[str], folder: str, r
     for number, plan in enumerate([STOCK, *plans]):
         started = time.perf_counter()
         if plan == STOCK:
-            found = stock(table, model, seed, folder, rate)
+            found = stock(table, model, folder, seed=seed, rate=rate)
         else:
             found = with_plan(table, model, seed, plan, f"{folder}/{number}", rate)
         found |= {"plan": plan, "seed": seed, "seconds": time.perf_counter() - started}
@@ -172,7 +176,16 @@ def with_plan(
     }  # fmt: skip
 
 
-def stock(table: str, model: str, seed: int, folder: str, rate: float) -> dict[str, Any]:
+def stock(
+    table: str,
+    model: str,
+    folder: str,
+    *,
+    seed: int,
+    rate: float,
+    epochs: int = EPOCHS,
+    validation: float = VALIDATION,
+) -> dict[str, Any]:
     """The untouched Trainer in fp32 on the same rows, the best epoch's weights scored."""
     import torch
     import transformers
@@ -184,7 +197,7 @@ def stock(table: str, model: str, seed: int, folder: str, rate: float) -> dict[s
 
     config = DataConfig(
         path=table, max_length=LENGTH, seed=seed, text_column="review", label_column="label",
-        validation_split=VALIDATION,
+        validation_split=validation,
     )  # fmt: skip
     text = read_table(config)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -194,7 +207,7 @@ def stock(table: str, model: str, seed: int, folder: str, rate: float) -> dict[s
         model, num_labels=len(text.labels.names), dtype=torch.float32
     )
     args = transformers.TrainingArguments(
-        f"{folder}/stock", num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
+        f"{folder}/stock", num_train_epochs=epochs, per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=64, learning_rate=rate, seed=seed, eval_strategy="epoch",
         save_strategy="epoch", save_only_model=True, load_best_model_at_end=True,
         metric_for_best_model="f1", report_to="none", disable_tqdm=True, logging_steps=10_000,
@@ -224,5 +237,26 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def single_stock_f1(table: str, model: str, epochs: int, bench: Bench) -> float:
+    """F1 of the stock Trainer beside a single `memfit train`, trained in its own process."""
+    with tempfile.TemporaryDirectory(dir=bench.work) as folder:
+        asked = {
+            "table": table, "model": model, "folder": folder, "seed": SINGLE_SEED,
+            "rate": SINGLE_RATE, "epochs": epochs, "validation": SINGLE_VALIDATION,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, __file__, "--stock", json.dumps(asked)], env=bench.environment,
+            capture_output=True, text=True, timeout=bench.options.timeout, check=False,
+        )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(f"the stock Trainer did not train {model}: {done.stderr[-1500:]}")
+    found: float = json.loads(lines[-1].removeprefix("RESULT "))["f1"]
+    return found
+
+
 if __name__ == "__main__":
-    run_seed(**json.loads(sys.argv[1]))
+    if sys.argv[1] == "--stock":
+        print("RESULT " + json.dumps(stock(**json.loads(sys.argv[2]))), flush=True)
+    else:
+        run_seed(**json.loads(sys.argv[1]))

@@ -9,7 +9,8 @@
 NVML is asked 200 times a second what a run holds, its terminal is read as it writes, some runs are
 killed with -9 and resumed, and every result is loaded by plain transformers in another process.
 Models have real shapes and random weights unless `--real NAME=FOLDER` gives pre-trained ones; a
-NAME that is no model here adds cases of its own, on all rows, for their F1 (`--only real`).
+NAME that is no model here adds cases of its own, on all rows, for their F1 beside that of the stock
+Trainer in fp32 with the same rows, seed and learning rate (`--only real`).
 
 `--only acted`: the card acts as smaller ones (MEMFIT_ACT_AS, memory/cards.py). What is compared is
 what torch's allocator reserved, by its own counters; the limit is the budget less the small card's
@@ -150,7 +151,8 @@ class Bench:
         self._idle_makers: queue.Queue[Worker] = queue.Queue()
         for maker in self.makers:
             self._idle_makers.put(maker)
-        self._writing = threading.Lock()
+        self._stock_lock = threading.Lock()
+        self._stock_f1: dict[tuple[str, int], float] = {}
         self.real = dict(one.split("=", 1) for one in self.options.real)
         self._prepare_data()
 
@@ -204,6 +206,19 @@ class Bench:
     def model(self, name: str) -> str:
         """The folder of a model, waited for."""
         return self.real.get(name) or str(self.made[name].result())
+
+    def stock_f1(self, case: Case) -> float:
+        """F1 of the stock Trainer in fp32 on the rows of this case; trained once a model."""
+        from _whole_seeds import single_stock_f1
+
+        key = case.model, case.epochs
+        with self._stock_lock:
+            if key not in self._stock_f1:
+                table = str(self.tables[case.task])
+                self._stock_f1[key] = single_stock_f1(
+                    table, self.real[case.model], case.epochs, self
+                )
+            return self._stock_f1[key]
 
     def drop_model(self, name: str) -> None:
         """Frees the disk of a made model, unless a folder for them was named."""
@@ -260,6 +275,8 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
         found |= held_by_ranks(folder, found)
     if found["exit_code"] == 0:
         found |= asked(bench, case, folder)
+    if case.model in bench.real and case.task == "full":
+        found["stock_f1"] = bench.stock_f1(case)
     found["outcome"] = outcome(case, found)
     if found["outcome"] == "lost" or bench.options.keep_output:
         found["output_tail"] = [one.said.text[-4000:] for one in processes]
@@ -516,7 +533,7 @@ class ResultFile:
             self._write()
 
     def _write(self) -> None:
-        self.values["summary"] = summarize(self.values["runs"]) | real_points(self.values)
+        self.values["summary"] = summarize(self.values["runs"]) | real_points(self.values["runs"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.values, indent=1, ensure_ascii=False)
         part = self.path.with_name(self.path.name + ".part")
@@ -552,14 +569,13 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def real_points(values: dict[str, Any]) -> dict[str, Any]:
-    """Points of F1 of single runs with pre-trained weights above the stock Trainer's mean."""
-    stock = {row["model"]: statistics.mean(row["stock_f1"]) for row in values.get("seeds", [])}
+def real_points(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Points of F1 of single runs with pre-trained weights above the stock Trainer's in fp32."""
     return {
         "points_from_stock": {
-            run["name"]: round(100 * (run["metrics"]["f1"] - stock[run["case"]["model"]]), 2)
-            for run in values["runs"]
-            if run["case"]["model"] in stock and "f1" in (run["metrics"] or {})
+            run["name"]: round(100 * (run["metrics"]["f1"] - run["stock_f1"]), 2)
+            for run in runs
+            if run.get("stock_f1") is not None and "f1" in (run["metrics"] or {})
         }
     }
 
