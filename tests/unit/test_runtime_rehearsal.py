@@ -196,6 +196,46 @@ def test_rows_that_take_memory_however_short_they_are_do_not_seem_to_fit(tmp_pat
     assert kept <= tight.adjuster.memory.peak_bytes(pieces, 0) < 1.06 * kept
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # DeBERTa's own
+def test_measuring_rows_holds_no_more_than_the_plan_was_said_to(tmp_path, monkeypatch):
+    """Short rows were tried with nothing recomputed: DeBERTa-v3-large held a tenth too much."""
+    model = build("deberta-v2", num_hidden_layers=24, position_buckets=256, hidden_size=64,
+                  max_position_embeddings=512, num_attention_heads=4)  # fmt: skip
+    long, short = (
+        [{**row, "input_ids": (row["input_ids"] * length)[:length]} for row in rows_of(8)]
+        for length in (64, 6)
+    )
+    trainer = trainer_of(tmp_path, [Checkpointing(20)], "10GB", model,
+                         train_dataset=[*long, *short], micro_batching=MicroBatching())  # fmt: skip
+    trainer.args.max_steps = 1
+    tried: list[Any] = []
+    one_try = rehearsal._Stage._try
+
+    def noted(stage: Any, *args: Any, **how: Any) -> Any:
+        done, failed = one_try(stage, *args, **how)
+        tried.append(done)
+        if len(tried) == 1:  # what a plan would have foretold of the largest batch
+            peak = SimpleNamespace(device_bytes=done.peak_bytes, allocated_bytes=done.peak_bytes)
+            price = SimpleNamespace(peak=peak)
+            trainer.changes.plan = SimpleNamespace(learnt=None, price=price, micro_batching=None)
+        return done, failed
+
+    monkeypatch.setattr(rehearsal._Stage, "_try", noted)
+    stage = rehearsal._Stage(trainer.guard, trainer.train_dataset, collate)
+    trainer.create_optimizer_and_scheduler(1)
+    with trainer.guard.held():
+        worst = stage._batch(stage._longest())
+        trainer.guard.worst_lengths = [64] * 8
+        stage._tried = stage._until_it_fits(worst, trainer.guard.worst_lengths)
+        monkeypatch.setattr(rehearsal._Stage, "_may_be_tight", lambda *_: True)
+        stage.learn_if_tight()
+        assert trainer.guard.cap._limit_bytes == 10e9  # the budget's again
+    foretold = tried[0].peak_bytes
+    assert None in tried  # eight short rows were too many
+    assert trainer.guard.adjuster.memory.row_layer_bytes > 0
+    assert max(done.peak_bytes for done in tried if done is not None) == foretold
+
+
 def test_gradients_are_not_taken_for_what_rows_need(tmp_path):
     """A batch of short rows is highest at the end of backward, when all gradients are there."""
     model = build("bert", num_hidden_layers=4, hidden_size=256, intermediate_size=1024)

@@ -6,14 +6,20 @@ import io
 import re
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
+from strategy_fixtures import arguments, build, collate, rows_of
 
+from memfit import BudgetTrainer
 from memfit import text as waiting
 from memfit.cli import run
 from memfit.data.working_files import progress_bar
 from memfit.errors import MemfitError
 from memfit.run.announcements import voice
+from memfit.training import trainer as trainer_module
 
 LINE, DOT = 0.05, 0.1
 
@@ -200,3 +206,38 @@ def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
         while gone.tries < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert gone.tries >= 2
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_comes_before_the_first_step_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """At a terminal nothing was shown while a checkpoint was loaded: 4 s for XLM-R-large."""
+    monkeypatch.setattr(waiting, "_LINE_AFTER_SECONDS", 0.0)
+    said: dict[str, str] = {}
+    allocate = trainer_module.allocate_state
+
+    def allocated(*args: Any) -> None:
+        said["allocating"] = waiting.sentence()
+        allocate(*args)
+
+    class Listener(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            said["first step"] = waiting.sentence()
+
+    def trained(steps: int, resume: bool) -> None:
+        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
+        trainer = BudgetTrainer(
+            build("bert"), args, budget="10GB", train_dataset=rows_of(16), data_collator=collate,
+            callbacks=[Listener()],
+        )  # fmt: skip
+        with waiting.telling():
+            trainer.train(resume_from_checkpoint=resume)
+
+    if resumed:
+        trained(1, resume=False)
+    monkeypatch.setattr(trainer_module, "allocate_state", allocated)
+    trained(2, resume=resumed)
+    name = "loading checkpoint-1 …" if resumed else "preparing the first step …"
+    assert said["allocating"].startswith(name)
+    assert said["first step"] == ""

@@ -175,6 +175,8 @@ class BudgetTrainer(transformers.Trainer):
         self.health = Health(self, on_nan)
         self.heap = HeapTrimmer()
         self.noise = BatchNoise()
+        self._preparing = contextlib.ExitStack()
+        """Closed when the first step can begin; says until then what is being done."""
         if self.budget is not None and is_cuda(effective.device):
             use_expandable_segments()
         if kind_of(effective.device) == "mps":
@@ -344,6 +346,8 @@ class BudgetTrainer(transformers.Trainer):
                 for context in self.setup.around_training:
                     around.enter_context(context())
                 around.enter_context(self.guard.held())
+                around.enter_context(self._preparing)
+                self._preparing.enter_context(doing(_preparation(checkpoint)))
                 # Graphs hold the libraries' workspaces by their addresses, and memory.
                 around.callback(self.guard.drop_graphs)
                 output = super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
@@ -378,6 +382,7 @@ class BudgetTrainer(transformers.Trainer):
         with self._whole_state(sizes_only=True):
             self.checkpoints.check()
         self.guard.prepare(loader)
+        self._preparing.close()
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As the Trainer's."""
@@ -863,6 +868,13 @@ class _BeforeTraining(TrainerCallback):
     def on_train_begin(self, *_: Any, **parts: Any) -> None:
         """Called by the Trainer."""
         self._trainer.prepare_steps(parts.get("train_dataloader"))
+
+
+def _preparation(checkpoint: Path | None) -> str:
+    """What a person waits for before the first step."""
+    if checkpoint is None:
+        return t("preparing the first step …")
+    return t("loading {checkpoint} …", checkpoint=checkpoint.name)
 
 
 def _was_shared(checkpoint: str, ranks: int) -> bool:

@@ -236,8 +236,19 @@ class _Stage:
         if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
             return
         assert guard.worst_lengths is not None
-        with preserved_rng():
+        with preserved_rng(), guard.held_to(self._promised_bytes(tried)):
             self._learn(guard.worst_lengths, tried)
+
+    def _promised_bytes(self, tried: _Tried) -> int:
+        """What the plan was said to hold, or what its largest batch was seen to need.
+
+        Measuring layers and rows tries batches in ways that no step may run.
+        """
+        plan = self._trainer.plan
+        if plan is None or plan.price is None:
+            return self._guard.limit_bytes
+        needed_bytes = tried.peak_bytes + (self._guard.context_bytes or 0)
+        return max(plan.price.peak.device_bytes, needed_bytes)
 
     # ---- the batches ----
 

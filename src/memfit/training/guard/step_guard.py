@@ -297,6 +297,19 @@ class Guard:
             self.cap = self.watch = None
             end_of_training()
 
+    @contextlib.contextmanager
+    def held_to(self, limit_bytes: int) -> Iterator[None]:
+        """Inside, the process keeps to a limit below the budget's."""
+        cap = self.cap
+        if cap is None or limit_bytes >= self.limit_bytes:
+            yield
+            return
+        cap.move(limit_bytes)
+        try:
+            yield
+        finally:
+            cap.move(self.limit_bytes)
+
     def limits(self) -> tuple[Cap | None, Watch]:
         """The cap where a budget was given; what is free is watched in any case."""
         budget, on_cuda = self.trainer.budget, is_cuda(self._device)
