@@ -19,6 +19,7 @@ from memfit.strategies import (
     Packing,
 )
 from memfit.strategies.activation_checkpointing import _recomputed
+from memfit.training.guard.rehearsal import _Stage
 from small_training import collate, wide_model, wide_texts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -89,6 +90,43 @@ def test_every_replay_draws_fresh_dropout(tmp_path):
     graphs, losses = train(tmp_path, strategies, 0.0, **args)
     assert len(set(losses[2:])) == len(losses[2:])
     assert graphs.held == 1
+
+
+def test_an_evaluation_that_found_no_memory_has_its_graphs_back_when_a_step_is_timed(
+    tmp_path, monkeypatch
+):
+    """They were dropped to make room, and the seconds said were those of a capture."""
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=16, max_steps=4, eval_strategy="steps",
+        eval_steps=4, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = BudgetTrainer(
+        wide_model(0.0), args, train_dataset=wide_texts(), eval_dataset=wide_texts(64),
+        data_collator=collate, budget="20GB",
+        strategies=[Packing(), LowBitAdamW(), CudaGraphs(64)], micro_batching=MicroBatching(),
+    )  # fmt: skip
+    failed: list[bool] = []
+
+    def fails_once(module, *_):
+        if not module.training and not failed:
+            failed.append(True)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 MiB")
+
+    trainer.model.register_forward_pre_hook(fails_once)
+    graphs: list[tuple[int, int]] = []
+    one_try = _Stage._try
+
+    def counted(stage, *given, **how):
+        before = trainer.executor.captured_graphs
+        done = one_try(stage, *given, **how)
+        graphs.append((before, trainer.executor.captured_graphs))
+        return done
+
+    monkeypatch.setattr(_Stage, "_try", counted)
+    trainer.train()
+    assert failed
+    before, after = graphs[-1]  # the step whose seconds are said
+    assert before == after > 0
 
 
 def tabular():

@@ -101,6 +101,29 @@ def test_evaluations_between_steps_are_said_as_long_as_a_usual_batch_took(tmp_pa
     assert rehearsal.seconds_between_steps(trainer, not_tried) == pytest.approx(by_share)
 
 
+def test_graphs_that_an_evaluation_dropped_are_captured_again(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching(), eval_dataset=ROWS)
+    stage = rehearsal._Stage(trainer.guard, ROWS, collate)
+    trainer.executor = SimpleNamespace(captured_graphs=2)
+    done: list[str] = []
+
+    def evaluate(_: Any) -> float:
+        done.append("evaluated")
+        if len(done) < 3:
+            trainer.executor.captured_graphs = 0
+        return float(len(done))
+
+    def dress(*_: Any) -> None:
+        done.append("dressed")
+        trainer.executor.captured_graphs = 1
+
+    monkeypatch.setattr(rehearsal._Stage, "_evaluate", evaluate)
+    monkeypatch.setattr(rehearsal._Stage, "_dress", dress)
+    monkeypatch.setattr(rehearsal._Stage, "_dress_fullest", lambda _: None)
+    assert stage._evaluate_beside({}, [3]) == 3.0
+    assert done == ["evaluated", "dressed", "evaluated"]
+
+
 @pytest.mark.parametrize("name", ["kept", "kept8", "release"])
 def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
     """A shortage that only the update meets is found before the first step."""

@@ -222,7 +222,7 @@ class _Stage:
             if is_cuda(self._device) or tried.seconds <= _QUICK_SECONDS:
                 self._dress(worst, lengths)
             self._dress_fullest()
-            evaluating = self._evaluate() if is_cuda(self._device) else None
+            evaluating = self._evaluate_beside(worst, lengths) if is_cuda(self._device) else None
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
             capturing = self._capture_seconds(seconds)
@@ -343,6 +343,20 @@ class _Stage:
         lengths = lengths_of(batch, self._trainer.executor.trim)
         if pieces_of(lengths, limits, packed=self._packed).tokens > parts.tokens:
             self._dress(batch, lengths)
+
+    def _evaluate_beside(self, worst: Batch, lengths: list[int]) -> float | None:
+        """As `_evaluate`, with the training's graphs there.
+
+        An evaluation that finds no memory drops them: without them, the seconds of a step would be
+        those of capturing it.
+        """
+        while True:
+            graphs = self._trainer.executor.captured_graphs
+            seconds = self._evaluate()
+            if self._trainer.executor.captured_graphs >= graphs:
+                return seconds
+            self._dress(worst, lengths)
+            self._dress_fullest()
 
     def _evaluate(self) -> float | None:
         """Predicts the longest rows of an evaluation, in smaller pieces if necessary.
