@@ -99,8 +99,18 @@ STOCK_NAMES = {
 }  # fmt: skip
 SEED_WORDS = {r", seeds from (\d+) on": r"，种子从 \1 起", ", no dropout": "，不用 dropout"}
 SEED_HEADS = {
-    "en": ("model, budget", "the plan chosen", "F1", "stock fp32 F1", "points", "95 % interval"),
-    "zh": ("模型、预算", "选中的方案", "F1", "原版 fp32 的 F1", "差几个百分点", "95% 区间"),
+    "en": (
+        "model, budget", "the plan chosen", "seeds", "learning rate", "F1", "stock fp32 F1",
+        "points", "95 % interval",
+    ),
+    "zh": (
+        "模型、预算", "选中的方案", "种子数", "学习率", "F1", "原版 fp32 的 F1", "差几个百分点",
+        "95% 区间",
+    ),
+}  # fmt: skip
+REAL_HEADS = {
+    "en": ("run", "the plan chosen", "budget GB", "F1", "stock fp32 F1", "points"),
+    "zh": ("训练", "选中的方案", "预算 GB", "F1", "原版 fp32 的 F1", "差几个百分点"),
 }
 BETWEEN = {"en": "to", "zh": "到"}
 
@@ -209,8 +219,23 @@ def seeds_table(language: str, found: Mapping[str, Any] | None = None) -> str:
         if language == "zh":
             for english, chinese in SEED_WORDS.items():
                 name = re.sub(english, chinese, name)
-        rows.append((name, plan, *scores, f"{points['mean']:+.2f}", interval))
+        rate = f"{one['learning_rate']:.0e}" if "learning_rate" in one else ""
+        rate = rate.replace("e-0", "e-")
+        counted = (str(one["seeds"]), rate)
+        rows.append((name, plan, *counted, *scores, f"{points['mean']:+.2f}", interval))
     return _table(SEED_HEADS[language], rows, texts=2)
+
+
+def real_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """F1 of single runs with pre-trained weights, beside the stock Trainer's on the same rows."""
+    rows = []
+    for run in (found or read())["runs"]:
+        if run.get("stock_f1") is None:
+            continue
+        ours, stock = run["metrics"]["f1"], run["stock_f1"]
+        names = (name_of(run, language), plan_of(run, language), _gb(run["budget_bytes"]))
+        rows.append((*names, f"{ours:.4f}", f"{stock:.4f}", f"{100 * (ours - stock):+.2f}"))
+    return _table(REAL_HEADS[language], rows, texts=2)
 
 
 def name_of(run: Mapping[str, Any], language: str) -> str:

@@ -77,6 +77,7 @@ def compare(bench: Bench, results: ResultFile) -> None:
                 "stock_f1": [stock[run["seed"]] for run in found],
                 "strategies": found[-1]["strategies"], "fidelity": found[-1]["fidelity"],
                 "runs": found, "rows": options.rows or "all",
+                "learning_rate": options.learning_rate,
             }  # fmt: skip
             results.add(row, "seeds")
 

@@ -456,6 +456,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "whole-acted": whole.acted_table,
     "whole-facts": whole.facts_table,
     "whole-ranks": whole.ranks_table,
+    "whole-real": whole.real_table,
     "whole-runs": whole.runs_table,
     "whole-seeds": whole.seeds_table,
     "whole-short": whole.short_table,
