@@ -230,7 +230,7 @@ def real_table(language: str, found: Mapping[str, Any] | None = None) -> str:
     """F1 of single runs with pre-trained weights, beside the stock Trainer's on the same rows."""
     rows = []
     for run in (found or read())["runs"]:
-        if run.get("stock_f1") is None:
+        if run.get("stock_f1") is None or "f1" not in (run["metrics"] or {}):
             continue
         ours, stock = run["metrics"]["f1"], run["stock_f1"]
         names = (name_of(run, language), plan_of(run, language), _gb(run["budget_bytes"]))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STOCK = "stock fp32 AdamW"
 EPOCHS, LENGTH, BATCH, VALIDATION = 3, 128, 32, 0.5
 SINGLE_SEED, SINGLE_VALIDATION, SINGLE_RATE = 42, 0.1, 2e-5
-"""What `memfit train` takes where nothing is said: the stock side of a single run has the same."""
+"""The defaults of `memfit train`; the stock side of a single run uses them too."""
 
 
 def compare(bench: Bench, results: ResultFile) -> None:
@@ -238,22 +238,21 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def single_stock_f1(table: str, model: str, epochs: int, bench: Bench) -> float:
-    """F1 of the stock Trainer beside a single `memfit train`, trained in its own process."""
+def single_stock_f1(bench: Bench, table: str, model: str, epochs: int) -> float | None:
+    """F1 of the stock Trainer beside a single `memfit train`; None if its process fails."""
     with tempfile.TemporaryDirectory(dir=bench.work) as folder:
         asked = {
             "table": table, "model": model, "folder": folder, "seed": SINGLE_SEED,
             "rate": SINGLE_RATE, "epochs": epochs, "validation": SINGLE_VALIDATION,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, __file__, "--stock", json.dumps(asked)], env=bench.environment,
-            capture_output=True, text=True, timeout=bench.options.timeout, check=False,
-        )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(f"the stock Trainer did not train {model}: {done.stderr[-1500:]}")
-    found: float = json.loads(lines[-1].removeprefix("RESULT "))["f1"]
-    return found
+        words = [sys.executable, __file__, "--stock", json.dumps(asked)]
+        ended = bench.run(words, Path(folder))
+    for _, line in ended.said.lines:
+        if line.startswith("RESULT "):
+            found: float = json.loads(line.removeprefix("RESULT "))["f1"]
+            return found
+    print(f"the stock Trainer did not train {model}: {ended.said.text[-1500:]}", flush=True)
+    return None
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ class Bench:
         for maker in self.makers:
             self._idle_makers.put(maker)
         self._stock_lock = threading.Lock()
-        self._stock_f1: dict[tuple[str, int], float] = {}
+        self._stock_f1: dict[tuple[str, int], float | None] = {}
         self.real = dict(one.split("=", 1) for one in self.options.real)
         self._prepare_data()
 
@@ -207,17 +207,15 @@ class Bench:
         """The folder of a model, waited for."""
         return self.real.get(name) or str(self.made[name].result())
 
-    def stock_f1(self, case: Case) -> float:
-        """F1 of the stock Trainer in fp32 on the rows of this case; trained once a model."""
+    def stock_f1(self, case: Case) -> float | None:
+        """F1 of the stock Trainer in fp32 on the rows of this case; each is trained once."""
         from _whole_seeds import single_stock_f1
 
         key = case.model, case.epochs
         with self._stock_lock:
             if key not in self._stock_f1:
-                table = str(self.tables[case.task])
-                self._stock_f1[key] = single_stock_f1(
-                    table, self.real[case.model], case.epochs, self
-                )
+                table, model = str(self.tables[case.task]), self.real[case.model]
+                self._stock_f1[key] = single_stock_f1(self, table, model, case.epochs)
             return self._stock_f1[key]
 
     def drop_model(self, name: str) -> None:
@@ -275,8 +273,8 @@ def run_case(bench: Bench, case: Case) -> dict[str, Any]:
         found |= held_by_ranks(folder, found)
     if found["exit_code"] == 0:
         found |= asked(bench, case, folder)
-    if case.model in bench.real and case.task == "full":
-        found["stock_f1"] = bench.stock_f1(case)
+        if case.model in bench.real and case.task == "full" and case.ranks == 1:
+            found["stock_f1"] = bench.stock_f1(case)
     found["outcome"] = outcome(case, found)
     if found["outcome"] == "lost" or bench.options.keep_output:
         found["output_tail"] = [one.said.text[-4000:] for one in processes]

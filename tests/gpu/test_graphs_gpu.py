@@ -95,7 +95,7 @@ def test_every_replay_draws_fresh_dropout(tmp_path):
 def test_an_evaluation_that_found_no_memory_has_its_graphs_back_when_a_step_is_timed(
     tmp_path, monkeypatch
 ):
-    """They were dropped to make room, and the seconds said were those of a capture."""
+    """Making room drops them, and the step that is timed must not capture them again."""
     args = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=16, max_steps=4, eval_strategy="steps",
         eval_steps=4, save_strategy="no", report_to="none", disable_tqdm=True,

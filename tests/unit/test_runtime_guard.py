@@ -399,6 +399,23 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_pieces(tmp_path):
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-6)
 
 
+def test_an_evaluation_whose_longest_row_never_fits_ends(tmp_path):
+    """That row is a piece by itself from the beginning; halving it changed no limit."""
+    trainer = trainer_of(tmp_path)
+    batch = collate([{**row, "input_ids": [3] * (64 if n == 0 else 5)}
+                     for n, row in enumerate(rows_of(8))])  # fmt: skip
+    tried: list[int] = []
+
+    def predict(parts: list[Any]) -> None:
+        tried.append(max(len(part.rows) for part in parts))
+        assert len(tried) < 20
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        trainer.guard.evaluate(batch, predict)
+    assert tried[-1] == 1  # every row was tried alone
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_buffers_that_cannot_be_copied_at_first_lose_no_step(tmp_path, monkeypatch, number):
     """The first operators of an attempt copy the model's buffers."""

@@ -212,7 +212,7 @@ def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_what_comes_before_the_first_step_has_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
-    """At a terminal nothing was shown while a checkpoint was loaded: 4 s for XLM-R-large."""
+    """Loading a checkpoint of XLM-R-large takes 4 s, and a terminal shows nothing without it."""
     monkeypatch.setattr(waiting, "_LINE_AFTER_SECONDS", 0.0)
     said: dict[str, str] = {}
     allocate = trainer_module.allocate_state
@@ -228,7 +228,7 @@ def test_what_comes_before_the_first_step_has_a_name(
     def trained(steps: int, resume: bool) -> None:
         args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
         trainer = BudgetTrainer(
-            build("bert"), args, budget="10GB", train_dataset=rows_of(16), data_collator=collate,
+            build("bert"), args, train_dataset=rows_of(16), data_collator=collate,
             callbacks=[Listener()],
         )  # fmt: skip
         with waiting.telling():

@@ -176,7 +176,7 @@ class BudgetTrainer(transformers.Trainer):
         self.heap = HeapTrimmer()
         self.noise = BatchNoise()
         self._preparing = contextlib.ExitStack()
-        """Closed when the first step can begin; says until then what is being done."""
+        """Shows what is being done until the first step begins."""
         if self.budget is not None and is_cuda(effective.device):
             use_expandable_segments()
         if kind_of(effective.device) == "mps":

@@ -236,14 +236,11 @@ class _Stage:
         if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
             return
         assert guard.worst_lengths is not None
-        with preserved_rng(), guard.held_to(self._promised_bytes(tried)):
+        with preserved_rng():
             self._learn(guard.worst_lengths, tried)
 
     def _promised_bytes(self, tried: _Tried) -> int:
-        """What the plan was said to hold, or what its largest batch was seen to need.
-
-        Measuring layers and rows tries batches in ways that no step may run.
-        """
+        """Returns the plan's predicted peak, or the peak of its largest batch if that is higher."""
         plan = self._trainer.plan
         if plan is None or plan.price is None:
             return self._guard.limit_bytes
@@ -345,18 +342,17 @@ class _Stage:
             self._dress(batch, lengths)
 
     def _evaluate_beside(self, worst: Batch, lengths: list[int]) -> float | None:
-        """As `_evaluate`, with the training's graphs there.
+        """Evaluates while the training's graphs are held.
 
-        An evaluation that finds no memory drops them: without them, the seconds of a step would be
-        those of capturing it.
+        An evaluation that runs out of memory drops them. They are captured again here: otherwise
+        the step that is timed next would capture them.
         """
-        while True:
-            graphs = self._trainer.executor.captured_graphs
-            seconds = self._evaluate()
-            if self._trainer.executor.captured_graphs >= graphs:
-                return seconds
+        graphs = self._trainer.executor.captured_graphs
+        seconds = self._evaluate()
+        if self._trainer.executor.captured_graphs < graphs:
             self._dress(worst, lengths)
             self._dress_fullest()
+        return seconds
 
     def _evaluate(self) -> float | None:
         """Predicts the longest rows of an evaluation, in smaller pieces if necessary.
@@ -467,7 +463,10 @@ class _Stage:
                     layer_bytes = max(more / smaller.pieces.tokens, 0.0)
         token_bytes = max(token_bytes - layer_bytes * kept, 0.0)
         memory = MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients)
-        guard.adjuster.learn(self._with_rows(memory, way, max(lengths)))
+        # Short rows run in a way that no step may use, so the plan's peak limits them.
+        with guard.held_to(self._promised_bytes(tried)):
+            memory = self._with_rows(memory, way, max(lengths))
+        guard.adjuster.learn(memory)
 
     def _with_rows(self, memory: MemoryModel, way: Way, longest: int) -> MemoryModel:
         """The same model, if a row's length says all; else with what each row takes by itself.

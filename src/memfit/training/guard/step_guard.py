@@ -299,7 +299,7 @@ class Guard:
 
     @contextlib.contextmanager
     def held_to(self, limit_bytes: int) -> Iterator[None]:
-        """Inside, the process keeps to a limit below the budget's."""
+        """Inside, the process keeps to this limit. A limit above the budget's changes nothing."""
         cap = self.cap
         if cap is None or limit_bytes >= self.limit_bytes:
             yield
@@ -391,7 +391,9 @@ class Guard:
                     raise
                 let_go(error)
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
-            self._evaluated = max(pieces.tokens // 2, 1)
+            # A row may be longer than the limit: it is then a piece by itself.
+            largest = min(pieces.tokens, limits.max_tokens or pieces.tokens)
+            self._evaluated = max(largest // 2, 1)
             self.note(t("out of memory in evaluation"), str(pieces.tokens), str(self._evaluated))
             self.make_room()
 
