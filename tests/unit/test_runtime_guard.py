@@ -396,6 +396,8 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_pieces(tmp_path):
     finally:
         transformers.Trainer.prediction_step = step
     assert sizes[0] == 24
+    first = trainer.guard.adjustments.made[0]
+    assert first.before.endswith("tokens at once")
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-6)
 
 

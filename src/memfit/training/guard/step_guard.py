@@ -394,7 +394,8 @@ class Guard:
             # A row may be longer than the limit: it is then a piece by itself.
             largest = min(pieces.tokens, limits.max_tokens or pieces.tokens)
             self._evaluated = max(largest // 2, 1)
-            self.note(t("out of memory in evaluation"), str(pieces.tokens), str(self._evaluated))
+            tried, smaller = Way(pieces.tokens), Way(self._evaluated)
+            self.note(t("out of memory in evaluation"), str(tried), str(smaller))
             self.make_room()
 
     def look(self) -> None:
