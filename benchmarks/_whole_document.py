@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memfit.i18n import pt, speaking, t
 from memfit.strategies import by_name, ordered
-from memfit.text import pt, speaking, t
 
 RESULTS = Path(__file__).resolve().parent / "results" / "whole_runs_h200.json"
 SHORT = ("BERT-Large 2GB", "BERT-Large 4GB", "XLM-R-large 4GB")

@@ -25,9 +25,9 @@ import _table_words as words
 import _whole_document as whole
 import memory_accuracy as accuracy
 from bert_large import made
+from memfit.i18n import pt, speaking, t
 from memfit.ladders import show
 from memfit.ladders.rungs import RungOutcome
-from memfit.text import pt, speaking, t
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

@@ -10,8 +10,8 @@ from typing import Any
 
 from languages import complete
 
+from memfit.i18n import Language
 from memfit.memory.cards import CardPlace, facts, find_card
-from memfit.text import Language
 from memfit.units import GIB, MIB
 
 PAGES: dict[str, Language] = {"cards": "en", "zh/cards": "zh"}

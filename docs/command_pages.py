@@ -15,7 +15,7 @@ from languages import complete
 
 from memfit.cli import app
 from memfit.cli.options import help_rows, translated
-from memfit.text import Language, speaking
+from memfit.i18n import Language, speaking
 
 PAGES: dict[str, Language] = {"commands": "en", "zh/commands": "zh"}
 LIST, HELP = "<!-- the list of commands -->", "<!-- the help of every command -->"

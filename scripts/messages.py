@@ -22,12 +22,12 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "memfit"
 CATALOGUE = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "memfit.po"
-# Which arguments of memfit.text' functions are extracted; "c" is the context.
+# Which arguments of memfit.i18n's functions are extracted; "c" is the context.
 KEYWORDS: dict[str, Any] = {
     "t": (1,),
     "N_": (1,),
     "Message": (1,),
-    "_said": (1,),  # errors.py, which memfit.text imports
+    "_said": (1,),  # errors.py, which memfit.i18n imports
     "pt": ((1, "c"), 2),
     "NP_": ((1, "c"), 2),
     "nt": (1, 2),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from memfit.text import N_, t
+from memfit.i18n import N_, t
 
 RENAMED: Mapping[str, str] = {
     "evaluation_strategy": "eval_strategy",

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.errors import ConfigError, OutputError
+from memfit.i18n import t
 from memfit.models.loading import check_model_folder
-from memfit.text import doing, t
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder

@@ -54,7 +54,7 @@ _speaker: Speaker = English()
 
 
 def speak_with(speaker: Speaker) -> None:
-    """Lets errors say what they say with this; memfit.text calls it when it is imported."""
+    """Lets errors say what they say with this; memfit.i18n calls it when it is imported."""
     global _speaker
     _speaker = speaker
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BudgetError
-from memfit.text import Language, Message, t
+from memfit.i18n import Language, Message, t
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -9,14 +9,14 @@ import pytest
 from memfit.doctor.reach import reaches, well_known
 from memfit.memory.cards import find_card
 from memfit.run.preloading import other_processes
-from memfit.text import telling
+from memfit.waiting import telling
 
 
 def test_a_real_line_is_priced_from_traced_layers_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.text._TICK_SECONDS", 0.01)
-    monkeypatch.setattr("memfit.text._LINE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("memfit.waiting._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("memfit.waiting._LINE_AFTER_SECONDS", 0.0)
     models = [one for one in well_known() if one.name == "BERT-tiny"]
     card = find_card("RTX 3050 4GB")
     with telling():

@@ -16,11 +16,11 @@ from browser import Browser
 from transformers import TrainerCallback
 
 import memfit
+from memfit.i18n import speaking
 from memfit.records.run_log import RunLog
 from memfit.report.page import write_report
 from memfit.run import serving
 from memfit.run.serving import LivePage, PageServer, RunModel
-from memfit.text import speaking
 
 pytestmark = pytest.mark.skipif(
     browsers.find() is None, reason="no Chromium on this machine to look at pages with"

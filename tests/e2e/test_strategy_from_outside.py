@@ -20,10 +20,10 @@ import memfit
 from memfit.cli import run
 from memfit.config.plugins import strategy_plugins
 from memfit.errors import ConfigError
+from memfit.i18n import shown
 from memfit.memory.components import Component
 from memfit.planner.plans import Plan
 from memfit.strategies import all_strategies, by_name, not_loaded, ordered, registry
-from memfit.text import shown
 
 OPTIMIZER = Component.OPTIMIZER
 

@@ -17,7 +17,7 @@ from small_run import trainer_in
 import memfit
 from memfit.cli import run
 from memfit.errors import ModelError, OutputError
-from memfit.text import clean, escaped_json, printable, without_tokens
+from memfit.printing import clean, escaped_json, printable, without_tokens
 from memfit.training.checkpoints import MANIFEST, newest_good, problem_with, write_manifest
 
 SOURCE = Path(memfit.__file__).parent

@@ -12,7 +12,8 @@ import typer
 
 from memfit.cli import app, run
 from memfit.cli.options import translated, without_default
-from memfit.text import cells, speaking, wrap
+from memfit.i18n import speaking
+from memfit.printing import cells, wrap
 
 ROOT: Any = typer.main.get_command(app)
 COMMANDS = (None, *ROOT.commands)
@@ -105,7 +106,7 @@ def translate_once() -> None:
 def test_english_help_waits_for_no_chinese() -> None:
     code = (
         "import sys; from memfit.cli import run; run(['train', '--help', '--lang', sys.argv[1]]);"
-        "from memfit.text import _chinese;"
+        "from memfit.i18n import _chinese;"
         "names = ('babel', 'rich.cells', 'rich.console');"
         "print(_chinese.cache_info().currsize, [name for name in names if name in sys.modules],"
         " file=sys.stderr)"

@@ -16,6 +16,7 @@ from planner_fixtures import BERT_LARGE, FormulaPricer, bert, h200, planned, pri
 from rich.console import Console
 
 from memfit.cli import run
+from memfit.i18n import speaking
 from memfit.memory.cards import find_card
 from memfit.planner.advice import Alternatives, NothingFitsError, alternatives
 from memfit.planner.pricing import pricer as compose
@@ -34,7 +35,6 @@ from memfit.strategies import (
     Strategy,
     Truncation,
 )
-from memfit.text import speaking
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from report_fixtures import ACTING, EVIL, PLAN, Page, add_samples, make_run
 import memfit
 from memfit.cli import run as command
 from memfit.errors import ConfigError, OutputError
+from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.results import MemorySummary
 from memfit.records.run_warnings import RunWarning
 from memfit.report.comparison import compare_runs
-from memfit.text import speaking
 from memfit.units import MIB
 
 PEAK = MemoryPeak({Component.WEIGHTS: 600 * MIB}, 600 * MIB, 700 * MIB, 1000 * MIB)

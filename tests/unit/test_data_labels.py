@@ -10,7 +10,7 @@ from data_fixtures import config, write_csv, write_jsonl
 
 from memfit.data import LabelSpace, TextData, read_labelled, read_table
 from memfit.errors import DataError
-from memfit.text import speaking
+from memfit.i18n import speaking
 
 
 def read(tmp_path: Path, labels: list[Any], **options: Any) -> TextData:

@@ -33,13 +33,13 @@ from memfit.doctor.diagnosis import (
 from memfit.doctor.environment import OPTIONAL, Card, Environment, Package, TorchBuild, look_around
 from memfit.doctor.reach import Reach, Readiness, model_config, reaches, readiness, well_known
 from memfit.errors import ConfigError, TraceError
+from memfit.i18n import Message, shown, speaking, t
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.this_machine import budget_bytes
 from memfit.planner.workload import Workload
 from memfit.strategies import ORDER, Packing, Setup, Tier
 from memfit.strategies.packing.packed_model import REFUSED
-from memfit.text import Message, shown, speaking, t
 from memfit.units import Budget
 
 GIB = 2**30

@@ -202,8 +202,8 @@ def test_pages_in_host_memory_are_told_by_their_speed(replaced: Any) -> None:
 def test_without_a_gpu_the_cpu_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.text._TICK_SECONDS", 0.01)
-    monkeypatch.setattr("memfit.text._LINE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("memfit.waiting._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("memfit.waiting._LINE_AFTER_SECONDS", 0.0)
     assert run(["doctor", "--measure"]) == 0
     shown = capsys.readouterr()
     assert "There is no GPU here: the CPU was measured." in shown.out

@@ -6,10 +6,10 @@ import pytest
 
 from memfit.cli.options import check_card
 from memfit.errors import BudgetError, ConfigError
+from memfit.i18n import speaking
 from memfit.memory.cards import CardPlace, find_card
 from memfit.planner.advice import margin_note
 from memfit.run.prepare import stored_options
-from memfit.text import speaking
 
 LINUX, WINDOWS = CardPlace(windows=False), CardPlace(windows=True)
 

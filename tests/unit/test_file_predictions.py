@@ -25,7 +25,7 @@ from memfit.run import file_predictions, partial_output
 from memfit.run.file_predictions import FilePredictions, predict_file
 from memfit.run.inference import Classifier
 from memfit.run.signals import Stopped
-from memfit.text import telling
+from memfit.waiting import telling
 from sentences import SENTENCES
 from waits import without_waits
 

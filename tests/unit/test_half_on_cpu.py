@@ -19,8 +19,8 @@ from transformers import TrainingArguments
 
 from memfit.engine import half_on_cpu
 from memfit.engine.half_on_cpu import VARIABLE, HalfOnCpu
+from memfit.i18n import shown, speaking
 from memfit.strategies import HalfPrecision, LowBitAdamW, Setup
-from memfit.text import shown, speaking
 
 TRAP = "import os, signal\nprint('ready', flush=True)\n"
 DIES = TRAP + "os.kill(os.getpid(), signal.SIGILL)\n"

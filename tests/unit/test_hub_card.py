@@ -10,11 +10,11 @@ import pytest
 from huggingface_hub import ModelCard
 
 from memfit.errors import ConfigError
+from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import MemorySummary, RunSummary, write_evaluation, write_summary
 from memfit.run.model_card import AuthorsWords, card_for, has_licence, model_card
-from memfit.text import speaking
 
 SECRET_TEXT = "房間很髒，電話是0912345678"
 PLAN = """version = 1

@@ -16,7 +16,7 @@ import torch
 from memfit.errors import ConfigError, DataError, ModelError, OutputError
 from memfit.records.results import RunSummary, write_summary
 from memfit.run.inference import Classifier, Prediction, token_batches
-from memfit.text import telling
+from memfit.waiting import telling
 from waits import without_waits
 
 TEXTS = [

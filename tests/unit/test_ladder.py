@@ -30,7 +30,7 @@ from memfit.ladders.rungs import (
 )
 from memfit.run.announcements import voice
 from memfit.strategies import Fidelity
-from memfit.text import telling
+from memfit.waiting import telling
 from sentences import FEW_REVIEWS
 
 
@@ -356,8 +356,8 @@ def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
 def test_a_rung_says_what_it_does_while_its_process_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memfit.text._TICK_SECONDS", 0.01)
-    monkeypatch.setattr("memfit.text._LINE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("memfit.waiting._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("memfit.waiting._LINE_AFTER_SECONDS", 0.0)
     answer = json.dumps({"status": "ok", "step_seconds": [1.0]})
     script = f"sleep 0.5; echo '{answer}' > \"$5\""
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))

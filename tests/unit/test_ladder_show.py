@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from memfit.config import RunConfig
+from memfit.i18n import speaking
 from memfit.ladders import show
 from memfit.ladders import show as picture
 from memfit.ladders.rungs import (
@@ -29,7 +30,6 @@ from memfit.ladders.rungs import (
     plan_rungs,
 )
 from memfit.memory.components import Component, MemoryPeak
-from memfit.text import speaking
 from memfit.units import GIB, MIB
 
 CONFIG = RunConfig.build(data="reviews.csv", model="hfl/chinese-macbert-large")

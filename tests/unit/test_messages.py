@@ -23,11 +23,11 @@ import pytest
 from babel.messages.catalog import Catalog
 
 from memfit import errors
-from memfit import text as messages
+from memfit import i18n as messages
 from memfit.cli import run
 from memfit.cli.options import take_language
 from memfit.errors import ConfigError
-from memfit.text import (
+from memfit.i18n import (
     N_,
     NP_,
     Message,
@@ -182,7 +182,7 @@ def test_the_catalogue_is_compiled_at_its_first_use_and_again_when_it_changed(
 ) -> None:
     shutil.copytree(SOURCE, tmp_path / "memfit", ignore=shutil.ignore_patterns("*.mo"))
     folder = tmp_path / "memfit" / "locale" / "zh_CN" / "LC_MESSAGES"
-    code = "from memfit.text import t; print(t('budget {bytes}', bytes='4 GB'))"
+    code = "from memfit.i18n import t; print(t('budget {bytes}', bytes='4 GB'))"
 
     def said(spoken: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MEMFIT_LANG": spoken}

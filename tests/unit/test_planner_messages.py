@@ -10,10 +10,10 @@ import pytest
 from planner_fixtures import BERT_LARGE, FormulaPricer, h200, planned, pricer_of
 
 from memfit.config.schema import FIDELITY_NAMES
+from memfit.i18n import shown
 from memfit.planner.search import Planning
 from memfit.report.formatting import named
 from memfit.strategies import BY_NAME, Fidelity, called
-from memfit.text import shown
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 

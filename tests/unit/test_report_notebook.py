@@ -10,6 +10,7 @@ import pytest
 from report_fixtures import ACTING, EVIL, PEAK, Page, add_samples, make_run
 
 from memfit.engine.micro_batches import MicroBatching
+from memfit.i18n import Message, speaking
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, Price
 from memfit.planner.plans import Decision, Digest, Plan
@@ -20,7 +21,6 @@ from memfit.report.page import write_report
 from memfit.report.story import read_plan
 from memfit.run.workflow import RunResult
 from memfit.strategies import Checkpointing, Packing
-from memfit.text import Message, speaking
 
 
 def result_of(folder: Path) -> RunResult:

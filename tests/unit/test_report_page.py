@@ -18,6 +18,7 @@ from report_fixtures import ACTING, EVIL, PLAN, Page, add_samples, make_run
 from memfit.config.files import plain
 from memfit.data import LabelSpace
 from memfit.errors import OutputError
+from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import (
     ClassRow,
@@ -39,7 +40,6 @@ from memfit.records.run_warnings import RunWarning
 from memfit.report import page, plots
 from memfit.report import plots as drawing
 from memfit.report.page import write_report
-from memfit.text import speaking
 
 
 def shown(run: Path, **options: Any) -> Page:

@@ -12,12 +12,12 @@ import pytest
 from report_fixtures import add_samples, make_run
 
 from memfit.api import finetune
+from memfit.i18n import speaking
 from memfit.records.results import RunFolder, read_summary
 from memfit.report import page, plots
 from memfit.report.page import render
 from memfit.run import preloading
 from memfit.run.report_process import ReportProcess
-from memfit.text import speaking
 from sentences import FEW_REVIEWS
 
 

@@ -13,11 +13,11 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from memfit.data import DataCounts, LabelSpace, LengthSummary
+from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import Evaluation, evaluate_predictions
 from memfit.records.results import MemorySummary, RunSummary
 from memfit.report import memory_bar, terminal
-from memfit.text import speaking
 from memfit.units import GIB, MIB, percent
 
 COMPONENTS = {

@@ -20,6 +20,7 @@ from memfit.config import RunConfig
 from memfit.data import LabelSpace, LengthSummary, read_table
 from memfit.data.labels import weights_of_classes
 from memfit.errors import ConfigError, DataError, OutputError
+from memfit.i18n import speaking
 from memfit.records.evaluation import evaluate_predictions, probabilities, worst_mistakes
 from memfit.records.results import (
     RunSummary,
@@ -32,7 +33,6 @@ from memfit.records.scoring import Scoring, kept_scoring, scoring_for
 from memfit.report.formatting import averaging_sentence
 from memfit.run.callbacks import StopEarly
 from memfit.run.model_card import model_card
-from memfit.text import speaking
 
 TWO = LabelSpace("single_label", ("投诉", "正常"))
 COUNTS = {"正常": 1000, "投诉": 5}

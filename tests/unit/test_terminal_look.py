@@ -19,6 +19,7 @@ from memfit.cli import run
 from memfit.config import DataConfig, ModelConfig
 from memfit.data import DataCounts, LabelSpace, LengthSummary
 from memfit.errors import BudgetError, DataError, LossError, MemfitError, ModelError
+from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.models import huggingface
 from memfit.models.loading import check_model_folder
@@ -27,7 +28,6 @@ from memfit.records.results import MemorySummary, RunSummary
 from memfit.report import memory_bar, terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements
-from memfit.text import speaking
 from memfit.training.guard.adjusting import Adjustment, Adjustments, Way
 from memfit.training.progress import MemfitProgress, MemoryUse
 from memfit.units import GIB, format_seconds, parse_budget

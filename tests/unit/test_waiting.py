@@ -13,8 +13,7 @@ import pytest
 import transformers
 from strategy_fixtures import arguments, build, collate, rows_of
 
-from memfit import BudgetTrainer
-from memfit import text as waiting
+from memfit import BudgetTrainer, waiting
 from memfit.cli import run
 from memfit.data.working_files import progress_bar
 from memfit.errors import MemfitError

@@ -35,6 +35,7 @@ from memfit.cli import (
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.config.launched import launched_rank
 from memfit.errors import MemfitError
+from memfit.i18n import speaking, t
 from memfit.run.preloading import own_process
 from memfit.run.rank_agent import (
     RanksEndedError,
@@ -43,7 +44,6 @@ from memfit.run.rank_agent import (
     kept_for_launcher,
 )
 from memfit.run.signals import INTERRUPTED
-from memfit.text import speaking, t
 
 app = typer.Typer(
     name="memfit",

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.config.files import plain
-from memfit.text import doing, escaped_json, make_way, printable, t, telling, without_tokens
+from memfit.i18n import t
+from memfit.printing import escaped_json, printable, without_tokens
+from memfit.waiting import doing, make_way, telling
 
 
 def set_up_streams() -> None:

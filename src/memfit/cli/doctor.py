@@ -10,8 +10,9 @@ import typer
 from memfit.cli import console
 from memfit.cli.options import Display, Json, PlainCommand, Reserved, Windows, check_card
 from memfit.errors import ConfigError
+from memfit.i18n import N_, t
+from memfit.printing import wrap
 from memfit.run.preloading import processes_to_use
-from memfit.text import N_, t, wrap
 from memfit.units import format_both, format_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from memfit.cli.options import (
 )
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError
-from memfit.text import N_, t
+from memfit.i18n import N_, t
 from memfit.units import MIB, format_both, format_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from memfit.cli import console
 from memfit.cli.options import FlagCommand, Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.config.schema import DATA_SOURCES
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder

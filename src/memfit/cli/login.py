@@ -10,7 +10,7 @@ import typer
 
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
-from memfit.text import t
+from memfit.i18n import t
 
 
 def add_to(app: typer.Typer) -> None:

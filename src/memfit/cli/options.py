@@ -35,8 +35,9 @@ from memfit.config.training_fields import (
     training_fields,
 )
 from memfit.errors import ConfigError, OutputError, nearest
+from memfit.i18n import N_, Language, checked, language, t, template_of
+from memfit.printing import cells, wrap
 from memfit.run.signals import INTERRUPTED, handled, stop_at_once
-from memfit.text import N_, Language, cells, checked, language, t, template_of, wrap
 from memfit.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from memfit.cli.options import (
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError
+from memfit.i18n import N_, language, t
 from memfit.run.preloading import load_to_plan, other_processes, processes_to_use
-from memfit.text import N_, doing, language, t
 from memfit.units import format_both
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace

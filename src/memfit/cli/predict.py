@@ -11,8 +11,9 @@ from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
 from memfit.config.launched import launched_rank
 from memfit.errors import ConfigError
+from memfit.i18n import N_, t
 from memfit.run.rank_agent import count_of, start_ranks
-from memfit.text import N_, doing, t
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.run.file_predictions import FilePredictions
@@ -118,8 +119,8 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
     if as_json:
         console.show_json([_row(*pair) for pair in zip(texts, answers, strict=True)])
         return
+    from memfit.printing import clean
     from memfit.report import terminal
-    from memfit.text import clean
 
     shown = terminal.table(t("label"), t("score"), t("text"))
     shown.columns[2].justify = "left"

@@ -9,7 +9,7 @@ import typer
 
 from memfit.cli import console
 from memfit.cli.options import Json, PlainCommand
-from memfit.text import t
+from memfit.i18n import t
 
 
 def add_to(app: typer.Typer) -> None:
@@ -40,8 +40,8 @@ def report(
 
 
 def _serve(folder: str, *, as_json: bool) -> None:
+    from memfit.i18n import chosen_language
     from memfit.run.serving import serve
-    from memfit.text import chosen_language
 
     def say(url: str) -> None:
         if as_json:

@@ -12,7 +12,8 @@ from memfit.cli.options import FlagCommand, Json, NoCache, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import OutputError
-from memfit.text import doing, make_way, t, telling
+from memfit.i18n import t
+from memfit.waiting import doing, make_way, telling
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from memfit.errors import ConfigError, InputError, OutputError
-from memfit.text import t, without_tokens
+from memfit.i18n import t
+from memfit.printing import without_tokens
 from memfit.units import format_bytes
 
 UNFINISHED = ".unfinished"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import current_process
 
 from memfit.errors import ConfigError
-from memfit.text import t
+from memfit.i18n import t
 
 SHARE_CARDS = "MEMFIT_SHARE_GPU"
 """Set to 1, several ranks may use one GPU: for tests, it is never faster."""

@@ -33,7 +33,7 @@ from memfit.config.training_fields import (
     training_fields,
 )
 from memfit.errors import ConfigError, nearest
-from memfit.text import N_, NP_, t
+from memfit.i18n import N_, NP_, t
 from memfit.units import parse_budget
 
 TASKS = ("auto", "single_label", "multi_label", "regression")

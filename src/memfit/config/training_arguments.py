@@ -12,7 +12,7 @@ import transformers
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.config.launched import cards_are_shared, launched_rank
 from memfit.errors import ConfigError, nearest
-from memfit.text import t
+from memfit.i18n import t
 
 # The last word of a metric's name decides; "neg_mean_squared_error" is scikit-learn's negated kind.
 _SMALLER_IS_BETTER = (

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError, MemfitError, nearest
-from memfit.text import N_, pt, t
+from memfit.i18n import N_, pt, t
 
 if TYPE_CHECKING:
     from memfit.config.training_arguments import TrainingArguments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.data.tables import Table
 from memfit.errors import DataError, nearest
-from memfit.text import N_, t
+from memfit.i18n import N_, t
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig

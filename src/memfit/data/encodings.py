@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from memfit.errors import DataError, nearest
-from memfit.text import N_, t
+from memfit.i18n import N_, t
 
 _CHUNK_BYTES = 1 << 20
 

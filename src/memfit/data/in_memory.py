@@ -22,7 +22,7 @@ from memfit.data.table_files import VALIDATION_SPLITS
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import new_file, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     import pyarrow

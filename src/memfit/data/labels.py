@@ -11,7 +11,7 @@ from typing import Any
 
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, TASKS, LabelSpace
 from memfit.errors import DataError, nearest
-from memfit.text import t
+from memfit.i18n import t
 
 MOST_CLASSES = 10_000
 """More different labels than this are numbers to predict or not labels at all."""

@@ -40,7 +40,7 @@ from memfit.data.tables import (
 )
 from memfit.data.working_files import new_file, progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     import numpy as np

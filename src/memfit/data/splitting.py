@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, LabelSpace
 from memfit.errors import DataError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from memfit.data.encodings import find_encoding, opened, read_text
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import quiet_logs
 from memfit.errors import DataError, nearest
-from memfit.text import t
+from memfit.i18n import t
 
 _DELIMITERS = (",", ";", "\t")  # Excel writes ; where the comma is the decimal sign
 

@@ -22,7 +22,7 @@ from memfit.data.reading import column_of
 from memfit.data.tables import LengthBin, LengthSummary, TextData, TokenizedData
 from memfit.data.working_files import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import DataError
-from memfit.text import is_told, show_count, t
+from memfit.i18n import t
 from memfit.units import format_seconds
+from memfit.waiting import is_told, show_count
 
 if TYPE_CHECKING:
     from datasets import Dataset

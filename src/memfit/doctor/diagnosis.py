@@ -16,9 +16,9 @@ from memfit.doctor.reach import (
     reaches,
     readiness,
 )
+from memfit.i18n import N_, t
 from memfit.memory.nvml import Driver
 from memfit.run.preloading import other_processes
-from memfit.text import N_, t
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import platform
 from dataclasses import dataclass
 
 from memfit.engine.half_on_cpu import HalfOnCpu, half_on_cpu
+from memfit.i18n import N_, t
 from memfit.memory import nvml
-from memfit.text import N_, t
 
 # Optional packages and what each is for. The rest is memfit's own requirements.
 OPTIONAL = {

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from memfit.i18n import N_, t
 from memfit.memory import nvml
 from memfit.memory.cards import DeviceProfile, Speeds, keep_row, match_card, this_card
 from memfit.memory.cuda_context import (
@@ -26,8 +27,8 @@ from memfit.memory.cuda_context import (
 )
 from memfit.memory.out_of_memory import is_out_of_memory, return_freed_memory
 from memfit.planner import step_time
-from memfit.text import N_, doing, t
 from memfit.units import GIB, MIB
+from memfit.waiting import doing
 
 _LEFT_FREE_BYTES = 64 * MIB
 """Filling a card stops here, so that its desktop goes on."""

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
 from memfit.errors import MemfitError
+from memfit.i18n import language, shown, speaking, t
 from memfit.run.preloading import load_to_plan, start_processes
-from memfit.text import doing, language, shown, speaking, t
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile

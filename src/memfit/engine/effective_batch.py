@@ -17,8 +17,8 @@ from memfit.config.training_arguments import TrainingArguments as OurTrainingArg
 from memfit.config.training_arguments import smaller_is_better
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError, ConflictError
+from memfit.i18n import t
 from memfit.memory.device import kind_of
-from memfit.text import t
 
 # These step inside backward: a second micro-batch would meet weights that have already moved.
 _STEPS_IN_BACKWARD = ("lomo", "adalomo")

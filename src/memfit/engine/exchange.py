@@ -34,8 +34,8 @@ from torch.utils.hooks import RemovableHandle
 from memfit.config.launched import is_fork
 from memfit.engine.step_state import on_gradient
 from memfit.errors import RankLostError
+from memfit.i18n import t
 from memfit.memory.out_of_memory import is_out_of_memory, retrying
-from memfit.text import t
 
 _Made = TypeVar("_Made")
 

@@ -32,9 +32,9 @@ from memfit.engine.packed_batch import (
 )
 from memfit.engine.step_state import Buffers, preserved_rng
 from memfit.errors import DataError, MemfitError
+from memfit.i18n import t
 from memfit.memory.device import is_cuda
 from memfit.memory.out_of_memory import retrying
-from memfit.text import t
 
 
 class GradientSink(Protocol):

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.config.files import remember, remembered
-from memfit.text import N_, Message, t
+from memfit.i18n import N_, Message, t
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 

@@ -35,9 +35,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.step_state import Buffers, RandomState
 from memfit.errors import RunStoppedError
+from memfit.i18n import t
 from memfit.memory.out_of_memory import is_out_of_memory, let_go, retrying
 from memfit.models.layer_stack import Args, Kwargs, keeps_activations, stack_of, wrap
-from memfit.text import t
 
 if TYPE_CHECKING:
     from memfit.engine.executors import LayerwiseSink

@@ -27,8 +27,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from memfit.engine.micro_batches import row_count
 from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
+from memfit.i18n import t
 from memfit.models.layer_stack import unwrap
-from memfit.text import t
 
 _ANSWER = "start_positions"
 

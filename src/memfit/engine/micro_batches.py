@@ -24,8 +24,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
+from memfit.i18n import t
 from memfit.models.layer_stack import reads_last_token, sees_padding
-from memfit.text import t
 
 Batch = dict[str, Any]
 

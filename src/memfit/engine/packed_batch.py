@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memfit.errors import DataError
-from memfit.text import Message
+from memfit.i18n import Message
 
 IGNORED_LABEL = -100
 """The label that losses leave out of the sum and out of the mean; dummy rows have it."""

@@ -28,6 +28,7 @@ from memfit.config.files import atomic_writer, read_json, why_not_written, write
 from memfit.config.training_fields import check_training
 from memfit.data.table_files import check_source
 from memfit.errors import ConfigError, InputError, OutputError
+from memfit.i18n import ENVIRONMENT, language, t
 from memfit.ladders import show
 from memfit.ladders import show as picture
 from memfit.ladders.rungs import (
@@ -48,8 +49,8 @@ from memfit.ladders.rungs import plan_rungs as plans_for
 from memfit.models.loading import check_model_folder
 from memfit.records.results import stored_peak, versions
 from memfit.run.prepare import with_absolute_paths
-from memfit.text import ENVIRONMENT, doing, language, t
 from memfit.units import parse_budget
+from memfit.waiting import doing
 
 _KILLED = -9
 

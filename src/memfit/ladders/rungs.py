@@ -18,9 +18,9 @@ from memfit.config import RunConfig
 from memfit.config.files import plain
 from memfit.config.training_fields import DEFAULTS, HEAD_LEARNING_RATE
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import t
 from memfit.memory.components import MemoryPeak
 from memfit.records.results import stored_peak
-from memfit.text import t
 from memfit.units import GIB, format_bytes, parse_budget
 
 STOCK, PLAN = "stock", "plan"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.schema import FIDELITY_NAMES
+from memfit.i18n import N_, NP_, language, shown, speaking, t
 from memfit.ladders.rungs import (
     AUTO,
     BASELINE,
@@ -24,8 +25,8 @@ from memfit.ladders.rungs import (
     RungOutcome,
 )
 from memfit.memory.components import Component, MemoryPeak
+from memfit.printing import clean
 from memfit.report.plots import INK, LIGHT, PAPER, RULE, STYLE, UNUSED, available
-from memfit.text import N_, NP_, clean, language, shown, speaking, t
 from memfit.units import GIB, MIB, format_both, format_bytes, format_seconds
 
 if TYPE_CHECKING:

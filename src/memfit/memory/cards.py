@@ -24,6 +24,7 @@ from typing import Any
 
 from memfit.config import files
 from memfit.errors import ConfigError
+from memfit.i18n import t
 from memfit.memory.cuda_context import (
     LARGE_WORKSPACE_FROM,
     LOADED_LATER_BYTES,
@@ -33,7 +34,6 @@ from memfit.memory.cuda_context import (
     context_range,
     measured_context_bytes,
 )
-from memfit.text import t
 from memfit.units import GIB, MIB
 
 # What a name may carry without changing the card it means.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from memfit.text import N_
+from memfit.i18n import N_
 
 
 class Component(StrEnum):

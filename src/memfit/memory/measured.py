@@ -21,13 +21,13 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memfit.errors import MemfitError
+from memfit.i18n import t
 from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.cuda_context import workspace_bytes
 from memfit.memory.device import capability, context_bytes, index_of, is_cuda, usual_context_bytes
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import Tracker
-from memfit.text import t
 
 Optimizers = Callable[[], Any]
 """Gives the optimizer, or None while there is none: the Trainer makes it late."""

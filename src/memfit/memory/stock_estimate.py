@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memfit.errors import MemfitError, TraceError
+from memfit.i18n import t
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component, Event, MemoryPeak
 from memfit.memory.phases import (
@@ -41,7 +42,6 @@ from memfit.memory.tracing.meta_models import (
 from memfit.memory.tracing.operators import CudaKernels
 from memfit.memory.tracing.tracker import Tracker
 from memfit.models.layers import layers_of
-from memfit.text import t
 from memfit.units import format_bytes
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import N_, t
 from memfit.memory.components import Component
 from memfit.memory.tracing.tracker import Tracker
-from memfit.text import N_, t
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure_bf16", "pure_fp16")
 """`bf16` and `fp16` are autocast over fp32 weights; `pure_*` load the weights in that type."""

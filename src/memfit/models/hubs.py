@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
-from memfit.text import clean, t, without_tokens
+from memfit.i18n import t
+from memfit.printing import clean, without_tokens
 
 
 def reason(error: BaseException, *secrets: str | None) -> str:

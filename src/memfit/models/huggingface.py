@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memfit.errors import ConfigError, MemfitError, ModelError
+from memfit.i18n import N_, t
 from memfit.models.hubs import causes, is_connection, reason, refuse_if
-from memfit.text import N_, t
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ModelError
+from memfit.i18n import Message
 from memfit.models.layers import base_of, layers_of
-from memfit.text import Message
 
 Args = Sequence[Any]
 

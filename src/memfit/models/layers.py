@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     from torch import nn

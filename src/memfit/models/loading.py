@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, MemfitError, ModelError
+from memfit.i18n import N_, t
 from memfit.models.hubs import MODELSCOPE_PREFIX, source_of
 from memfit.models.layers import add_lora, base_of, freeze, position_limit
-from memfit.text import N_, t
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

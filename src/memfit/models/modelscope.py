@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.errors import ConfigError, MemfitError, ModelError
+from memfit.i18n import N_, t
 from memfit.models.hubs import is_set, reason, refuse_if
-from memfit.text import N_, t
 
 if TYPE_CHECKING:
     from modelscope_hub import HubApi, HubConfig

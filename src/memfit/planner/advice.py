@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config.schema import FIDELITY_NAMES
 from memfit.errors import DoesNotFitError
+from memfit.i18n import N_, Language, Message, speaking, t
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.stock_estimate import no_collection
 from memfit.memory.tracing.depth import with_layers
@@ -27,7 +28,6 @@ from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
 from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity, Tier, Truncation, all_strategies
-from memfit.text import N_, Language, Message, speaking, t
 from memfit.units import gb, step_time
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from memfit.i18n import NP_, Message
 from memfit.planner.candidates import Price, Pricer
 from memfit.planner.exchange_cost import ExchangeCost, link_bytes_per_second
 from memfit.planner.plans import Decision
 from memfit.planner.space import PlanRequest
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Effects, Option, Strategy, all_strategies, called, ordered
-from memfit.text import NP_, Message
 from memfit.units import duration, gb, percent, step_time
 
 _PHASES = {

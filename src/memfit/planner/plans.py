@@ -23,12 +23,12 @@ from memfit.config import files
 from memfit.config.files import atomic_writer
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import N_, Language, Message, pt, shown, t
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
 from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
-from memfit.text import N_, Language, Message, pt, shown, t
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

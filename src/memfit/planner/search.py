@@ -18,6 +18,7 @@ import psutil
 
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
+from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_estimate import no_collection
 from memfit.planner.advice import (
@@ -36,7 +37,6 @@ from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, limits_for
 from memfit.planner.workload import Workload
 from memfit.strategies import Strategy, Tier, ordered
-from memfit.text import Message
 
 _CLOSE = 0.02
 """What a quick price may be off by."""

@@ -16,6 +16,7 @@ from typing import Any
 from memfit.config.schema import ALLOWABLE
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.device import kind_of
 from memfit.planner.candidates import Candidate
@@ -34,7 +35,6 @@ from memfit.strategies import (
 from memfit.strategies.base import CANNOT_BE_USED
 from memfit.strategies.planning import Half
 from memfit.strategies.registry import loses_in_float16
-from memfit.text import Message
 
 _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches the largest batch may be cut."""

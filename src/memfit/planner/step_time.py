@@ -36,11 +36,11 @@ import torch
 from memfit.config import files
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
+from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Price, Timed
 from memfit.strategies import Tier
-from memfit.text import Message
 
 _VERSION = 1
 """Version of the measurements below; speeds of another version are measured again."""

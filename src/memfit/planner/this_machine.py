@@ -26,6 +26,7 @@ from memfit.config.plugins import plugin_versions
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import MemfitError
+from memfit.i18n import Message, message_of
 from memfit.memory.available import MemoryReading, reader_of
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import MemoryPeak
@@ -36,7 +37,6 @@ from memfit.planner.candidates import PlanTask, Price, Pricer
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.search import make_plan
 from memfit.planner.workload import Workload
-from memfit.text import Message, message_of
 from memfit.units import Budget
 
 _VERSION = 4

@@ -30,11 +30,11 @@ from memfit.data import LabelSpace
 from memfit.engine.effective_batch import effective_rows
 from memfit.engine.micro_batches import MicroBatching, group_rows, longest_row, row_lengths
 from memfit.errors import TraceError
+from memfit.i18n import Message
 from memfit.memory.tracing.depth import cut_layers
 from memfit.models.layer_stack import sees_padding
 from memfit.models.layers import base_of, layers_of
 from memfit.strategies import Combination, Strategy
-from memfit.text import Message
 
 _SAMPLED_BATCHES = 64
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memfit.errors import ConfigError, DataError, MemfitError, nearest
+from memfit.i18n import t
 from memfit.records.scoring import (
     THRESHOLD,
     Array,
@@ -23,7 +24,6 @@ from memfit.records.scoring import (
     scoring_for,
     with_tuned_threshold,
 )
-from memfit.text import t
 
 if TYPE_CHECKING:
     from memfit.data import LabelSpace

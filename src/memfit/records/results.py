@@ -28,10 +28,10 @@ from typing import Any
 from memfit._version import __version__
 from memfit.config.files import leftovers, plain, read_json, write_json
 from memfit.errors import OutputError
+from memfit.i18n import Message, message_of, t
 from memfit.memory.components import MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.run_warnings import RunWarning, warnings_from
-from memfit.text import Message, message_of, t
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "peft")
 

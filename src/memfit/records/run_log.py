@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.config.files import plain
-from memfit.text import without_tokens
+from memfit.printing import without_tokens
 
 FILE = "progress.jsonl"
 

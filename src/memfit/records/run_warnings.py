@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memfit.i18n import N_, speaking, t
+from memfit.printing import clean
 from memfit.records.scoring import STRONG_IMBALANCE, imbalance
-from memfit.text import N_, clean, speaking, t
 
 if TYPE_CHECKING:
     from memfit.data import DataCounts, LengthSummary

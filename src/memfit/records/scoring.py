@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import ConfigError
-from memfit.text import t
+from memfit.i18n import t
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig, RunConfig

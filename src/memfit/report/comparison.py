@@ -16,13 +16,14 @@ from rich.text import Text
 
 from memfit.config.files import atomic_writer
 from memfit.errors import ConfigError, OutputError
+from memfit.i18n import N_, pt, t
+from memfit.printing import clean
 from memfit.records.results import RunFolder
 from memfit.report import curves, plots, sections, terminal
 from memfit.report.formatting import PageTable, named, number, setting_name
 from memfit.report.sections import useless, verdict
 from memfit.report.story import FINISHED, Story, read_story
 from memfit.report.terminal import metric
-from memfit.text import N_, clean, pt, t
 from memfit.units import format_both, format_bytes, format_seconds, percent
 
 _TITLES = {

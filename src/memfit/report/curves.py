@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from memfit.i18n import N_, pt, t
+from memfit.printing import clean
 from memfit.report import plots
 from memfit.report.formatting import Picture, named
 from memfit.report.story import Story, metric_names, series, steps_per_epoch, throughput
-from memfit.text import N_, clean, pt, t
 
 Points = Sequence[tuple[float, float]]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from memfit.config.schema import FIDELITY_NAMES
 from memfit.config.training_fields import SHORT_NAMES
+from memfit.i18n import N_, NP_, t
 from memfit.memory.components import COMPONENT_NAMES
-from memfit.text import N_, NP_, clean, t
+from memfit.printing import clean
 
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "component": {**COMPONENT_NAMES, "unused": N_("reserved, unused")},

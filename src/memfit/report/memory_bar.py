@@ -10,14 +10,15 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from memfit.i18n import N_, pt, t
 from memfit.memory.components import Component, MemoryPeak
+from memfit.printing import clean
 from memfit.records.results import MemorySummary
 from memfit.report import plots
 from memfit.report import plots as drawing
 from memfit.report.formatting import PageTable, Picture, named, number, together
 from memfit.report.story import Adjusted, Story
 from memfit.report.terminal import MAX_WIDTH
-from memfit.text import N_, clean, pt, t
 from memfit.units import format_both, format_bytes, percent, tenths_of_percent
 
 MOST_ADJUSTMENTS = 50

@@ -20,15 +20,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from memfit.i18n import language, pt, t
 from memfit.memory.components import MemoryPeak
 from memfit.planner.plans import draw_plans_with
+from memfit.printing import clean
 from memfit.records.results import MemorySummary, RunFolder, RunSummary
 from memfit.report import curves, memory_bar, plots, sections
 from memfit.report import sections as quality
 from memfit.report.formatting import PageTable, Picture, number
 from memfit.report.page import HERE, LANG_TAGS, own_file
 from memfit.report.story import FINISHED, Story, plan_from_tables, read_story
-from memfit.text import clean, language, pt, t
 
 # JupyterLab, VS Code and Colab each say in their own way that it is night.
 _NIGHTS = ('[data-jp-theme-light="false"]', ".vscode-dark", "html[theme=dark]")

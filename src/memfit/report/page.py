@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.files import atomic_writer
+from memfit.i18n import chosen_language, language, pt, speaking, t
+from memfit.printing import clean
 from memfit.records.results import RunFolder
 from memfit.report import curves, memory_bar, plots, sections
 from memfit.report import sections as quality
 from memfit.report.story import FINISHED, RUNNING, Story, read_story
-from memfit.text import chosen_language, clean, language, pt, speaking, t
 
 if TYPE_CHECKING:
     from jinja2 import Environment

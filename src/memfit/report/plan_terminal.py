@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.i18n import N_, language, pt, t
 from memfit.report.formatting import named
 from memfit.report.memory_bar import memory_bar, peak_components
-from memfit.text import N_, language, pt, t
 from memfit.units import format_both, format_bytes, format_seconds, step_time
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memfit.errors import MemfitError
+from memfit.i18n import language, t
 from memfit.memory.components import Component
-from memfit.text import language, t
 from memfit.units import GIB, MIB
 
 if TYPE_CHECKING:

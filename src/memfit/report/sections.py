@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from memfit.i18n import N_, NP_, pt, shown, t
+from memfit.printing import clean
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import RunSummary
 from memfit.report import plots
@@ -22,7 +24,6 @@ from memfit.report.formatting import (
 )
 from memfit.report.story import CUT, FINISHED, RUNNING, STATES, Story, step_seconds
 from memfit.report.terminal import metric
-from memfit.text import N_, NP_, clean, pt, shown, t
 from memfit.units import format_both, format_bytes, format_seconds, percent, tenths_of_percent
 
 LARGEST_MATRIX = 20

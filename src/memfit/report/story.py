@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import OutputError
+from memfit.i18n import Message, t
 from memfit.memory.components import Component
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.results import (
@@ -23,7 +24,6 @@ from memfit.records.results import (
     read_summary,
 )
 from memfit.records.run_log import Recorded, Sample, read_log
-from memfit.text import Message, t
 
 FINISHED, RUNNING, STOPPED, FAILED, CUT = "finished", "running", "stopped", "failed", "cut"
 

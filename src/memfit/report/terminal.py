@@ -17,9 +17,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.i18n import N_, NP_, language, nt, pt, t
 from memfit.memory.components import MemoryPeak
+from memfit.printing import clean, encodable
 from memfit.report.formatting import averaging_sentence, named, together
-from memfit.text import N_, NP_, clean, encodable, language, nt, pt, t
 from memfit.units import format_bytes, format_seconds, percent
 
 if TYPE_CHECKING:

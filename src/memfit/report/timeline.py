@@ -11,9 +11,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Protocol
 
+from memfit.i18n import language, t
 from memfit.memory.components import COMPONENT_NAMES, Component, Event
 from memfit.report.plots import COMPONENTS, INK, PAPER, Drawing, palette_css
-from memfit.text import language, t
 from memfit.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

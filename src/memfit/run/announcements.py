@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
+from memfit.i18n import N_, language, shown, t
+from memfit.printing import encodable, printable
 from memfit.records.results import OutputClaim
 from memfit.records.run_log import RunLog
 from memfit.report.formatting import averaging_sentence, named, together
-from memfit.text import N_, encodable, language, make_way, printable, shown, t
 from memfit.units import format_both
+from memfit.waiting import make_way
 
 if TYPE_CHECKING:
     from pathlib import Path

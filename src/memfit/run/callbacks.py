@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from memfit.config.files import read_json
 from memfit.config.launched import LaunchedRank
 from memfit.errors import OutputError
+from memfit.i18n import t
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.device import is_cuda
 from memfit.memory.measured import Measurement, measure
@@ -27,7 +28,6 @@ from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
 from memfit.run.rank_group import RankGroup
 from memfit.run.signals import Stopped, handled
-from memfit.text import t
 from memfit.training.progress import MemoryMeter
 
 SHORTEST_SECONDS = 0.5

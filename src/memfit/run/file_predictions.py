@@ -28,10 +28,11 @@ from memfit.data.reading import as_text, unbroken
 from memfit.data.tables import Row, Table
 from memfit.data.working_files import RowMeter, progress_bar
 from memfit.errors import DataError, OutputError
+from memfit.i18n import N_, t
 from memfit.run.in_order import Piece, in_order
 from memfit.run.partial_output import PartialOutput, partial_output, partial_path
 from memfit.run.rank_group import RankGroup, joined
-from memfit.text import N_, doing, is_told, t
+from memfit.waiting import doing, is_told
 
 if TYPE_CHECKING:
     from memfit.run.inference import Classifier, Prediction

@@ -22,6 +22,7 @@ from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from memfit.data.working_files import quiet_datasets
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError, DataError, ModelError, nearest
+from memfit.i18n import N_, t
 from memfit.models.hubs import source_of
 from memfit.models.layers import position_limit
 from memfit.models.loading import (
@@ -36,7 +37,7 @@ from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
 from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
 from memfit.run.preloading import load_to_answer
-from memfit.text import N_, doing, t
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,10 @@ from memfit.config import RunConfig, files
 from memfit.config.launched import in_notebook, launched_rank
 from memfit.config.training_fields import SECRET_FIELDS
 from memfit.errors import ConfigError, OutputError
+from memfit.i18n import t
 from memfit.run.notebook_ranks import cannot_fork, fork_ranks
 from memfit.run.rank_agent import RanksEndedError, count_of, start_ranks
-from memfit.text import shown_by_bar, t
+from memfit.waiting import shown_by_bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

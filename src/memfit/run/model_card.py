@@ -15,7 +15,9 @@ from typing import Any
 from memfit.config import files
 from memfit.config.files import read_json
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import N_, language, pt, shown, t
 from memfit.memory.components import MemoryPeak
+from memfit.printing import clean
 from memfit.records.evaluation import ClassRow
 from memfit.records.results import (
     MemorySummary,
@@ -26,7 +28,6 @@ from memfit.records.results import (
     read_summary,
 )
 from memfit.report.formatting import averaging_sentence, together
-from memfit.text import N_, clean, language, pt, shown, t
 from memfit.units import format_both, format_bytes, format_seconds
 
 # https://huggingface.co/docs/hub/repositories-licenses; those that carry a model's own name left

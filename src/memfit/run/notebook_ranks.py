@@ -16,6 +16,7 @@ from typing import Any
 
 from memfit._compat import is_in_bad_fork
 from memfit.errors import MemfitError
+from memfit.i18n import Message, t
 from memfit.run.rank_agent import (
     RanksEndedError,
     end_with_launcher,
@@ -24,7 +25,6 @@ from memfit.run.rank_agent import (
     ready_for_ranks,
 )
 from memfit.run.signals import Stopped, handled, stop_at_once
-from memfit.text import Message, t
 
 
 def cannot_fork() -> Message | None:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from memfit.config.files import write_bytes
 from memfit.errors import DataError, OutputError
-from memfit.text import t
+from memfit.i18n import t
 
 KEPT_AFTER_SECONDS = 2.0
 """How much work a killed run may lose, beside the windows that are being predicted."""

@@ -15,14 +15,15 @@ from memfit.config import RunConfig
 from memfit.config.launched import LaunchedRank, cards_are_shared
 from memfit.config.training_fields import check_training, training_arguments
 from memfit.errors import ConfigError, DoesNotFitError, OutputError, TraceError
+from memfit.i18n import language, t
 from memfit.memory.device import kind_of
 from memfit.records.evaluation import best_metric
 from memfit.records.results import RunFolder, RunSeconds
 from memfit.records.scoring import Scoring, class_weights_of_run, scoring_of_run
 from memfit.report.terminal import fact_line
 from memfit.run.rank_agent import count_of
-from memfit.text import doing, language, t
 from memfit.units import Budget, format_bytes, parse_budget
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, ModelError
+from memfit.i18n import t
 from memfit.models.hubs import _client, check_hub
 from memfit.models.loading import check_model_folder
-from memfit.text import t, without_tokens
+from memfit.printing import without_tokens
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config.launched import cards_are_shared, in_notebook, launched_rank
 from memfit.errors import ConfigError, MemfitError
-from memfit.text import ENVIRONMENT as LANGUAGE
-from memfit.text import language, printable, t
+from memfit.i18n import ENVIRONMENT as LANGUAGE
+from memfit.i18n import language, t
+from memfit.printing import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

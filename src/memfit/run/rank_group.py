@@ -31,8 +31,10 @@ from memfit.config.launched import (
     number_for_torch,
 )
 from memfit.errors import MemfitError, RunStoppedError
+from memfit.i18n import t
+from memfit.printing import printable
 from memfit.run.signals import Stopped
-from memfit.text import make_way, printable, t
+from memfit.waiting import make_way
 
 T = TypeVar("T")
 

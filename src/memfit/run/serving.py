@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, ModelError
+from memfit.i18n import N_, speaking, t
+from memfit.printing import clean
 from memfit.records.results import RunFolder
-from memfit.text import N_, clean, speaking, t
 from memfit.units import tenths_of_percent
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from rich.text import Text
 
 from memfit.config.files import read_json, write_json
 from memfit.errors import DatasetsFailedError, MemfitError, OutputError
+from memfit.i18n import t
 from memfit.records.results import RunFolder
 from memfit.report.formatting import named
 from memfit.report.terminal import fact_line, metric, shorten, status_name, table
-from memfit.text import t
 from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

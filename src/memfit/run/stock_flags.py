@@ -10,8 +10,8 @@ from memfit.config import ModelConfig
 from memfit.config.training_fields import DEFAULTS, SHORT_NAMES, training_fields
 from memfit.data import LabelSpace
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import t
 from memfit.memory.components import Component, MemoryPeak
-from memfit.text import t
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace, DeviceProfile

@@ -28,6 +28,7 @@ from memfit.errors import (
     SaveError,
     forget,
 )
+from memfit.i18n import language, t
 from memfit.memory.device import is_cuda, kind_of
 from memfit.models.loading import check_model_folder, start_reading_weights
 from memfit.records.evaluation import (
@@ -67,8 +68,8 @@ from memfit.run.prepare import (
 )
 from memfit.run.rank_group import RankError, RankGroup, joined
 from memfit.run.report_process import ReportProcess
-from memfit.text import doing, language, t, telling
 from memfit.units import format_both, format_bytes, percent
+from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

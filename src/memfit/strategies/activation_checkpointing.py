@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, nt, t
 from memfit.models.layer_stack import (
     Args,
     Kwargs,
@@ -41,7 +42,6 @@ from memfit.strategies.planning import (
     Tier,
     TracePart,
 )
-from memfit.text import N_, Message, nt, t
 
 # BERT and its family, ALBERT and DistilBERT call the MLP half through a method of this name.
 _MLP_METHODS = ("feed_forward_chunk", "ff_chunk")

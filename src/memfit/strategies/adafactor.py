@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import N_, Message, pt
 from memfit.strategies.base import (
     Fidelity,
     Setup,
@@ -28,7 +29,6 @@ from memfit.strategies.planning import (
     PlanQuestion,
     TracePart,
 )
-from memfit.text import N_, Message, pt
 
 RULES = ("adafactor",)
 

@@ -22,6 +22,7 @@ import psutil
 from memfit.engine.exchange import Peers
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, shown
 from memfit.memory import device as device_here
 from memfit.memory.cards import TRITON_FROM
 from memfit.strategies.planning import (
@@ -35,7 +36,6 @@ from memfit.strategies.planning import (
     Tier,
     TracePart,
 )
-from memfit.text import N_, Message, shown
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

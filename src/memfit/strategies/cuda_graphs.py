@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.i18n import N_, Message
 from memfit.memory.allocator import use_expandable_segments
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.lowbit.gradient_release import GradientRelease
@@ -25,7 +26,6 @@ from memfit.strategies.planning import (
     TracePart,
 )
 from memfit.strategies.small_workspace import SmallWorkspace
-from memfit.text import N_, Message
 from memfit.units import step_time
 
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.models.layers import freeze
 from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments, is_users
 from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
-from memfit.text import N_, Message, t
 
 _TOO_LOW_FOR_A_HEAD = 1e-4
 

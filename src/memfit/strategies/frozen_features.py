@@ -29,6 +29,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.engine.micro_batches import TOKEN_INPUTS
 from memfit.errors import ConfigError, DataError, ModelError
+from memfit.i18n import N_, Message, t
 from memfit.models.layer_stack import unwrap, wrap
 from memfit.models.layers import base_of
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy, change_arguments
@@ -44,7 +45,6 @@ from memfit.strategies.planning import (
     PlanQuestion,
     widened,
 )
-from memfit.text import N_, Message, t
 
 if TYPE_CHECKING:
     from memfit.engine.micro_batches import MicroBatch

@@ -28,6 +28,7 @@ from memfit._compat import forget_fully_shard, fsdp_weights
 from memfit.engine.exchange import Peers
 from memfit.engine.executors import Share, StepExecutor
 from memfit.engine.micro_batches import MicroBatch, rows_of
+from memfit.i18n import N_, Message
 from memfit.memory.tracing import traced_device
 from memfit.models.layer_stack import stack_of, stack_problem, unwrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
@@ -39,7 +40,6 @@ from memfit.strategies.planning import (
     Tier,
 )
 from memfit.strategies.traced_shards import TracedShards
-from memfit.text import N_, Message
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

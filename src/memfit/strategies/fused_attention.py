@@ -11,10 +11,10 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message
 from memfit.models.layer_stack import unwrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.planning import Axis, Combination, Option, PlanFigures, PlanQuestion
-from memfit.text import N_, Message
 
 # What the families call the dropout of attention weights.
 _DROPOUT_FIELDS = ("attention_probs_dropout_prob", "attention_dropout")

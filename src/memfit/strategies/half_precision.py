@@ -16,9 +16,9 @@ import torch
 
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments
 from memfit.strategies.planning import Axis, Effects, Half, Option, PlanFigures, PlanQuestion
-from memfit.text import N_, Message, t
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.models.layers import add_lora, lora_targets
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
-from memfit.text import N_, Message, t
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 from memfit.config.plugins import package_of, strategy_plugins
 from memfit.config.schema import ALLOWABLE
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import Message, add_catalogue
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
 from memfit.strategies.base import Setup, Strategy
@@ -30,7 +31,6 @@ from memfit.strategies.planning import Half, Option
 from memfit.strategies.sharded_state import ShardedState
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
-from memfit.text import Message, add_catalogue
 
 # First what changes which weights learn from which texts, then the precision, then how a
 # layer runs, then how weights are stored and stepped, and last the step as a whole.

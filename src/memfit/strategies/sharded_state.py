@@ -38,6 +38,7 @@ from transformers.optimization import Adafactor
 
 from memfit.engine.exchange import Peers, in_messages
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message
 from memfit.memory.device import synchronize
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.base import Fidelity, Setup, Strategy, plain_value
@@ -49,7 +50,6 @@ from memfit.strategies.planning import (
     PlanFigures,
     TracePart,
 )
-from memfit.text import N_, Message
 
 _OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Optimizers that update each parameter independently of the others."""

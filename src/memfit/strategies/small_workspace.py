@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from memfit.i18n import N_, Message
 from memfit.memory.cuda_context import (
     LARGE_WORKSPACE_FROM,
     SMALL,
@@ -20,7 +21,6 @@ from memfit.memory.cuda_context import (
 )
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion, TracePart
-from memfit.text import N_, Message
 
 
 @dataclass(frozen=True, slots=True)

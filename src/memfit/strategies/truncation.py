@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memfit.engine.micro_batches import TOKEN_INPUTS
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
 from memfit.strategies.planning import (
     Axis,
@@ -26,7 +27,6 @@ from memfit.strategies.planning import (
     PlanQuestion,
     TracePart,
 )
-from memfit.text import N_, Message, t
 from memfit.units import percent
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from transformers import TrainerState
 from memfit.config.files import UNFINISHED
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import NoCheckpointError, OutputError
-from memfit.text import t
+from memfit.i18n import t
 
 MANIFEST = "manifest.json"
 

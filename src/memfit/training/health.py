@@ -42,9 +42,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from memfit.config.schema import ON_NAN
 from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, LossError
+from memfit.i18n import N_, t
 from memfit.memory.device import is_cuda
 from memfit.strategies.fully_sharded import is_divided
-from memfit.text import N_, t
 from memfit.training.parts import TrainerParts, unwrapped
 
 _LOOKS = 3

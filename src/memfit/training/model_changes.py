@@ -30,9 +30,9 @@ from transformers import (
 from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
+from memfit.i18n import t
 from memfit.strategies import Combination, Effects, Setup, Strategy, apply_all
 from memfit.strategies.fully_sharded import is_divided
-from memfit.text import t
 
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memfit import text
+from memfit import waiting
+from memfit.i18n import N_, pt, t
 from memfit.memory.device import held_bytes, is_cuda, kind_of
-from memfit.text import N_, encodable, pt, t
+from memfit.printing import encodable
 from memfit.units import GIB, Budget, format_bytes, format_seconds
 
 _METRICS = ("f1", "accuracy", "mse", "mae", "loss")
@@ -63,7 +64,7 @@ class _TwoLines(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         # What goes on between steps: an evaluation, a checkpoint.
-        yield Text(text.sentence() or self.status, no_wrap=True, overflow="ellipsis")
+        yield Text(waiting.sentence() or self.status, no_wrap=True, overflow="ellipsis")
 
 
 class MemfitProgress(TrainerCallback):
@@ -136,7 +137,7 @@ class MemfitProgress(TrainerCallback):
             self._task = self._bar.add_task(
                 "", total=state.max_steps, completed=state.global_step, pace=""
             )
-            text.shown_by_bar(True)
+            waiting.shown_by_bar(True)
             self._bar.start()
 
     def on_step_end(
@@ -214,7 +215,7 @@ class MemfitProgress(TrainerCallback):
         if self._bar is not None:
             self._bar.refresh()
         else:
-            text.make_way()
+            waiting.make_way()
         # A log file gets lines whole, however long.
         self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
@@ -222,7 +223,7 @@ class MemfitProgress(TrainerCallback):
         """Give the terminal back; also after a training that was interrupted."""
         if self._bar is not None:
             self._bar.stop()
-            text.shown_by_bar(False)
+            waiting.shown_by_bar(False)
         self._bar = self._read_memory = None
 
     # ---- what is shown ----

@@ -40,8 +40,8 @@ from transformers.trainer_utils import SaveStrategy
 from memfit.config.files import why_not_written
 from memfit.config.training_fields import SECRET_FIELDS
 from memfit.errors import DeviceLostError, MemfitError, OutputError, RunStoppedError, SaveError
+from memfit.i18n import N_, t
 from memfit.memory.out_of_memory import is_out_of_memory, let_go
-from memfit.text import N_, doing, t
 from memfit.training.checkpoints import (
     Search,
     checkpoint_to_resume,
@@ -57,6 +57,7 @@ from memfit.training.checkpoints import (
 )
 from memfit.training.parts import TrainerParts, unwrapped
 from memfit.units import format_bytes
+from memfit.waiting import doing
 
 _BY_SAFETENSORS = frozenset(
     {

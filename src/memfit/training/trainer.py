@@ -49,13 +49,13 @@ from memfit.engine.micro_batches import (
 )
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
+from memfit.i18n import t
 from memfit.memory.allocator import use_expandable_segments
 from memfit.memory.device import is_cuda, kind_of, lower_watermarks
 from memfit.memory.out_of_memory import HeapTrimmer
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
 from memfit.strategies.fully_sharded import is_divided
-from memfit.text import doing, t
 from memfit.training.checkpoints import (
     Search,
     record_micro_batching,
@@ -87,6 +87,7 @@ from memfit.training.progress import MemfitProgress, register_memory_logging
 from memfit.training.saving import CheckpointSaver, arguments_as_given, reading, same_parameters
 from memfit.training.shared_evaluation import SharedEvaluation
 from memfit.units import Budget, parse_budget
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memfit.errors import ModelError
-from memfit.text import t
+from memfit.i18n import t
 
 _aten = torch.ops.aten
 

@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from memfit.errors import TraceError
+from memfit.i18n import t
 from memfit.memory.components import Component, Event
-from memfit.text import t
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 

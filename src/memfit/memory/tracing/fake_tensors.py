@@ -33,11 +33,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memfit.errors import TraceError
+from memfit.i18n import t
 from memfit.memory.components import Component
 from memfit.memory.tracing.counting import current
 from memfit.memory.tracing.operators import CudaKernels, supplied_operator
 from memfit.memory.tracing.tracker import _BACKWARD_NODE, _DEVICE, Tracker, tensors_in
-from memfit.text import t
 
 _aten = torch.ops.aten
 

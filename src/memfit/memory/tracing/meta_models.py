@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from memfit.errors import ModelError
+from memfit.i18n import t
 from memfit.memory.stock_step import StepSpec
 from memfit.memory.tracing.attention_kernels import FLASH_NAME, check_flash, is_flash
 from memfit.models.layers import add_lora, freeze
-from memfit.text import t
 
 
 def model_config(spec: StepSpec) -> Any:

@@ -26,6 +26,7 @@ from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.loss import counted_labels
 from memfit.engine.micro_batches import MicroBatch, trimming_for
 from memfit.errors import ConfigError
+from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.stock_estimate import Recorder
@@ -54,7 +55,6 @@ from memfit.strategies import Setup
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients
 from memfit.strategies.lowbit.releasing_sinks import FLUSH_BYTES, ReleasedGradients
-from memfit.text import Message
 
 
 def use_traced_sinks(setup: Setup) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message
 from memfit.models.layer_stack import Args, Around, Kwargs, Undo, stack_of, unwrap, wrap
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.fused.fused_kernels import DTYPES, Drop, Gelu, Seeds
@@ -30,7 +31,6 @@ from memfit.strategies.fused.layer_functions import (
     separate_parameters,
 )
 from memfit.strategies.planning import Axis, Option, PlanFigures, PlanQuestion
-from memfit.text import N_, Message
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")
 

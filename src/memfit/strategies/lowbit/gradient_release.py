@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from memfit.errors import ConfigError, nearest
+from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.lowbit.gradient_sinks import KeptGradients, KeptInt8, LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients
@@ -34,7 +35,6 @@ from memfit.strategies.planning import (
     TracePart,
     widened,
 )
-from memfit.text import N_, Message, t
 from memfit.units import gb
 
 Mode = Literal["kept8", "host", "two_pass", "release"]

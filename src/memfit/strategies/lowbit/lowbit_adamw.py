@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError, MemfitError
+from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Fidelity, Setup, Strategy, is_users
 from memfit.strategies.half_precision import half_arguments
 from memfit.strategies.planning import (
@@ -27,7 +28,6 @@ from memfit.strategies.planning import (
     PlanQuestion,
     TracePart,
 )
-from memfit.text import N_, Message, t
 from memfit.units import gb
 
 if TYPE_CHECKING:

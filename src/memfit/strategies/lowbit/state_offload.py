@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
 from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
 from memfit.strategies.planning import (
@@ -23,7 +24,6 @@ from memfit.strategies.planning import (
     TracePart,
     widened,
 )
-from memfit.text import N_, Message, t
 from memfit.units import gb
 
 _BESIDE = ("", "kept8", "release")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.memory.tracing.tracker import tensors_in
 from memfit.models.layer_stack import (
     Args,
@@ -57,7 +58,6 @@ from memfit.strategies.planning import (
     Tier,
     TracePart,
 )
-from memfit.text import N_, Message, t
 
 
 class Place(Enum):

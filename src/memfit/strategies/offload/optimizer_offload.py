@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import ConfigError
+from memfit.i18n import N_, Message, t
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import tensors_in
 from memfit.models.layer_stack import Args, Kwargs, stack_of, stack_problem, unwrap, wrap
@@ -43,7 +44,6 @@ from memfit.strategies.planning import (
     Tier,
     TracePart,
 )
-from memfit.text import N_, Message, t
 from memfit.units import gb
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from memfit.engine.packed_batch import PackedBatch, PackSpec, pack, padded_on_the_right
 from memfit.errors import ModelError
+from memfit.i18n import N_, Message
 from memfit.models.layer_stack import sees_padding, shows_tokens, unwrap
 from memfit.models.layers import base_of
 from memfit.strategies.packing.packed_attention import (
@@ -28,7 +29,6 @@ from memfit.strategies.packing.packed_attention import (
     STOCK_ATTRIBUTE,
     count_packed_calls,
 )
-from memfit.text import N_, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

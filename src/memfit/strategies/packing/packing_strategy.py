@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.i18n import N_, Message
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies.base import Fidelity, Setup, Strategy
 from memfit.strategies.packing.packed_model import can_pack, packed
 from memfit.strategies.planning import Axis, Effects, PlanFigures
-from memfit.text import N_, Message
 from memfit.units import percent
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memfit.engine.micro_batches import MicroBatching, group_rows
-from memfit.text import N_, t
+from memfit.i18n import N_, t
 
 KEY = "adjustment"
 """Under this name an entry of the Trainer's log history is an adjustment; checkpoints keep it."""

@@ -31,10 +31,10 @@ from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import DoesNotFitError, PlanMissedError
+from memfit.i18n import t
 from memfit.memory.device import is_cuda, synchronize
 from memfit.planner.exchange_cost import BACKWARD_SHARE
 from memfit.strategies.sharded_state import StateShares
-from memfit.text import t
 from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, kept_layers, pieces_of
 from memfit.training.limits import LiveBytes
 from memfit.units import MIB

@@ -32,6 +32,7 @@ from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
 from memfit.errors import DoesNotFitError, RunStoppedError
+from memfit.i18n import N_, t
 from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
 from memfit.memory.device import is_cuda
@@ -46,7 +47,6 @@ from memfit.memory.out_of_memory import (
 )
 from memfit.models.layer_stack import stack_of, stack_problem
 from memfit.strategies import ActivationOffload, Checkpointing, Effects
-from memfit.text import N_, doing, t
 from memfit.training.guard.adjusting import (
     Abilities,
     Adjuster,
@@ -66,6 +66,7 @@ from memfit.training.limits import Cap, CountingCap, CudaCap, SpillWatch
 from memfit.training.parts import TrainerParts
 from memfit.training.progress import MemfitProgress
 from memfit.units import MIB, Budget, format_both
+from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan
