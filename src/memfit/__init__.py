@@ -20,7 +20,6 @@ _EXPORTS: dict[str, str] = {
     "estimate": "memfit.api",
     "evaluate": "memfit.api",
     "finetune": "memfit.api",
-    "finetune_many": "memfit.api",
     "ladder": "memfit.api",
     "load": "memfit.api",
     "plan": "memfit.api",
@@ -34,6 +33,10 @@ find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "finetune_many":
+        raise AttributeError(
+            "memfit.finetune_many is gone: call memfit.finetune for each table, or join the tables"
+        )
     if name not in _EXPORTS:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memfit.report.comparison import Comparison
     from memfit.run.inference import Classifier
     from memfit.run.publish import PushResult
-    from memfit.run.several_datasets import ManyResult
     from memfit.run.workflow import RunResult
 
 PathLike = str | os.PathLike[str]
@@ -120,40 +119,6 @@ def finetune(
     run = with_absolute_paths(run)
     train_on_ranks(ranks, run, **how)
     return finished_run(Path(str(run.output_dir)))
-
-
-def finetune_many(
-    datasets: Sequence[PathLike] = (),
-    *,
-    output_dir: PathLike,
-    resume: bool = False,
-    config: PathLike | None = None,
-    quiet: bool = False,
-    watch: bool = False,
-    **options: Any,
-) -> ManyResult:
-    """One run a dataset, each in a folder of `output_dir` named after its file.
-
-    A failed one stops none of the others: `.failed` has them. `resume` passes over those that
-    are finished and goes on with the rest.
-    """
-    from memfit.run.announcements import voice
-    from memfit.run.prepare import stored_options, with_absolute_paths
-    from memfit.run.several_datasets import train_many
-
-    names = [os.fspath(one) for one in datasets]
-    given = {key: value for key, value in options.items() if value is not None}
-    if not resume:
-        first = with_absolute_paths(RunConfig.build(config, **given, data=names[0]))
-        check_model_folder(first.model)
-        given = stored_options(first.to_tables())[0]
-        given = {key: value for key, value in given.items() if key != "path"}
-
-    def train(data: str, folder: Path, begun: bool, common: dict[str, Any]) -> RunResult:
-        return finetune(data, output_dir=folder, resume=begun, quiet=quiet, watch=watch, **common)
-
-    folder = Path(output_dir).expanduser().absolute()
-    return train_many(names, folder, given, train, voice(quiet), resume=resume)
 
 
 @_data_in_one

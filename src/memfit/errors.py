@@ -13,9 +13,8 @@
     │   ├── DataError        a file, a table, a column, a label
     │   ├── ModelError       a model folder or id
     │   └── OutputError      the output folder
-    ├── DoesNotFitError      exit code 3: nothing fits the budget
-    │   └── PlanMissedError  a rehearsed plan needs more than predicted; another may fit
-    └── DatasetsFailedError  of several datasets some failed
+    └── DoesNotFitError      exit code 3: nothing fits the budget
+        └── PlanMissedError  a rehearsed plan needs more than predicted; another may fit
 
 A message says what is wrong, where, and what to do. The command line prints it
 without a traceback; a traceback is a bug.
@@ -133,10 +132,6 @@ class RankLostError(RunStoppedError):
 
 class LossError(RunStoppedError):
     """The loss or its gradient is not a finite number."""
-
-
-class DatasetsFailedError(MemfitError):
-    """Of several datasets some failed; the others are done."""
 
 
 class InputError(MemfitError):

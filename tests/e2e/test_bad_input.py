@@ -181,6 +181,13 @@ def test_no_model_no_data_and_no_output_folder(
     assert "--output-dir" in refused(capsys, None, "train", table, "--model", tiny_model_dir)
 
 
+def test_more_than_one_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, table: Path, tiny_model_dir: Path
+) -> None:
+    words = ["train", table, "b.csv", "--model", tiny_model_dir]
+    assert "takes one table and got 2" in refused(capsys, tmp_path / "out", *words)
+
+
 def test_an_output_folder_that_holds_another_run_is_left_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, table: Path, tiny_model_dir: Path
 ) -> None:

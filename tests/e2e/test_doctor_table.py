@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from memfit.doctor.reach import reaches, well_known
 from memfit.memory.cards import find_card
-from memfit.run.preloading import other_processes
 from memfit.waiting import telling
 
 
@@ -32,13 +29,3 @@ def test_a_real_line_is_priced_from_traced_layers_in_order(
         assert card.context_bytes < cell.device_bytes < card.context_bytes + 0.4e9
     assert row.rounding.texts_per_second >= row.exact.texts_per_second > 100
     assert row.allowed is None
-
-
-def test_another_process_prices_the_same_lines_and_is_not_missed_when_it_dies() -> None:
-    models = [one for one in well_known() if one.name in ("BERT-tiny", "BERT-base")]
-    card = find_card("RTX 3050 4GB")
-    alone = list(reaches(card, card.total_bytes, models=models))
-    with other_processes(1) as others:
-        assert list(reaches(card, card.total_bytes, models=models, others=others)) == alone
-        others[0].submit(os._exit, 1)
-        assert list(reaches(card, card.total_bytes, models=models[:1], others=others)) == alone[:1]

@@ -36,7 +36,6 @@ from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.config.launched import launched_rank
 from memfit.errors import MemfitError
 from memfit.i18n import speaking, t
-from memfit.run.preloading import own_process
 from memfit.run.rank_agent import (
     RanksEndedError,
     end_with_launcher,
@@ -97,7 +96,6 @@ def _root(
 
 def main() -> NoReturn:
     """The entry point."""
-    own_process()
     end_with_launcher()
     console.set_up_streams()
     console.quiet_libraries()

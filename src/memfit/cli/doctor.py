@@ -12,7 +12,6 @@ from memfit.cli.options import Display, Json, PlainCommand, Reserved, Windows, c
 from memfit.errors import ConfigError
 from memfit.i18n import N_, t
 from memfit.printing import wrap
-from memfit.run.preloading import processes_to_use
 from memfit.units import format_both, format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def doctor(
     with console.working():
         from memfit.doctor.diagnosis import diagnose
 
-        found = diagnose(gpu, place, table=table, processes=processes_to_use())
+        found = diagnose(gpu, place, table=table)
     if as_json:
         console.show_json(found.as_json())
     else:

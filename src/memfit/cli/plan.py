@@ -24,13 +24,12 @@ from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import DoesNotFitError
 from memfit.i18n import N_, language, t
-from memfit.run.preloading import load_to_plan, other_processes, processes_to_use
 from memfit.units import format_both
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace
-    from memfit.planner.advice import NothingFitsError, OtherWaysFinder
+    from memfit.planner.advice import NothingFitsError
     from memfit.run.prepare import Prepared
 
 EPILOG = (
@@ -95,31 +94,19 @@ def _plan(
 ) -> None:
     began = time.perf_counter()
     run = RunConfig.build(config, **options)
-    # A second process finds what else could be done while this one plans; on the machine's own
-    # devices there is nothing to plan ahead of a training, which begins with the same work.
-    count = min(processes_to_use() - 1, 1) if gpu not in (None, "cpu") else 0
-    with console.working(), other_processes(count) as others:
-        load_to_plan()
-        from memfit.planner.advice import (
-            FoundBeside,
-            NothingFitsError,
-            alternatives,
-            other_ways,
-        )
+    with console.working():
+        from memfit.planner.advice import NothingFitsError, alternatives
         from memfit.report import plan_terminal, terminal
         from memfit.run import prepare
 
         prepared = prepare.prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
-            find: OtherWaysFinder = other_ways
-            if others:
-                find = FoundBeside(others[0], prepared.task)
             try:
-                made = prepared.plan(find)
+                made = prepared.plan()
             except NothingFitsError as error:
                 failed: NothingFitsError | None = error
             else:
-                failed, other = None, alternatives(made, find)
+                failed, other = None, alternatives(made)
     if failed is not None:
         raise _nothing_fits(prepared, failed, as_json)
     if target is not None:

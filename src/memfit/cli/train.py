@@ -11,7 +11,7 @@ from memfit.cli import console
 from memfit.cli.options import FlagCommand, Json, NoCache, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
-from memfit.errors import OutputError
+from memfit.errors import ConfigError
 from memfit.i18n import t
 from memfit.waiting import doing, make_way, telling
 
@@ -33,10 +33,7 @@ def train(
     options: dict[str, Any],
     data: Annotated[
         list[str] | None,
-        typer.Argument(
-            help=f"{DATA_SOURCES}; of several, each is trained on into a folder of its own in "
-            "--output-dir."
-        ),
+        typer.Argument(help=f"{DATA_SOURCES}."),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="A TOML file with any of these; options win over it.")
@@ -73,11 +70,16 @@ def _train(
     quiet: bool,
 ) -> None:
     from memfit import api
-    from memfit.run.several_datasets import is_many
 
-    if len(given) > 1 or (resume and is_many(options.get("output_dir"))):
-        _train_many(given, config, resume, watch, options, as_json=as_json, quiet=quiet)
-        return
+    if len(given) > 1:
+        raise ConfigError(
+            t(
+                "memfit train takes one table and got {count}: {tables}; join them into one file, "
+                "or train on each with its own --output-dir",
+                count=len(given),
+                tables=", ".join(given),
+            )
+        )
     with console.only_results_on_stdout():
         result = api.finetune(
             given[0] if given else None,
@@ -104,36 +106,3 @@ def _train(
     # Paths are printed whole, however long: people copy them.
     console.show(terminal.fact("model", result.output_dir))
     console.show(terminal.fact("report", result.output_dir / "report.html"))
-
-
-def _train_many(
-    data: list[str],
-    config: str | None,
-    resume: bool,
-    watch: bool,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    from memfit import api
-
-    if "output_dir" not in options:
-        raise OutputError(t("no output folder given; name one with --output-dir"))
-    with console.only_results_on_stdout():
-        result = api.finetune_many(
-            data, config=config, resume=resume, watch=watch, quiet=quiet, **options
-        )
-    make_way()
-    if as_json:
-        console.show_json(result.to_dict())
-    else:
-        from memfit.report import terminal
-        from memfit.run.several_datasets import datasets_table
-
-        terminal.console().print(datasets_table(result))
-        console.show(terminal.fact("summary", result.output_dir / "summary.json"))
-    if result.failed:
-        from memfit.run.several_datasets import failure
-
-        raise failure(result)

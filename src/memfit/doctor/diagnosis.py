@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,9 @@ from memfit.doctor.reach import (
 )
 from memfit.i18n import N_, t
 from memfit.memory.nvml import Driver
-from memfit.run.preloading import other_processes
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from memfit.memory.cards import CardPlace, DeviceProfile
 
 _INDEX = "https://download.pytorch.org/whl"
@@ -321,19 +318,8 @@ def diagnose(
     place: CardPlace | None = None,
     *,
     table: bool = True,
-    processes: int = 1,
 ) -> Diagnosis:
-    """Look around; with `gpu`, judge strategies and models for a card that need not be here.
-
-    The table for such a card is made by so many `processes`.
-    """
-    with other_processes(processes - 1 if gpu is not None and table else 0) as others:
-        return _diagnosed(gpu, place, table, others)
-
-
-def _diagnosed(
-    gpu: str | None, place: CardPlace | None, table: bool, others: Sequence[Executor]
-) -> Diagnosis:
+    """Look around; with `gpu`, judge strategies and models for a card that need not be here."""
     found = look_around()
     notes = tuple(findings(found))
     if any(one.fatal for one in notes):
@@ -344,7 +330,7 @@ def _diagnosed(
         notes = (*notes, *about_card(card))
     trains: tuple[Reach, ...] = ()
     if card is not None and table:
-        trains = tuple(reaches(card, budget_bytes, others=others))
+        trains = tuple(reaches(card, budget_bytes))
     return Diagnosis(
         environment=found,
         findings=notes,

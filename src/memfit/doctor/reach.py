@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from itertools import groupby
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from memfit.doctor.environment import Environment
 from memfit.errors import MemfitError
-from memfit.i18n import language, shown, speaking, t
-from memfit.run.preloading import load_to_plan, start_processes
+from memfit.i18n import shown, t
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
@@ -181,47 +176,13 @@ def reaches(
     models: Sequence[KnownModel] | None = None,
     host_bytes_free: int | None = None,
     pricer_for: PricerFor | None = None,
-    others: Sequence[Executor] = (),
 ) -> Iterator[Reach]:
-    """The table, line by line: a line takes some seconds, so each is announced.
-
-    `others` are processes that take the first lines while this one takes the last.
-    """
+    """The table, line by line: a line takes some seconds, so each is announced."""
     every = well_known() if models is None else models
-    given = (card, budget_bytes, host_bytes_free)
-    waiting = deque(range(len(every)))
-    found: dict[int, Reach] = {}
-
-    def line(number: int) -> Reach:
-        place = {"model": every[number].name, "number": number + 1, "count": len(every)}
+    for number, model in enumerate(every, 1):
+        place = {"model": model.name, "number": number, "count": len(every)}
         with doing(t("pricing {model} ({number} of {count}) …", **place)):
-            return _line(every[number], *given, pricer_for)
-
-    def feed(process: Executor, spoken: str) -> None:
-        with suppress(IndexError, BrokenExecutor, OSError):  # what no process does is done here
-            while True:
-                number = waiting.popleft()
-                found[number] = process.submit(_line_in, spoken, every[number], *given).result()
-
-    load_to_plan()
-    start_processes(others)
-    feeders = [Thread(target=feed, args=(one, language())) for one in others]
-    for feeder in feeders:
-        feeder.start()
-    with suppress(IndexError):
-        while feeders:
-            number = waiting.pop()
-            found[number] = line(number)
-    with doing(t("waiting for the other processes …") if feeders else ""):
-        for feeder in feeders:
-            feeder.join()
-    for number in range(len(every)):
-        yield found.get(number) or line(number)
-
-
-def _line_in(spoken: str, model: KnownModel, *given: Any) -> Reach:
-    with speaking(spoken):
-        return _line(model, *given)
+            yield _line(model, card, budget_bytes, host_bytes_free, pricer_for)
 
 
 def _line(

@@ -29,7 +29,6 @@ from memfit.data.tables import Row, Table
 from memfit.data.working_files import RowMeter, progress_bar
 from memfit.errors import DataError, OutputError
 from memfit.i18n import N_, t
-from memfit.run.in_order import Piece, in_order
 from memfit.run.partial_output import PartialOutput, partial_output, partial_path
 from memfit.run.rank_group import RankGroup, joined
 from memfit.waiting import doing, is_told
@@ -65,6 +64,15 @@ class FilePredictions:
     score_column: str
     resumed_rows: int = 0
     """Rows that an earlier run, which was killed, had written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows as the output holds them; at least one."""
+
+    data: bytes
+    rows: int
+    empty_rows: int
 
 
 def predict_file(
@@ -124,8 +132,7 @@ class _Predictor:
         alone = self.group.is_alone
         try:
             with row_bar(left) as update:
-                mine = self._pieces(first_row, update if alone else _nobody)
-                for piece in in_order(self.group, mine):
+                for piece in self._pieces(first_row, update if alone else _nobody):
                     out.add(piece.data, piece.rows, piece.empty_rows)
                     if not alone:
                         update(piece.rows)
@@ -138,10 +145,16 @@ class _Predictor:
 
     def send(self) -> None:
         """Predicts this rank's windows for the first rank, which writes them."""
-        for _ in in_order(self.group, self._pieces(self.group.share(int), _nobody)):
+        for _ in self._pieces(self.group.share(int), _nobody):
             pass
 
     def _pieces(self, first_row: int, update: Callable[[int], object]) -> Iterator[Piece]:
+        """The windows of all ranks in the file's order, each rank answering one a round."""
+        mine = self._own_pieces(first_row, update)
+        while any(pieces := self.group.gathered(next(mine, None))):
+            yield from (piece for piece in pieces if piece is not None)
+
+    def _own_pieces(self, first_row: int, update: Callable[[int], object]) -> Iterator[Piece]:
         """The windows of this rank, answered, from a row on."""
         on_cpu = self.classifier.model.device.type == "cpu"
         most_rows = self.group.share(lambda: CPU_WINDOW_ROWS if on_cpu else WINDOW_ROWS)

@@ -36,7 +36,6 @@ from memfit.records.evaluation import Evaluation, evaluate_predictions, probabil
 from memfit.records.results import RunFolder, read_summary
 from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
 from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
-from memfit.run.preloading import load_to_answer
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
@@ -107,7 +106,6 @@ class Classifier:
         """
         config = ModelConfig(model=os.fspath(path_or_id))
         _check_trained(config)
-        load_to_answer()
         where = _device(device)
         with doing(t("loading the weights …")):
             model = _load_weights(config, dtype).eval()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import CardPlace, DeviceProfile
-    from memfit.planner.advice import Alternatives, NothingFitsError, OtherWaysFinder
+    from memfit.planner.advice import Alternatives, NothingFitsError
     from memfit.planner.candidates import PlanTask, Price, Pricer
     from memfit.planner.plans import Checked, Plan
     from memfit.planner.search import Planning
@@ -184,12 +184,11 @@ class Prepared:
             return task
         return replace(task, budget_bytes=min(task.budget_bytes, self.most_bytes))
 
-    def plan(self, find: OtherWaysFinder | None = None) -> Planning:
-        """The fastest plan inside the budget, or DoesNotFitError with what `find` finds instead."""
-        from memfit.planner.advice import other_ways
+    def plan(self) -> Planning:
+        """The fastest plan inside the budget, or DoesNotFitError with what would fit instead."""
         from memfit.planner.search import make_plan
 
-        planning = make_plan(self.task, find=find or other_ways)
+        planning = make_plan(self.task)
         return replace(planning, chosen=self.signed(planning.chosen))
 
     def signed(self, plan: Plan) -> Plan:

@@ -67,7 +67,6 @@ from memfit.run.prepare import (
     with_absolute_paths,
 )
 from memfit.run.rank_group import RankError, RankGroup, joined
-from memfit.run.report_process import ReportProcess
 from memfit.units import format_both, format_bytes, percent
 from memfit.waiting import doing, telling
 
@@ -286,10 +285,6 @@ class _Run:
     stop_early: StopEarly | None = None
     ranks: tuple[RankFigures, ...] = ()
     choosing: Choosing = field(init=False)
-    report: ReportProcess = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.report = ReportProcess(self.claim.path)
 
     @property
     def arguments(self) -> TrainingArguments:
@@ -307,7 +302,7 @@ class _Run:
     def finish(self) -> RunResult:
         """Everything, in order; what stops it says how to go on."""
         try:
-            with self.report, self.group.failing_together():
+            with self.group.failing_together():
                 return self._finish()
         except RunStoppedError as error:
             raise self._with_command(error) from error
@@ -398,8 +393,6 @@ class _Run:
         scoring = self.prepared.scoring
         with self._model_kept(trainer, ended=True), self.clock.measure("evaluate"):
             evaluation = evaluate_trained(*predicted, text, scoring, self.claim.path)
-        summary = self._summary(trainer, text, self.prepared.tokens, evaluation)
-        self.report.draw(summary, trainer.state.log_history)
         with self.clock.measure("save"), doing(t("saving the model …")):
             tuned = dataclasses.replace(scoring, threshold=evaluation.threshold)
             save_model(trainer, self.claim.path, tuned, weights)
@@ -407,12 +400,13 @@ class _Run:
         return evaluation
 
     def _write(self, summary: RunSummary) -> None:
+        from memfit.report.page import write_report
+
         write_summary(self.claim.path, summary)
-        self.report.begin_writing()
         with doing(t("writing the report …")):
             if is_cuda(self.arguments.device):
                 _give_back_pinned_memory()
-            self.report.write()
+            write_report(self.claim.path)
 
     @contextlib.contextmanager
     def _model_kept(self, trainer: BudgetTrainer, *, ended: bool = False) -> Iterator[None]:
@@ -687,8 +681,6 @@ class _Run:
                 if self.found.good is not None
                 else t("no checkpoint was written yet; starting from the beginning")
             )
-        if preloading.processes_to_use() > 1 and trainer.is_world_process_zero():
-            self.report.start()
         try:
             with self.stop.listening():
                 trainer.train(resume_from_checkpoint=checkpoint or None)
