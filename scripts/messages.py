@@ -19,6 +19,8 @@ from babel.messages.catalog import Catalog
 from babel.messages.extract import extract_from_dir
 from babel.messages.pofile import read_po, write_po
 
+from memfit import errors
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "memfit"
 CATALOGUE = SOURCE / "locale" / "zh_CN" / "LC_MESSAGES" / "memfit.po"
@@ -27,10 +29,14 @@ KEYWORDS: dict[str, Any] = {
     "t": (1,),
     "N_": (1,),
     "Message": (1,),
-    "_said": (1,),  # errors.py, which memfit.i18n imports
     "pt": ((1, "c"), 2),
     "NP_": ((1, "c"), 2),
     "nt": (1, 2),
+    **{
+        name: (1,)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.MemfitError)
+    },
 }
 METHODS = [("**.py", "python"), ("**.html", "jinja2")]
 _HEADER = """\

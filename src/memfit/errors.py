@@ -26,51 +26,40 @@ import difflib
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-
-class Speaker(Protocol):
-    """Translates what errors say."""
-
-    def t(self, message: str, /, **values: Any) -> str:
-        """Translates a sentence and fills it in."""
-
-    def shown(self, text: object, /) -> str:
-        """Translates a text that may be a `Message`."""
-
-
-class English:
-    """Says everything as it is written."""
-
-    def t(self, message: str, /, **values: Any) -> str:
-        return message.format(**values)
-
-    def shown(self, text: object, /) -> str:
-        return str(text)
-
-
-_speaker: Speaker = English()
-
-
-def speak_with(speaker: Speaker) -> None:
-    """Lets errors say what they say with this; memfit.i18n calls it when it is imported."""
-    global _speaker
-    _speaker = speaker
+from memfit.i18n import Message, shown, t
 
 
 class MemfitError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose: a sentence and the values of its fields.
+
+        raise DataError("{where}: no column {name}", where=path, name=repr(name))
+
+    `str` gives the sentence in the current language. A text without values is shown as it is if the
+    catalogue lacks it.
+    """
 
     exit_code = 1
 
+    def __init__(self, sentence: str, /, **values: Any) -> None:
+        if values:
+            # As text: a value that is an error would keep alive all that its frames hold.
+            texts = {
+                name: value if isinstance(value, str | int | float) else str(value)
+                for name, value in values.items()
+            }
+            sentence = Message(sentence, **texts)
+        super().__init__(sentence)
+
     @property
     def reason(self) -> str:
-        """What is wrong: English if the error was raised with a `Message`."""
+        """What is wrong, in English, for a log or a file."""
         said: str = self.args[0]
         return said
 
     def __str__(self) -> str:
-        return _speaker.shown(self.args[0]) if len(self.args) == 1 else super().__str__()
+        return shown(self.args[0])
 
 
 class TraceError(MemfitError):
@@ -95,7 +84,7 @@ class RunStoppedError(MemfitError):
     def __str__(self) -> str:
         if self.model_in is None:
             return self._how_to_go_on()
-        return _said(
+        return t(
             "{what}; the training itself had come to its end, and its model is saved in {folder}",
             what=self._how_to_go_on(),
             folder=self.model_in,
@@ -103,14 +92,14 @@ class RunStoppedError(MemfitError):
 
     def _how_to_go_on(self) -> str:
         if self.last_good is None:
-            return _said("{what}; no checkpoint had been written", what=self.what)
+            return t("{what}; no checkpoint had been written", what=self.what)
         if not self.resume_with:
-            return _said(
+            return t(
                 "{what}; the last good checkpoint is {checkpoint}",
                 what=self.what,
                 checkpoint=self.last_good,
             )
-        return _said(
+        return t(
             "{what}; the last good checkpoint is {checkpoint}; go on with: {command}",
             what=self.what,
             checkpoint=self.last_good,
@@ -198,9 +187,4 @@ def forget(error: BaseException) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for a misspelt name, or nothing when none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return _said(" Did you mean {name}?", name=repr(close[0])) if close else ""
-
-
-def _said(message: str, **fields: object) -> str:
-    """Translates a sentence."""
-    return _speaker.t(message, **fields)
+    return t(" Did you mean {name}?", name=repr(close[0])) if close else ""

@@ -36,8 +36,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from memfit.errors import ConfigError, speak_with
-
 Language = Literal["en", "zh"]
 
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
@@ -145,8 +143,10 @@ def message_of(stored: Any) -> str:
 
 
 def shown(text: object, spoken: Language | None = None) -> str:
-    """Returns a message in the current language, and any other text as it is."""
-    return text.shown(spoken) if isinstance(text, Message) else str(text)
+    """Returns a message or a sentence of the catalogue in the current language, others as is."""
+    if isinstance(text, Message):
+        return text.shown(spoken)
+    return template_of(str(text), spoken)
 
 
 class _Fields(dict[str, Any]):
@@ -249,8 +249,10 @@ def checked(spoken: str) -> Language:
     """A language memfit has, from en, zh, zh-CN, zh_TW.UTF-8 and the like."""
     found = _known(spoken)
     if found is None:
+        from memfit.errors import ConfigError  # errors are translated, so they import this module
+
         raise ConfigError(
-            t("there is no language {name} here; write --lang en or --lang zh", name=repr(spoken))
+            "there is no language {name} here; write --lang en or --lang zh", name=repr(spoken)
         )
     return found
 
@@ -279,16 +281,3 @@ def _locale() -> str:
         identifier = int(ctypes.windll.kernel32.GetUserDefaultUILanguage())
         return "zh" if identifier & 0x3FF == _WINDOWS_CHINESE else ""
     return ""
-
-
-class _Translated:
-    """Errors in the language spoken."""
-
-    def t(self, message: str, /, **values: Any) -> str:
-        return t(message, **values)
-
-    def shown(self, text: object, /) -> str:
-        return shown(text)
-
-
-speak_with(_Translated())

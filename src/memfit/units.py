@@ -20,7 +20,6 @@ _FACTORS = {
 }  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-
 _BARE = re.compile(r"[\s\d.]+")
 
 _LEAST_BARE_BYTES = 10**5
@@ -67,7 +66,7 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise BudgetError(
-            t("cannot read {text} as a size; write 4GB, 4GiB or 3500MB", text=repr(text))
+            "cannot read {text} as a size; write 4GB, 4GiB or 3500MB", text=repr(text)
         )
     return round(float(match[1]) * factor)
 
@@ -81,30 +80,26 @@ def parse_budget(given: str | int) -> Budget:
         fraction = float(match[1]) / 100
         if not 0 < fraction <= 1:
             raise BudgetError(
-                t("a budget of {text} makes no sense; write 1% to 100%", text=text.strip())
+                "a budget of {text} makes no sense; write 1% to 100%", text=text.strip()
             )
         return Budget(fraction=fraction)
     try:
         size = parse_bytes(text)
     except BudgetError:
         raise BudgetError(
-            t(
-                "cannot read the budget {text}; write a size (4GB, 4GiB), a share (80%) or auto",
-                text=repr(text),
-            )
+            "cannot read the budget {text}; write a size (4GB, 4GiB), a share (80%) or auto",
+            text=repr(text),
         ) from None
     if 0 < size < _LEAST_BARE_BYTES and _BARE.fullmatch(text):
         meant = text.strip() + ("GB" if size < 1000 else "MB")
         raise BudgetError(
-            t(
-                "a budget of {text} has no unit and would be {text} bytes; did you mean {meant}?",
-                text=text.strip(),
-                meant=meant,
-            )
+            "a budget of {text} has no unit and would be {text} bytes; did you mean {meant}?",
+            text=text.strip(),
+            meant=meant,
         )
     if size <= 0:
         raise BudgetError(
-            t("a budget of {text} leaves no memory; write a size such as 4GB", text=text.strip())
+            "a budget of {text} leaves no memory; write a size such as 4GB", text=text.strip()
         )
     return Budget(bytes=size)
 

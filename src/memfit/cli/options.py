@@ -44,11 +44,8 @@ if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace
 
 _WIDEST = 80
-
 _MOST_NAME_CELLS = 30
-
 _DEFAULT = re.compile(r" \(default (?P<value>[^()]*)\)\.$")
-
 _EXTRAS = (("default: ", "默认 "), ("required", "必填"), ("; ", "；"))
 
 
@@ -144,7 +141,6 @@ def _section(title: str, rows: Iterable[tuple[str, str]], width: int) -> str:
 
 
 _COMMAND = re.compile(r"No such command (?P<name>'.*?'|\".*?\")\.")
-
 _EXTRA = re.compile(r"Got unexpected extra arguments?(?:\(s\))? \((?P<words>.*)\)")
 
 
@@ -191,7 +187,6 @@ def _name(param: Any) -> str:
 
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-
 FALSE_WORDS = frozenset({"false", "no", "off", "0"})
 
 # Switches that transformers 5 no longer has; every other old field took a value.
@@ -249,7 +244,7 @@ def split_flags(
             flags = ["--" + item.replace("_", "-") for item in known]
             meant = MEANT.get(key, key)
             hint = nearest("--" + meant.replace("_", "-"), flags).replace("'", "")
-            raise ConfigError(t("there is no option {flag}.{hint}", flag=f"--{name}", hint=hint))
+            raise ConfigError("there is no option {flag}.{hint}", flag=f"--{name}", hint=hint)
     return split.rest, split.training
 
 
@@ -275,7 +270,7 @@ def _own_words(option: OwnOption, given: list[str] | None, words: list[str]) -> 
 
 def _take_values(flag: str, words: list[str], several: bool) -> list[str]:
     if not words or words[0].startswith("--"):
-        raise ConfigError(t("{flag} needs a value", flag=flag))
+        raise ConfigError("{flag} needs a value", flag=flag)
     values = [words.pop(0)]
     # `0=negative 1=positive data.csv`: what looks like the first value belongs to it.
     while several and words and not words[0].startswith("-"):
@@ -293,7 +288,7 @@ def _read_switch(given: list[str] | None, words: list[str], name: str) -> bool:
         given = [words.pop(0)]
     if given[0].lower() not in TRUE_WORDS | FALSE_WORDS:
         raise ConfigError(
-            t("{flag} is {value}; write true or false", flag=f"--{name}", value=repr(given[0]))
+            "{flag} is {value}; write true or false", flag=f"--{name}", value=repr(given[0])
         )
     return given[0].lower() in TRUE_WORDS
 
@@ -318,7 +313,7 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ConfigError(t("{flag} is not JSON: {reason}", flag=flag, reason=error)) from None
+            raise ConfigError("{flag} is not JSON: {reason}", flag=flag, reason=error) from None
     kinds = {kind.strip() for kind in annotation.split("|")}
     for kind, read, refusal in (
         ("int", int, N_("{flag} is {value}; it takes a whole number")),
@@ -329,8 +324,7 @@ def _read_value(flag: str, text: str, annotation: str) -> Any:
                 return read(text)
             except ValueError:
                 if "str" not in kinds:
-                    said = {"flag": flag, "value": repr(text)}
-                    raise ConfigError(t(refusal, **said)) from None
+                    raise ConfigError(refusal, flag=flag, value=repr(text)) from None
     return text
 
 
@@ -386,9 +380,7 @@ def training_flags(ctx: typer.Context) -> dict[str, Any]:
 
 
 _PANELS = {DataConfig: "Data", ModelConfig: "Model", RunConfig: "Run"}
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; all else on stderr.")]
-
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
 
 NoCache = Annotated[
@@ -417,15 +409,12 @@ def check_target(path: str, sentence: str) -> Path:
     """Refuses a file that cannot be written, by this sentence, before anything is computed."""
     target = Path(path).expanduser()
     if not target.parent.is_dir() or target.is_dir():
-        raise OutputError(t(sentence, path=path))
+        raise OutputError(sentence, path=path)
     return target
 
 
 def check_card(
-    gpu: str | None,
-    windows: bool | None = None,
-    display: bool = False,
-    reserved: str | None = None,
+    gpu: str | None, windows: bool | None = None, display: bool = False, reserved: str | None = None
 ) -> CardPlace | None:
     """Refuses a card that is not known before seconds are spent on imports.
 
@@ -437,10 +426,8 @@ def check_card(
     elsewhere = gpu is not None and gpu.strip().lower() != "cpu"
     if not elsewhere and place != CardPlace():
         raise ConfigError(
-            t(
-                "--windows, --display and --reserved describe the machine of a card that is not "
-                "here; name the card with --gpu (of this machine's card all is measured)"
-            )
+            "--windows, --display and --reserved describe the machine of a card that is not "
+            "here; name the card with --gpu (of this machine's card all is measured)"
         )
     if gpu is not None and elsewhere:
         find_card(gpu)
@@ -463,7 +450,7 @@ def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]
             rest.append(word)
             continue
         if not given and not words:
-            raise ConfigError(t("--lang needs a value; write --lang en or --lang zh"))
+            raise ConfigError("--lang needs a value; write --lang en or --lang zh")
         spoken = checked(value if given else words.pop(0))
     return rest, spoken
 

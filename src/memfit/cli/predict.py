@@ -61,12 +61,12 @@ def predict(
     With --output the rows stream, and a command that was stopped goes on when it is given again.
     """
     if bool(texts) == (file is not None):
-        raise ConfigError(t("give either sentences or --file, not both and not neither"))
+        raise ConfigError("give either sentences or --file, not both and not neither")
     if output is not None and file is None:
-        raise ConfigError(t("--output goes with --file; sentences are answered on the screen"))
+        raise ConfigError("--output goes with --file; sentences are answered on the screen")
     if gpus is not None:
         if output is None:
-            raise ConfigError(t("--gpus shares the rows of a file; it goes with --output"))
+            raise ConfigError("--gpus shares the rows of a file; it goes with --output")
         if launched_rank().world_size == 1 and (count := count_of(gpus)) > 1:
             raise typer.Exit(start_ranks(count, ctx.find_root().obj))
     reading: dict[str, Any] = {

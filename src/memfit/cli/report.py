@@ -20,8 +20,7 @@ def add_to(app: typer.Typer) -> None:
 def report(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="The output folder of a run.")],
     serve: Annotated[
-        bool,
-        typer.Option("--serve", help="Serve it on localhost, with a box to try sentences."),
+        bool, typer.Option("--serve", help="Serve it on localhost, with a box to try sentences.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -45,7 +45,6 @@ _DISK_ERRORS = frozenset(
 )
 
 _FULL = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)})
-
 _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
 
 
@@ -177,16 +176,14 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OutputError(
-            t(
-                "there is no {name} in {folder}; name the output folder of a finished run",
-                name=path.name,
-                folder=path.parent,
-            )
+            "there is no {name} in {folder}; name the output folder of a finished run",
+            name=path.name,
+            folder=path.parent,
         ) from None
     except (OSError, ValueError) as error:
-        raise OutputError(t("cannot read {path}: {reason}", path=path, reason=error)) from None
+        raise OutputError("cannot read {path}: {reason}", path=path, reason=error) from None
     if not isinstance(values, dict):
-        raise OutputError(t("cannot read {path}: it holds no JSON object", path=path))
+        raise OutputError("cannot read {path}: it holds no JSON object", path=path)
     return values
 
 
@@ -214,12 +211,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
-            t("cannot read the configuration {path}: {reason}", path=path, reason=reason)
+            "cannot read the configuration {path}: {reason}", path=path, reason=reason
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            t("{path} is not a TOML file: {reason}", path=path, reason=error)
-        ) from None
+        raise ConfigError("{path} is not a TOML file: {reason}", path=path, reason=error) from None
 
 
 def dump_toml(tables: Mapping[str, Any]) -> str:
@@ -261,7 +256,6 @@ def cache_folder() -> Path:
 
 
 _used: ContextVar[bool] = ContextVar("used", default=True)
-
 _MOST_FILES = 200
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from multiprocessing import current_process
 
 from memfit.errors import ConfigError
-from memfit.i18n import t
 
 SHARE_CARDS = "MEMFIT_SHARE_GPU"
 """Set to 1, several ranks may use one GPU: for tests, it is never faster."""
@@ -57,11 +56,9 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank:
     found = [names for names in _LAUNCHERS if any(environment.get(one) for one in names[:2])]
     if not found and "ACCELERATE_USE_CPU" in environment and environment.get("MASTER_ADDR"):
         raise ConfigError(
-            t(
-                "accelerate launch was asked for several processes and has started one, as it "
-                "does on a CPU and on a single GPU; start them with memfit train --gpus 2, or with "
-                "torchrun --nproc-per-node 2 (to train in one process, unset MASTER_ADDR)"
-            )
+            "accelerate launch was asked for several processes and has started one, as it "
+            "does on a CPU and on a single GPU; start them with memfit train --gpus 2, or with "
+            "torchrun --nproc-per-node 2 (to train in one process, unset MASTER_ADDR)"
         )
     names = found[0] if found else _TORCH
     world_size = _number(environment, names[1], 1, least=1)
@@ -70,14 +67,12 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank:
     local_rank = _number(environment, names[2], rank % local_world_size)
     if rank >= world_size or local_rank >= local_world_size:
         raise ConfigError(
-            t(
-                "the environment says {rank_name}={rank} and {size_name}={world_size}; start the "
-                "processes with torchrun, accelerate launch or --gpus",
-                rank_name=names[0],
-                rank=rank,
-                size_name=names[1],
-                world_size=world_size,
-            )
+            "the environment says {rank_name}={rank} and {size_name}={world_size}; start the "
+            "processes with torchrun, accelerate launch or --gpus",
+            rank_name=names[0],
+            rank=rank,
+            size_name=names[1],
+            world_size=world_size,
         )
     return LaunchedRank(rank, world_size, local_rank, local_world_size)
 
@@ -92,7 +87,7 @@ def number_for_torch(launched: LaunchedRank) -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(
-            t("the ranks are on several machines; set MASTER_ADDR to the name of the first")
+            "the ranks are on several machines; set MASTER_ADDR to the name of the first"
         )
     os.environ.setdefault("MASTER_PORT", "29500")
 
@@ -115,10 +110,8 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
         return default
     if not written.isdecimal() or int(written) < least:
         raise ConfigError(
-            t(
-                "the variable {name} is {value}; it is a number that torchrun sets, unset it",
-                name=name,
-                value=repr(written),
-            )
+            "the variable {name} is {value}; it is a number that torchrun sets, unset it",
+            name=name,
+            value=repr(written),
         )
     return int(written)

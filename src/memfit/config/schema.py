@@ -37,9 +37,7 @@ from memfit.i18n import N_, NP_, t
 from memfit.units import parse_budget
 
 TASKS = ("auto", "single_label", "multi_label", "regression")
-
 DTYPES = ("float32", "bfloat16", "float16")
-
 ON_NAN = ("stop", "skip")
 
 ALLOWABLE = ("optimizer", "lora", "freeze", "truncate")
@@ -55,7 +53,6 @@ FIDELITY_NAMES: Mapping[str, str] = {
 """What a plan does to the result, best first, and what a reader calls it."""
 
 _LONGEST_NAME = 255
-
 _LONGEST_TEXT = 10**6
 
 DATA_SOURCES = (
@@ -117,18 +114,14 @@ class DataConfig:
         check_seed("--seed", self.seed)
         if self.max_length > _LONGEST_TEXT:
             said = {"flag": "--max-length", "value": self.max_length, "most": _LONGEST_TEXT}
-            raise ConfigError(t("{flag} is {value}; write {most} or less", **said))
+            raise ConfigError("{flag} is {value}; write {most} or less", **said)
         if not 0 < self.validation_split < 1:
             raise ConfigError(
-                t(
-                    "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
-                    share=self.validation_split,
-                )
+                "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
+                share=self.validation_split,
             )
         if self.max_length < 2:
-            raise ConfigError(
-                t("--max-length is {length}; write at least 2", length=self.max_length)
-            )
+            raise ConfigError("--max-length is {length}; write at least 2", length=self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,21 +151,17 @@ class ModelConfig:
             self.freeze in ("encoder", "embeddings") or self.freeze.isdecimal()
         ):
             raise ConfigError(
-                t(
-                    "--freeze is {value}; write encoder, embeddings, or a number of layers",
-                    value=repr(self.freeze),
-                )
+                "--freeze is {value}; write encoder, embeddings, or a number of layers",
+                value=repr(self.freeze),
             )
         if self.lora is not None and self.lora < 1:
-            raise ConfigError(t("--lora is {rank}; write a rank such as 8", rank=self.lora))
+            raise ConfigError("--lora is {rank}; write a rank such as 8", rank=self.lora)
         if self.lora is not None and self.freeze is not None:
             raise ConfigError(
-                t(
-                    "--lora {rank} and --freeze {freeze} do not go together: LoRA freezes all "
-                    "but its adapters and the head already; leave --freeze out",
-                    rank=self.lora,
-                    freeze=self.freeze,
-                )
+                "--lora {rank} and --freeze {freeze} do not go together: LoRA freezes all "
+                "but its adapters and the head already; leave --freeze out",
+                rank=self.lora,
+                freeze=self.freeze,
             )
         if self.dtype is not None:
             _check_choice("dtype", self.dtype, DTYPES)
@@ -218,12 +207,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.early_stopping is not None and self.early_stopping < 1:
             said = {"flag": "--early-stopping", "value": self.early_stopping}
-            raise ConfigError(t("{flag} is {value}; write a whole number from 1 on", **said))
+            raise ConfigError("{flag} is {value}; write a whole number from 1 on", **said)
         _check_path("--output-dir", self.output_dir)
         parse_budget(self.budget)
         if self.gpus not in (None, "auto") and not re.fullmatch("[1-9][0-9]*", self.gpus):
             raise ConfigError(
-                t("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(self.gpus))
+                "--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(self.gpus)
             )
         _check_choice("on_nan", self.on_nan, ON_NAN)
         for name in sorted(self.allowed):
@@ -231,10 +220,10 @@ class RunConfig:
                 _check_choice("allow", name, (*ALLOWABLE, *strategy_plugins()))
         if self.exact and self.allow:
             raise ConfigError(
-                t("--exact and --allow {allow} exclude each other; choose one", allow=self.allow)
+                "--exact and --allow {allow} exclude each other; choose one", allow=self.allow
             )
         if self.plan is not None and (self.exact or self.allow):
-            raise ConfigError(t("--exact and --allow are for making a plan, and --plan gives one"))
+            raise ConfigError("--exact and --allow are for making a plan, and --plan gives one")
 
     @property
     def allowed(self) -> frozenset[str]:
@@ -320,9 +309,7 @@ class RunConfig:
 
 
 _Part = TypeVar("_Part", DataConfig, ModelConfig)
-
 _TABLES: Mapping[str, type] = {"": RunConfig, "data": DataConfig, "model": ModelConfig}
-
 _ALIASES: Mapping[str, str] = {"data": "path", **SHORT_NAMES}
 
 
@@ -347,12 +334,12 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
             continue
         if key in tables and not isinstance(value, dict):
             raise ConfigError(
-                t("{path}: {key} is a table; write its values under [{key}]", path=path, key=key)
+                "{path}: {key} is a table; write its values under [{key}]", path=path, key=key
             )
         if key not in tables:
             if key not in own_fields(""):
                 said = {"path": path, "key": repr(key), "hint": _suggest(key)}
-                raise ConfigError(t("{path}: unknown key {key}.{hint}", **said))
+                raise ConfigError("{path}: unknown key {key}.{hint}", **said)
             tables[""][key] = value
             continue
         known = training_names() if key == "training" else frozenset(own_fields(key))
@@ -360,7 +347,7 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
             name = _canonical(raw.replace("-", "_"), known)
             if name not in known:
                 said = {"path": path, "key": repr(raw), "table": key, "hint": _suggest(raw)}
-                raise ConfigError(t("{path}: unknown key {key} in [{table}].{hint}", **said))
+                raise ConfigError("{path}: unknown key {key} in [{table}].{hint}", **said)
             tables[key][name] = inner
     return tables
 
@@ -387,7 +374,7 @@ def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
                 tables["training"][key] = value
             return
     if key not in training_names():
-        raise ConfigError(t("unknown option {key}.{hint}", key=repr(key), hint=_suggest(key)))
+        raise ConfigError("unknown option {key}.{hint}", key=repr(key), hint=_suggest(key))
     tables["training"][key] = value
 
 
@@ -408,13 +395,13 @@ def _construct(kind: type[_Part], options: Mapping[str, Any]) -> _Part:
     for key in values:
         if key not in known:
             hint = nearest(key, known)
-            raise ConfigError(t("unknown option {key}.{hint}", key=repr(key), hint=hint))
+            raise ConfigError("unknown option {key}.{hint}", key=repr(key), hint=hint)
     for item in fields(kind):
         required = item.default is dataclasses.MISSING
         if required and item.default_factory is dataclasses.MISSING and item.name not in values:
             if item.name == "path":
-                raise ConfigError(t("no data file given; see --help for how to name it"))
-            raise ConfigError(t("no {what} given; see --help for how to name it", what=item.name))
+                raise ConfigError("no data file given; see --help for how to name it")
+            raise ConfigError("no {what} given; see --help for how to name it", what=item.name)
     return kind(**{key: _coerce(kind, key, value) for key, value in values.items()})
 
 
@@ -443,12 +430,10 @@ def _coerce(kind: type, key: str, value: Any) -> Any:
         return None
     names = " or ".join(sorted(item.__name__ for item in types if item is not type(None)))
     raise ConfigError(
-        t(
-            "{key} is {value}; it takes a value of type {types}",
-            key=key,
-            value=repr(value),
-            types=names,
-        )
+        "{key} is {value}; it takes a value of type {types}",
+        key=key,
+        value=repr(value),
+        types=names,
     )
 
 
@@ -459,13 +444,13 @@ def _label_names(value: Any) -> dict[str, str]:
     names: dict[str, str] = {}
     if not isinstance(value, (str, list, tuple)):
         raise ConfigError(
-            t("label_names is {value}; write label=name, such as 0=negative", value=repr(value))
+            "label_names is {value}; write label=name, such as 0=negative", value=repr(value)
         )
     for item in [value] if isinstance(value, str) else value:
         label, sign, name = str(item).partition("=")
         if not (sign and label and name):
             raise ConfigError(
-                t("label_names has {value}; write label=name, such as 0=negative", value=repr(item))
+                "label_names has {value}; write label=name, such as 0=negative", value=repr(item)
             )
         names[label.strip()] = name.strip()
     return names
@@ -499,11 +484,9 @@ def _weight_items(value: Any) -> list[tuple[str, str]]:
 
 def _refuse_weights(value: Any) -> typing.NoReturn:
     raise ConfigError(
-        t(
-            "--class-weights is {value}; write balanced, or labels with a weight above 0, such as "
-            "0=1,1=5",
-            value=repr(value),
-        )
+        "--class-weights is {value}; write balanced, or labels with a weight above 0, such as "
+        "0=1,1=5",
+        value=repr(value),
     )
 
 
@@ -516,10 +499,7 @@ def _threshold(value: Any) -> float | str | None:
         number = math.nan
     if not 0 < number < 1:  # also refuses nan
         raise ConfigError(
-            t(
-                "--threshold is {value}; write auto, or a number between 0 and 1",
-                value=repr(value),
-            )
+            "--threshold is {value}; write auto, or a number between 0 and 1", value=repr(value)
         )
     return number
 
@@ -529,7 +509,7 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         hint = nearest(value, choices)
         flag = "--" + key.replace("_", "-")
         said = {"flag": flag, "value": repr(value), "choices": ", ".join(choices), "hint": hint}
-        raise ConfigError(t("{flag} is {value}; it is one of {choices}.{hint}", **said))
+        raise ConfigError("{flag} is {value}; it is one of {choices}.{hint}", **said)
 
 
 def _check_path(what: str, path: str | None) -> None:
@@ -538,15 +518,13 @@ def _check_path(what: str, path: str | None) -> None:
         return
     if not path.strip() or "\0" in path:
         raise ConfigError(
-            t("{what} is {path}, which is no name; write a path", what=what, path=repr(path))
+            "{what} is {path}, which is no name; write a path", what=what, path=repr(path)
         )
     if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in path.split("/")):
         raise ConfigError(
-            t(
-                "{what} begins with {path} and is too long a name; check it",
-                what=what,
-                path=repr(path[:40]),
-            )
+            "{what} begins with {path} and is too long a name; check it",
+            what=what,
+            path=repr(path[:40]),
         )
 
 

@@ -40,11 +40,9 @@ class TrainingArguments(transformers.TrainingArguments):
         unknown = next((name for name in kwargs if name not in {*known, *OLD_FIELDS}), None)
         if unknown is not None:
             raise ConfigError(
-                t(
-                    "TrainingArguments has no field {unknown}.{hint}",
-                    unknown=repr(unknown),
-                    hint=nearest(unknown, known),
-                )
+                "TrainingArguments has no field {unknown}.{hint}",
+                unknown=repr(unknown),
+                hint=nearest(unknown, known),
             )
         fields, notes = modernize(kwargs)
         for note in notes:

@@ -185,7 +185,7 @@ def training_arguments(
     except Exception as error:
         reason = _refusal(str(error).strip() or type(error).__name__)
         raise ConfigError(
-            t("TrainingArguments refuses what was given: {reason}", reason=reason)
+            "TrainingArguments refuses what was given: {reason}", reason=reason
         ) from None
     _check_trackers(list(arguments.report_to or ()))
     return arguments
@@ -198,20 +198,18 @@ def _check_trackers(names: list[str]) -> None:
     known: Mapping[str, Any] = INTEGRATION_TO_CALLBACK
     for name in set(names) - {"none", "all"}:
         if name not in known:
-            said = {"known": ", ".join(sorted(known)), "hint": nearest(name, known)}
             raise ConfigError(
-                t(
-                    "--report-to is {name}; it is none, all, or some of {known}.{hint}",
-                    name=repr(name),
-                    **said,
-                )
+                "--report-to is {name}; it is none, all, or some of {known}.{hint}",
+                name=repr(name),
+                known=", ".join(sorted(known)),
+                hint=nearest(name, known),
             )
         try:
             known[name]()
         except Exception as error:
             reason = _refusal(str(error).strip() or type(error).__name__)
             raise ConfigError(
-                t("--report-to {name} does not work here: {reason}", name=name, reason=reason)
+                "--report-to {name} does not work here: {reason}", name=name, reason=reason
             ) from None
 
 
@@ -220,36 +218,29 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
     for name, value in training.items():
         if wanted := wanted_type(name, value):
             raise ConfigError(
-                t(
-                    "{name} is {value}; it takes {wanted}",
-                    name=name,
-                    value=repr(value),
-                    wanted=wanted,
-                )
+                "{name} is {value}; it takes {wanted}", name=name, value=repr(value), wanted=wanted
             )
     for name in ("logging_steps", "eval_steps", "save_steps"):
         every = training.get(name)
         if isinstance(every, int | float) and every <= 0:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(t("{flag} is {value}; write more than 0", flag=flag, value=every))
+            raise ConfigError("{flag} is {value}; write more than 0", flag=flag, value=every)
     for kind in ("logging", "eval", "save"):
         strategy = _value(training.get(f"{kind}_strategy", "steps"))
         if training.get(f"{kind}_steps") is not None and strategy != "steps":
             raise ConfigError(
-                t(
-                    "--{kind}-steps is {steps}, and --{kind}-strategy {strategy} takes no notice "
-                    "of it; leave one of them out",
-                    kind=kind,
-                    steps=training[f"{kind}_steps"],
-                    strategy=strategy,
-                )
+                "--{kind}-steps is {steps}, and --{kind}-strategy {strategy} takes no notice "
+                "of it; leave one of them out",
+                kind=kind,
+                steps=training[f"{kind}_steps"],
+                strategy=strategy,
             )
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")
     if isinstance(epochs, int | float) and not (epochs > 0 or by_steps):
         raise ConfigError(
-            t("--epochs (num_train_epochs) is {value}; write more than 0, such as 3", value=epochs)
+            "--epochs (num_train_epochs) is {value}; write more than 0, such as 3", value=epochs
         )
     for flag, name in (
         ("--batch-size", "per_device_train_batch_size"),
@@ -259,7 +250,7 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
         count = training.get(name)
         if isinstance(count, int) and count < 1:
             raise ConfigError(
-                t("{flag} ({name}) is {value}; write 1 or more", flag=flag, name=name, value=count)
+                "{flag} ({name}) is {value}; write 1 or more", flag=flag, name=name, value=count
             )
     for name in ("seed", "data_seed"):
         if training.get(name) is not None:
@@ -270,7 +261,7 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
         hint = nearest(metric.removeprefix("eval_"), known)
         said = {"value": repr(metric), "known": ", ".join(known), "hint": hint}
         raise ConfigError(
-            t("--metric-for-best-model is {value}; this task's are {known}.{hint}", **said)
+            "--metric-for-best-model is {value}; this task's are {known}.{hint}", **said
         )
 
 
@@ -320,10 +311,8 @@ def check_seed(flag: str, seed: object) -> None:
     """What torch, numpy and Python's own generator all take."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigError(
-            t(
-                "{flag} is {seed}; write a whole number from 0 to {most}",
-                flag=flag,
-                seed=repr(seed),
-                most=2**32 - 1,
-            )
+            "{flag} is {seed}; write a whole number from 0 to {most}",
+            flag=flag,
+            seed=repr(seed),
+            most=2**32 - 1,
         )

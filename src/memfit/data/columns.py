@@ -117,15 +117,13 @@ def choose_columns(table: Table, config: DataConfig) -> Columns:
         ),
     ):
         if one in labels:
-            raise DataError(t(kind, where=table.where, column=repr(one)))
+            raise DataError(kind, where=table.where, column=repr(one))
     group = config.group_column and _named(table, config.group_column, "--group-column")
     if group is not None and group in (text, pair, *labels):
         raise DataError(
-            t(
-                "{where}: {column} is the text or the label already; name another --group-column",
-                where=table.where,
-                column=repr(group),
-            )
+            "{where}: {column} is the text or the label already; name another --group-column",
+            where=table.where,
+            column=repr(group),
         )
     columns = Columns(text, pair, labels, group)
     for column in columns.all:
@@ -147,24 +145,20 @@ def choose_texts(
     if text is None:
         text = _longest(table, free) if table.numbered else _first(free, _TEXT_NAMES)
     if text is None:
-        raise DataError(
-            _no_column(
-                table,
-                N_("{where}: no text column among {columns}; name it with --text-column"),
-                N_(
-                    "{where}: no text column among {columns}; name it with --text-column, or "
-                    "say --no-header if the first line is a row"
-                ),
-            )
+        raise _no_column(
+            table,
+            N_("{where}: no text column among {columns}; name it with --text-column"),
+            N_(
+                "{where}: no text column among {columns}; name it with --text-column, or "
+                "say --no-header if the first line is a row"
+            ),
         )
     if text == pair:
         raise DataError(
-            t(
-                "{where}: --text-column and --text-pair-column are both {name}; name two "
-                "different columns",
-                where=table.where,
-                name=repr(text),
-            )
+            "{where}: --text-column and --text-pair-column are both {name}; name two "
+            "different columns",
+            where=table.where,
+            name=repr(text),
         )
     return text, pair
 
@@ -175,12 +169,10 @@ def require_columns(table: Table, columns: Columns, of: str) -> None:
         if column not in table.columns:
             said = {"where": table.where, "name": repr(column), "columns": _listed(table)}
             raise DataError(
-                t(
-                    "{where}: no column {name}, which {of} has, among {columns}; give both the "
-                    "same header",
-                    of=of,
-                    **said,
-                )
+                "{where}: no column {name}, which {of} has, among {columns}; give both the "
+                "same header",
+                of=of,
+                **said,
             )
         _check_unique(table, column)
 
@@ -190,26 +182,22 @@ def _labels(
 ) -> tuple[str, ...]:
     if named is None and len(table.columns) == 1 and table.where.lower().endswith(".txt"):
         raise DataError(
-            t(
-                "{where}: there is one column and no label; write a label, a tab and a text in "
-                "each line",
-                where=table.where,
-            )
+            "{where}: there is one column and no label; write a label, a tab and a text in "
+            "each line",
+            where=table.where,
         )
     if named is None and table.numbered:
         return (_fewest(table, [column for column in table.columns if column not in texts]),)
     if named is None:
         found = _first(table.columns, _LABEL_NAMES)
         if found is None:
-            raise DataError(
-                _no_column(
-                    table,
-                    N_("{where}: no label column among {columns}; name it with --label-column"),
-                    N_(
-                        "{where}: no label column among {columns}; name it with "
-                        "--label-column, or say --no-header if the first line is a row"
-                    ),
-                )
+            raise _no_column(
+                table,
+                N_("{where}: no label column among {columns}; name it with --label-column"),
+                N_(
+                    "{where}: no label column among {columns}; name it with "
+                    "--label-column, or say --no-header if the first line is a row"
+                ),
             )
         return (found,)
     if named in table.columns or "," not in named:
@@ -218,7 +206,7 @@ def _labels(
     labels = tuple(dict.fromkeys(_named(table, part, "--label-column") for part in several))
     if not labels:
         raise DataError(
-            t("--label-column {name} names no column; write one name, or a,b,c", name=repr(named))
+            "--label-column {name} names no column; write one name, or a,b,c", name=repr(named)
         )
     return labels
 
@@ -231,12 +219,10 @@ def _named(table: Table, name: str, option: str) -> str:
         said = {"where": table.where, "name": repr(name), "columns": _listed(table)}
         hint = nearest(name, table.columns)
         raise DataError(
-            t(
-                "{where}: no column {name} ({option}) among {columns}; name one of these.{hint}",
-                option=option,
-                hint=hint,
-                **said,
-            )
+            "{where}: no column {name} ({option}) among {columns}; name one of these.{hint}",
+            option=option,
+            hint=hint,
+            **said,
         )
     return close[0]
 
@@ -253,12 +239,10 @@ def _fewest(table: Table, free: list[str]) -> str:
     row = next(iter(_sample(table, free)), ())
     shown = [f"{name} ({str(cell)[:12]})" for name, cell in zip(free, row, strict=False)]
     raise DataError(
-        t(
-            "{where}: its columns have no names, and which holds the labels cannot be told among "
-            "{columns}; write such as --label-column 1 --text-column 2",
-            where=table.where,
-            columns=", ".join(shown),
-        )
+        "{where}: its columns have no names, and which holds the labels cannot be told among "
+        "{columns}; write such as --label-column 1 --text-column 2",
+        where=table.where,
+        columns=", ".join(shown),
     )
 
 
@@ -289,22 +273,18 @@ def _known_pair(columns: Sequence[str]) -> tuple[str | None, str | None]:
 def _check_unique(table: Table, column: str) -> None:
     if table.columns.count(column) > 1:
         said = {"where": table.where, "count": table.columns.count(column), "name": repr(column)}
-        raise DataError(t("{where}: {count} columns are called {name}; rename all but one", **said))
+        raise DataError("{where}: {count} columns are called {name}; rename all but one", **said)
 
 
-def _no_column(table: Table, usual: str, headless: str) -> str:
-    """The second message is for a file that begins with its first row."""
-    names = table.columns
+def _no_column(table: Table, usual: str, headless: str) -> DataError:
+    """`headless` is the sentence for a file that begins with its first row."""
     row_like = (
-        len(names) == 1
+        len(table.columns) == 1
         or table.where.lower().endswith(".txt")
-        or any(len(name) > 40 or name.isdecimal() for name in names)
+        or any(len(name) > 40 or name.isdecimal() for name in table.columns)
     )
-    return t(
-        headless if row_like and table.has_header else usual,
-        where=table.where,
-        columns=_listed(table),
-    )
+    sentence = headless if row_like and table.has_header else usual
+    return DataError(sentence, where=table.where, columns=_listed(table))
 
 
 def _plain(name: str) -> str:

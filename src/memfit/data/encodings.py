@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from memfit.errors import DataError, nearest
-from memfit.i18n import N_, t
+from memfit.i18n import N_
 
 _CHUNK_BYTES = 1 << 20
 
@@ -50,7 +50,6 @@ _MAGIC = (
 )
 
 _GB18030_FOUR_BYTES = re.compile(rb"[\x81-\xfe][0-9][\x81-\xfe][0-9]")
-
 _HIGH_RUNS = re.compile(rb"[\x80-\xff]+")
 
 _COMMON = frozenset(
@@ -68,18 +67,16 @@ def find_encoding(path: Path, named: str | None) -> str:
         head = file.read(_CHUNK_BYTES)
     for magic, kind in _MAGIC:
         if head.startswith(magic):
-            raise DataError(t(kind, path=path))
+            raise DataError(kind, path=path)
     if named is not None:
         codec = _lookup(named)
         if broken := _first_undecodable(path, codec):
             raise DataError(
-                t(
-                    "{path} is not {name}: line {line} cannot be read; name its real encoding, "
-                    "or leave encoding out to have it found",
-                    path=path,
-                    name=named,
-                    line=broken[0],
-                )
+                "{path} is not {name}: line {line} cannot be read; name its real encoding, "
+                "or leave encoding out to have it found",
+                path=path,
+                name=named,
+                line=broken[0],
             )
         marked = head.startswith(codecs.BOM_UTF8)
         return codec if codec != "utf-8-sig" or marked else "utf-8"
@@ -88,11 +85,9 @@ def find_encoding(path: Path, named: str | None) -> str:
             if broken := _first_undecodable(path, codec):
                 said = {"path": path, "codec": codec, "line": broken[0]}
                 raise DataError(
-                    t(
-                        "{path} begins as {codec} but line {line} cannot be read; save it "
-                        "again as UTF-8",
-                        **said,
-                    )
+                    "{path} begins as {codec} but line {line} cannot be read; save it "
+                    "again as UTF-8",
+                    **said,
                 )
             return codec
     return _unmarked(path, head)
@@ -103,12 +98,10 @@ def _unmarked(path: Path, head: bytes) -> str:
     if begin.count(0) * 10 > len(begin):
         high_byte_last = begin[1::2].count(0) >= begin[::2].count(0)
         raise DataError(
-            t(
-                "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
-                "a mark, give --encoding {codec}",
-                path=path,
-                codec="utf-16-le" if high_byte_last else "utf-16-be",
-            )
+            "{path} is not a text table: it is full of zero bytes; if it is UTF-16 without "
+            "a mark, give --encoding {codec}",
+            path=path,
+            codec="utf-16-le" if high_byte_last else "utf-16-be",
         )
     broken = _first_undecodable(path, "utf-8")
     if broken is None:
@@ -123,11 +116,9 @@ def _unmarked(path: Path, head: bytes) -> str:
     if failed := _first_undecodable(path, codec):
         said = {"path": path, "codec": codec.upper(), "line": failed[0]}
         raise DataError(
-            t(
-                "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
-                "encoding, or save it as UTF-8",
-                **said,
-            )
+            "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
+            "encoding, or save it as UTF-8",
+            **said,
         )
     return codec
 
@@ -138,37 +129,31 @@ def _judge(path: Path, sample: bytes, line: int) -> str:
         wide = max(("utf-16-le", "utf-16-be"), key=lambda codec: _common_share(sample, codec))
         if _common_share(sample, wide) > _CHINESE_SHARE:
             raise DataError(
-                t(
-                    "{path} seems to be UTF-16 without a byte-order mark; give --encoding {codec}",
-                    path=path,
-                    codec=wide,
-                )
+                "{path} seems to be UTF-16 without a byte-order mark; give --encoding {codec}",
+                path=path,
+                codec=wide,
             )
         raise DataError(
-            t("{path} is not a text table: it is binary (line {line})", path=path, line=line)
+            "{path} is not a text table: it is binary (line {line})", path=path, line=line
         )
     as_utf8 = sample.decode("utf-8", "replace")
     broken = as_utf8.count("\ufffd")
     valid = sum(char > "\x7f" for char in as_utf8) - broken
     if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
         raise DataError(
-            t(
-                "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
-                "name the encoding if it is another one",
-                path=path,
-                line=line,
-            )
+            "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
+            "name the encoding if it is another one",
+            path=path,
+            line=line,
         )
     # Chinese comes in pairs of high bytes; in Western text they stand alone between letters.
     runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
     if sum(len(run) == 1 for run in runs) * 2 > len(runs):
         raise DataError(
-            t(
-                "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
-                "encoding (such as cp1252), or save it as UTF-8",
-                path=path,
-                line=line,
-            )
+            "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
+            "encoding (such as cp1252), or save it as UTF-8",
+            path=path,
+            line=line,
         )
     return max(("gb18030", "cp950"), key=lambda codec: _common_share(sample, codec))
 
@@ -186,12 +171,10 @@ def _lookup(named: str) -> str:
     except (LookupError, ValueError):
         hint = nearest(named.lower(), {*aliases, *aliases.values(), "utf-8"})
         raise DataError(
-            t(
-                "there is no encoding {name}; write utf-8, gb18030, big5 or another that "
-                "Python knows.{hint}",
-                name=repr(named),
-                hint=hint,
-            )
+            "there is no encoding {name}; write utf-8, gb18030, big5 or another that "
+            "Python knows.{hint}",
+            name=repr(named),
+            hint=hint,
         ) from None
     return _WIDER.get(name, name)
 

@@ -136,18 +136,14 @@ def _arrow(data: Any) -> pyarrow.Table:
         columns = [(str(name), [row.get(name) for row in data]) for name in names]
     else:
         raise DataError(
-            t(
-                "the data is a {kind}; give a file, a DataFrame, a Dataset, a dict of columns, a "
-                "list of dicts, or (texts, labels)",
-                kind=type(data).__name__,
-            )
+            "the data is a {kind}; give a file, a DataFrame, a Dataset, a dict of columns, a "
+            "list of dicts, or (texts, labels)",
+            kind=type(data).__name__,
         )
     lengths = {name: len(values) for name, values in columns}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {count:,}" for name, count in lengths.items())
-        raise DataError(
-            t("the data given has columns of different lengths: {counts}", counts=counts)
-        )
+        raise DataError("the data given has columns of different lengths: {counts}", counts=counts)
     arrays = [_array(values) for _, values in columns]
     return pyarrow.Table.from_arrays(arrays, names=[name for name, _ in columns])
 

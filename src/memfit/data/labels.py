@@ -20,9 +20,7 @@ SEPARATORS = ("|", ";", ",")
 """Between labels in one cell; only the first is taken for one without being asked."""
 
 WHOLE = re.compile(r"[+-]?\d+(\.0*)?")
-
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")  # not "nan", "inf" or "1_000"
-
 _TRUTH = {"0": False, "1": True, "false": False, "true": True, "0.0": False, "1.0": True}
 
 
@@ -42,14 +40,12 @@ def flag_items(values: Sequence[Any], names: Sequence[str], where: str) -> list[
         if not text:
             return None
         if text.lower() not in _TRUTH:
-            said = {"column": repr(name), "value": shorten(text)}
             raise DataError(
-                t(
-                    "{where}: column {column} holds {value}; several label columns must hold 0 "
-                    "or 1 each",
-                    where=where,
-                    **said,
-                )
+                "{where}: column {column} holds {value}; several label columns must hold 0 "
+                "or 1 each",
+                where=where,
+                column=repr(name),
+                value=shorten(text),
             )
         if _TRUTH[text.lower()]:
             chosen.append(name)
@@ -171,23 +167,19 @@ class Coding:
             if not scan.fits_multi_hot(self.space.num_labels):
                 said = {"where": where, "count": self.space.num_labels, "of": of}
                 raise DataError(
-                    t(
-                        "{where}: its labels are not lists of {count} zeros and ones as in "
-                        "{of}; write both the same way",
-                        **said,
-                    )
+                    "{where}: its labels are not lists of {count} zeros and ones as in "
+                    "{of}; write both the same way",
+                    **said,
                 )
             return
         unknown = [key for key in self.key_counts(scan) if key not in self.ids]
         if unknown:
             said = {"where": where, "label": shorten(unknown[0]), "of": of}
             raise DataError(
-                t(
-                    "{where}: the label {label} does not occur in {of}, which has {known}; "
-                    "correct it or add rows with it there",
-                    known=_listed(self.ids),
-                    **said,
-                )
+                "{where}: the label {label} does not occur in {of}, which has {known}; "
+                "correct it or add rows with it there",
+                known=_listed(self.ids),
+                **said,
             )
 
 
@@ -206,7 +198,7 @@ def choose_coding(
     _check_kind(scan, task, where)
     if task == REGRESSION:
         if label_names:
-            raise DataError(t("label_names has no meaning for regression; leave it out"))
+            raise DataError("label_names has no meaning for regression; leave it out")
         return Coding(LabelSpace(task, (columns[0],)), {})
     several = task == MULTI_LABEL and len(columns) == 1
     width = scan.multi_hot_width if several else None
@@ -237,14 +229,12 @@ def coding_for(
     ids = {_whole(name): number for name, number in space.label2id.items()} | space.label2id
     for key, name in _as_text(label_names).items():
         if name not in space.label2id:
-            said = {"known": _listed(space.names), "hint": nearest(name, space.names)}
             raise DataError(
-                t(
-                    "label_names: the model has no label {label}, only {known}; write one of "
-                    "these.{hint}",
-                    label=repr(name),
-                    **said,
-                )
+                "label_names: the model has no label {label}, only {known}; write one of "
+                "these.{hint}",
+                label=repr(name),
+                known=_listed(space.names),
+                hint=nearest(name, space.names),
             )
         ids[key] = ids[_whole(key)] = space.label2id[name]
     coding = Coding(
@@ -268,7 +258,7 @@ def ids_of(labels: Iterable[Any], space: LabelSpace) -> list[Encoded]:
         is_list = isinstance(label, list | tuple)
         items = label_items(label)
         if items is None:
-            raise DataError(t("text {number} has no label; give one for each", number=number))
+            raise DataError("text {number} has no label; give one for each", number=number)
         scan.add(items, is_list=is_list)
         written.append(items)
     coding = coding_for(space, scan, {}, where)
@@ -284,14 +274,12 @@ def label_named(
     for name in (word, _as_text(label_names).get(word), _whole(word)):
         if name in space.names:
             return str(name)
-    said = {"known": _listed(space.names), "hint": nearest(word, space.names)}
     raise DataError(
-        t(
-            "{option} names {label}, which is no label here; the labels are {known}.{hint}",
-            option=option,
-            label=shorten(word),
-            **said,
-        )
+        "{option} names {label}, which is no label here; the labels are {known}.{hint}",
+        option=option,
+        label=shorten(word),
+        known=_listed(space.names),
+        hint=nearest(word, space.names),
     )
 
 
@@ -308,7 +296,7 @@ def weights_of_classes(
     several labels a row it weighs the rows that have a label as those that have not.
     """
     if space.task == REGRESSION:
-        raise DataError(t("--class-weights has no meaning for a regression; leave it out"))
+        raise DataError("--class-weights has no meaning for a regression; leave it out")
     if isinstance(asked, str):
         found = [counts.get(name, 0) for name in space.names]
         if space.task == MULTI_LABEL:
@@ -332,41 +320,35 @@ def _check_kind(scan: LabelScan, task: str, where: str) -> None:
     """Whether labels that look like this can be the labels of that task."""
     if task not in TASKS:
         said = {"task": repr(task), "known": ", ".join(TASKS), "hint": nearest(task, TASKS)}
-        raise DataError(t("there is no task {task}; write auto, {known}.{hint}", **said))
+        raise DataError("there is no task {task}; write auto, {known}.{hint}", **said)
     if task == REGRESSION:
         if scan.first_word is not None:
             raise DataError(
-                t(
-                    "{where}: regression needs numbers and one label is {label}; correct it, "
-                    "or name another --label-column or task",
-                    where=where,
-                    label=shorten(scan.first_word),
-                )
+                "{where}: regression needs numbers and one label is {label}; correct it, "
+                "or name another --label-column or task",
+                where=where,
+                label=shorten(scan.first_word),
             )
         if scan.lists:
             raise DataError(
-                t("{where}: regression needs one number a row and finds lists", where=where)
+                "{where}: regression needs one number a row and finds lists", where=where
             )
         return
     if scan.too_many:
         raise DataError(
-            t(
-                "{where}: more than {most} different labels; name the right --label-column, or "
-                "task=regression if they are numbers to predict",
-                where=where,
-                most=f"{MOST_CLASSES:,}",
-            )
+            "{where}: more than {most} different labels; name the right --label-column, or "
+            "task=regression if they are numbers to predict",
+            where=where,
+            most=f"{MOST_CLASSES:,}",
         )
     if task == SINGLE_LABEL and not scan.list_widths <= {1}:
         least, most = min(scan.list_widths), max(scan.list_widths)
         raise DataError(
-            t(
-                "{where}: single_label needs one label a row and finds lists of {least} to "
-                "{most}; give task=multi_label",
-                where=where,
-                least=least,
-                most=most,
-            )
+            "{where}: single_label needs one label a row and finds lists of {least} to "
+            "{most}; give task=multi_label",
+            where=where,
+            least=least,
+            most=most,
         )
 
 
@@ -396,18 +378,16 @@ def _with_names(
         if key is None:
             said = {"where": where, "label": shorten(written), "known": _listed(keys)}
             raise DataError(
-                t(
-                    "{where}: label_names names {label}, which does not occur; the labels are "
-                    "{known}.{hint}",
-                    hint=nearest(written, keys),
-                    **said,
-                )
+                "{where}: label_names names {label}, which does not occur; the labels are "
+                "{known}.{hint}",
+                hint=nearest(written, keys),
+                **said,
             )
         names[key] = name
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise DataError(
-            t("label_names gives two labels the name {name}; name them apart", name=repr(twice[0]))
+            "label_names gives two labels the name {name}; name them apart", name=repr(twice[0])
         )
     return tuple(names.values())
 

@@ -20,13 +20,7 @@ from memfit.data.labels import (
     label_items,
     shorten,
 )
-from memfit.data.splitting import (
-    check_share,
-    contradictions,
-    count_shared,
-    numbered,
-    split_rows,
-)
+from memfit.data.splitting import check_share, contradictions, count_shared, numbered, split_rows
 from memfit.data.table_files import open_file, open_source
 from memfit.data.tables import (
     MULTI_LABEL,
@@ -52,7 +46,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _BATCH_ROWS = 2000
-
 _BATCH_CHARS = 1 << 22
 
 
@@ -114,22 +107,17 @@ def clean_rows(table: Table, columns: Columns) -> CleanRows:
     names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
     dataset = write_rows(cleaner.clean(table.read(columns.all)), names)
     if cleaner.rows_read == 0:
-        raise DataError(t("{where} has a header and no rows; add rows", where=table.where))
+        raise DataError("{where} has a header and no rows; add rows", where=table.where)
     if not cleaner.hashes:
-        said = {
-            "where": table.where,
-            "rows": f"{cleaner.rows_read:,}",
-            "no_text": f"{cleaner.no_text:,}",
-            "no_label": f"{cleaner.no_label:,}",
-            "text": repr(columns.text),
-            "label": repr(", ".join(columns.labels)),
-        }
         raise DataError(
-            t(
-                "{where}: none of the {rows} rows can be used ({no_text} without text in "
-                "{text}, {no_label} without label in {label}); name other columns or fill these",
-                **said,
-            )
+            "{where}: none of the {rows} rows can be used ({no_text} without text in "
+            "{text}, {no_label} without label in {label}); name other columns or fill these",
+            where=table.where,
+            rows=f"{cleaner.rows_read:,}",
+            no_text=f"{cleaner.no_text:,}",
+            no_label=f"{cleaner.no_label:,}",
+            text=repr(columns.text),
+            label=repr(", ".join(columns.labels)),
         )
     return CleanRows(
         dataset,
@@ -221,12 +209,10 @@ def as_text(value: Any, where: str) -> str:
         return ""
     if isinstance(value, list | dict | tuple | bytes):
         raise DataError(
-            t(
-                "{where}: the text column holds {kind} values; name a column of texts with "
-                "--text-column",
-                where=where,
-                kind=type(value).__name__,
-            )
+            "{where}: the text column holds {kind} values; name a column of texts with "
+            "--text-column",
+            where=where,
+            kind=type(value).__name__,
         )
     return str(value)
 
@@ -238,11 +224,7 @@ def unbroken(rows: Iterator[Row], where: str) -> Iterator[Row]:
     except (UnicodeDecodeError, OSError) as error:
         # The file was opened and its encoding checked before.
         raise DataError(
-            t(
-                "{path} cannot be read to its end ({reason}); write it again",
-                path=where,
-                reason=error,
-            )
+            "{path} cannot be read to its end ({reason}); write it again", path=where, reason=error
         ) from None
 
 
@@ -289,11 +271,9 @@ def read_table(config: DataConfig) -> TextData:
     columns = choose_columns(table, config)
     if validation_table is not None and columns.group is not None:
         raise DataError(
-            t(
-                "--group-column keeps groups together when a table is split, and {where} is "
-                "validated on as it is; leave it out",
-                where=validation_table.where,
-            )
+            "--group-column keeps groups together when a table is split, and {where} is "
+            "validated on as it is; leave it out",
+            where=validation_table.where,
         )
     if validation_table is not None:
         require_columns(validation_table, columns, table.where)
@@ -350,7 +330,7 @@ def read_texts(
     with quiet_datasets():
         dataset = write_rows(texts(), ("text", "text_pair")[: len(wanted)])
     if not len(dataset):
-        raise DataError(t("{where} has a header and no rows; add rows", where=table.where))
+        raise DataError("{where} has a header and no rows; add rows", where=table.where)
     return dataset
 
 
@@ -368,23 +348,19 @@ def _coding(table: Table, columns: Columns, rows: CleanRows, config: DataConfig)
         if len(rows.scan.counts) == 1:
             only = next(iter(rows.scan.counts))
             raise DataError(
-                t(
-                    "{where}: every label in {column} is {label}; there is nothing to learn, "
-                    "name another --label-column",
-                    where=table.where,
-                    column=label,
-                    label=only,
-                )
+                "{where}: every label in {column} is {label}; there is nothing to learn, "
+                "name another --label-column",
+                where=table.where,
+                column=label,
+                label=only,
             )
     elif len(coding.key_counts(rows.scan)) < 2 and not coding.multi_hot:
         only = next(iter(coding.key_counts(rows.scan)), t("none at all"))
         said = {"where": table.where, "column": label, "label": shorten(only)}
         raise DataError(
-            t(
-                "{where}: one class only, every label in {column} is {label}; add rows of "
-                "another class or name another --label-column",
-                **said,
-            )
+            "{where}: one class only, every label in {column} is {label}; add rows of "
+            "another class or name another --label-column",
+            **said,
         )
     return coding
 
@@ -440,14 +416,12 @@ def _with_validation(
     if coding.space.task == SINGLE_LABEL:
         for name, count in found[1].items():
             if count == 0 and found[0][name] > 0:
-                said = {"label": shorten(name), "of": table.where}
                 raise DataError(
-                    t(
-                        "{where}: no row has the label {label}, which {of} has; add some, or "
-                        "leave --validation-file out to have it split",
-                        where=validation_table.where,
-                        **said,
-                    )
+                    "{where}: no row has the label {label}, which {of} has; add some, or "
+                    "leave --validation-file out to have it split",
+                    where=validation_table.where,
+                    label=shorten(name),
+                    of=table.where,
                 )
     counts = DataCounts(
         rows_read=rows.rows_read + other.rows_read,
@@ -472,27 +446,20 @@ def _check_no_single_rows(table: Table, columns: Columns, rows: CleanRows, codin
     label = columns.labels[0]
     if len(single) == 1:
         raise DataError(
-            t(
-                "{where}: the class {label} has a single row, which cannot both train and "
-                "validate; add rows, remove it, or give a --validation-file",
-                where=table.where,
-                label=shorten(single[0]),
-            )
+            "{where}: the class {label} has a single row, which cannot both train and "
+            "validate; add rows, remove it, or give a --validation-file",
+            where=table.where,
+            label=shorten(single[0]),
         )
-    said = {
-        "where": table.where,
-        "single": len(single),
-        "classes": len(counts),
-        "label": shorten(single[0]),
-        "column": repr(label),
-    }
     raise DataError(
-        t(
-            "{where}: {single} of {classes} classes have a single row ({label} is one), which "
-            "cannot both train and validate; add rows, or name another --label-column than "
-            "{column}",
-            **said,
-        )
+        "{where}: {single} of {classes} classes have a single row ({label} is one), which "
+        "cannot both train and validate; add rows, or name another --label-column than "
+        "{column}",
+        where=table.where,
+        single=len(single),
+        classes=len(counts),
+        label=shorten(single[0]),
+        column=repr(label),
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, LabelSpace
 from memfit.errors import DataError
-from memfit.i18n import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,10 +26,7 @@ def check_share(share: float) -> None:
     """`validation_split` before anything is read."""
     if not 0 < share < 1:  # also refuses nan
         raise DataError(
-            t(
-                "--validation-split is {share}; write a share between 0 and 1, such as 0.1",
-                share=share,
-            )
+            "--validation-split is {share}; write a share between 0 and 1, such as 0.1", share=share
         )
 
 
@@ -72,13 +68,11 @@ def split_rows(
     wanted = math.ceil(round(rows * share, 6))  # as datasets and scikit-learn round it
     if wanted >= rows:
         raise DataError(
-            t(
-                "{where}: {rows} usable rows cannot be split at --validation-split {share}; "
-                "add rows or give a --validation-file",
-                where=where,
-                rows=rows,
-                share=share,
-            )
+            "{where}: {rows} usable rows cannot be split at --validation-split {share}; "
+            "add rows or give a --validation-file",
+            where=where,
+            rows=rows,
+            share=share,
         )
     classes, counts = np.zeros(rows, dtype=np.int64), [wanted]
     if space.task == SINGLE_LABEL:
@@ -162,12 +156,10 @@ def _whole_groups(classes: Array, counts: list[int], groups: Array, seed: int, w
             best = far, in_validation
     if best is None:
         raise DataError(
-            t(
-                "{where}: {groups} groups cannot be split so that every class is trained on and "
-                "validated; give a --validation-file, or leave --group-column out",
-                where=where,
-                groups=f"{len(sizes):,}",
-            )
+            "{where}: {groups} groups cannot be split so that every class is trained on and "
+            "validated; give a --validation-file, or leave --group-column out",
+            where=where,
+            groups=f"{len(sizes):,}",
         )
     return best[1]
 
@@ -192,15 +184,13 @@ def _stratified_counts(labels: Array, space: LabelSpace, wanted: int, where: str
         most = f"{math.floor(100 - 100 * classes / len(labels)) / 100:.2f}"
         said = {"wanted": wanted, "rows": len(labels), "classes": classes}
         raise DataError(
-            t(
-                "{where}: {wanted} of {rows} rows for validation leave a label out of one "
-                "split, as there are {classes} labels; give a --validation-split of {least} to "
-                "{most}, or a --validation-file",
-                where=where,
-                least=least,
-                most=most,
-                **said,
-            )
+            "{where}: {wanted} of {rows} rows for validation leave a label out of one "
+            "split, as there are {classes} labels; give a --validation-split of {least} to "
+            "{most}, or a --validation-file",
+            where=where,
+            least=least,
+            most=most,
+            **said,
         )
     quota = totals * (wanted / len(labels))
     counts = np.where(present, np.clip(np.floor(quota), 1, np.maximum(totals - 1, 1)), 0)

@@ -27,16 +27,13 @@ from memfit.errors import DataError, nearest
 from memfit.i18n import t
 
 _DELIMITERS = (",", ";", "\t")  # Excel writes ; where the comma is the decimal sign
-
 _SNIFFED_LINES = 200
 
 _LONGEST_FIELD = 1 << 24
 """Characters; a longer field is a quote that nobody closed, and would fill the memory."""
 
 _END = "\ue000end of the table\ue000"
-
 _FIELD = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t\r\n]*)'  # as a CSV writer writes one between tabs
-
 _SEP_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's own hint in the first line
 
 
@@ -62,7 +59,7 @@ def open_delimited(
     rows = (row for _, row in _rows(dialect))
     first = next(rows, [])
     if not any(name.strip() for name in first):
-        raise DataError(t("{path} is empty; give a table with a header line", path=path))
+        raise DataError("{path} is empty; give a table with a header line", path=path)
     if header is None:
         header = not begins_with_a_row(first, islice(rows, _SNIFFED_LINES))
     columns = named_columns(first) if header else numbered_columns(len(first))
@@ -72,12 +69,7 @@ def open_delimited(
         return _cells(dialect, len(columns), places, skip=1 if header else 0)
 
     return Table(
-        str(path),
-        columns,
-        read,
-        encoding=dialect.encoding,
-        numbered=not header,
-        has_header=header,
+        str(path), columns, read, encoding=dialect.encoding, numbered=not header, has_header=header
     )
 
 
@@ -179,12 +171,10 @@ def _rows(dialect: _Dialect) -> Iterator[tuple[int, list[str]]]:
                 return
             if row and row[-1].endswith(_END):
                 raise DataError(
-                    t(
-                        '{path}, line {line}: a quote (") is opened and not closed; write '
-                        'quotes inside a text twice ("")',
-                        path=dialect.path,
-                        line=begins,
-                    )
+                    '{path}, line {line}: a quote (") is opened and not closed; write '
+                    'quotes inside a text twice ("")',
+                    path=dialect.path,
+                    line=begins,
                 )
             if row:
                 yield begins, row
@@ -206,11 +196,9 @@ def _cells(dialect: _Dialect, width: int, wanted: list[int], *, skip: int) -> It
         elif any(row[width:]):
             said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
             raise DataError(
-                t(
-                    "{path}, line {line}: {fields} fields where the first line has {width}; put "
-                    'texts that hold the delimiter in quotes (")',
-                    **said,
-                )
+                "{path}, line {line}: {fields} fields where the first line has {width}; put "
+                'texts that hold the delimiter in quotes (")',
+                **said,
             )
         yield tuple(row[index] for index in wanted)
 
@@ -221,18 +209,14 @@ def _allow_long_fields() -> None:
 
 
 _LOOKED_AT_ROWS = 1000
-
 _CHUNK_CHARS = 1 << 18
 
 _LONGEST_ROW = 1 << 25
 """Characters; an array element longer than this is a file that is not an array of rows."""
 
 _DECODER = json.JSONDecoder()
-
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
-
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -246,7 +230,7 @@ def open_json(path: Path, encoding: str | None) -> Table:
         columns.update(dict.fromkeys(row))
     if not columns:
         raise DataError(
-            t("{path} is empty; give one JSON object with text and label a line", path=path)
+            "{path} is empty; give one JSON object with text and label a line", path=path
         )
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
@@ -275,11 +259,9 @@ def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 said = {"path": path, "line": number, "reason": _reason(error)}
                 raise DataError(
-                    t(
-                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
-                        "or one object a line",
-                        **said,
-                    )
+                    "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                    "or one object a line",
+                    **said,
                 ) from None
             yield _as_row(path, number, _mended(value, line))
 
@@ -301,11 +283,9 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             except RecursionError as error:
                 said = {"path": path, "line": line, "reason": _reason(error)}
                 raise DataError(
-                    t(
-                        "{path}, line {line}: not JSON ({reason}); write an array of objects, "
-                        "or one object a line",
-                        **said,
-                    )
+                    "{path}, line {line}: not JSON ({reason}); write an array of objects, "
+                    "or one object a line",
+                    **said,
                 ) from None
             except ValueError as error:
                 # Either it is wrong or it is not all there yet; only the end of the file tells.
@@ -313,11 +293,9 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
                 if not more or len(buffer) - position > _LONGEST_ROW:
                     said = {"path": path, "line": line, "reason": _reason(error)}
                     raise DataError(
-                        t(
-                            "{path}, line {line}: not JSON ({reason}); write an array of "
-                            "objects, or one object a line",
-                            **said,
-                        )
+                        "{path}, line {line}: not JSON ({reason}); write an array of "
+                        "objects, or one object a line",
+                        **said,
                     ) from None
                 buffer, position = buffer[position:] + more, 0
                 continue
@@ -352,19 +330,15 @@ def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         said = {"path": path, "line": line, "kind": type(value).__name__}
         raise DataError(
-            t(
-                "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
-                row='{"text": "…", "label": 1}',
-                **said,
-            )
+            "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
+            row='{"text": "…", "label": 1}',
+            **said,
         )
     return value
 
 
 _BATCH_ROWS = 2000
-
 _BUFFER_BYTES = 1 << 20
-
 VALIDATION_SPLITS = ("validation", "valid", "dev")
 
 
@@ -380,7 +354,7 @@ def open_parquet(path: Path) -> Table:
     except (pyarrow.ArrowException, OSError) as error:
         reason = _first_line(error)
         raise DataError(
-            t("{path} is not a Parquet file ({reason}); write it again", path=path, reason=reason)
+            "{path} is not a Parquet file ({reason}); write it again", path=path, reason=reason
         ) from None
     class_names = _class_names(Features.from_arrow_schema(schema))
 
@@ -393,11 +367,9 @@ def open_parquet(path: Path) -> Table:
                     yield from _named(zip(*columns, strict=True), wanted, class_names)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(
-                t(
-                    "{path} cannot be read to its end ({reason}); write it again",
-                    path=path,
-                    reason=_first_line(error),
-                )
+                "{path} cannot be read to its end ({reason}); write it again",
+                path=path,
+                reason=_first_line(error),
             ) from None
 
     return Table(str(path), tuple(schema.names), read, class_names)
@@ -415,14 +387,12 @@ def open_hub(name: str) -> tuple[Table, Table | None]:
         with quiet_logs():  # the bars stay: a download may take long
             found = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # every layer below (hub, http, builder) raises its own kinds
-        said = {"name": repr(name), "reason": _first_line(error)}
         raise DataError(
-            t(
-                "{name} is neither a file here nor a dataset the Hub gives ({reason}); check "
-                "the spelling and the connection (HF_ENDPOINT=https://hf-mirror.com names a "
-                "mirror)",
-                **said,
-            )
+            "{name} is neither a file here nor a dataset the Hub gives ({reason}); check "
+            "the spelling and the connection (HF_ENDPOINT=https://hf-mirror.com names a "
+            "mirror)",
+            name=repr(name),
+            reason=_first_line(error),
         ) from error
     train = found["train"] if "train" in found else next(iter(found.values()))
     validation = next((found[split] for split in VALIDATION_SPLITS if split in found), None)
@@ -494,7 +464,7 @@ def open_spreadsheet(path: Path, header: bool | None) -> Table:
     rows = _sheet_rows(path)
     first = next(rows, None)
     if first is None:
-        raise DataError(t("{path} is empty; give a table with a header line", path=path))
+        raise DataError("{path} is empty; give a table with a header line", path=path)
     cells = [_sheet_cell(cell) for cell in first]
     if header is None:
         below = ([_sheet_cell(cell) for cell in row] for row in islice(rows, _SNIFFED_ROWS))
@@ -515,11 +485,9 @@ def _sheet_rows(path: Path) -> Iterator[list[Any]]:
         import python_calamine
     except ImportError:
         raise DataError(
-            t(
-                '{path} is a spreadsheet, which needs a package: pip install "memfit[excel]" (or '
-                "save it as CSV in UTF-8)",
-                path=path,
-            )
+            '{path} is a spreadsheet, which needs a package: pip install "memfit[excel]" (or '
+            "save it as CSV in UTF-8)",
+            path=path,
         ) from None
     try:
         book = python_calamine.load_workbook(str(path))
@@ -528,12 +496,9 @@ def _sheet_rows(path: Path) -> Iterator[list[Any]]:
         rows = [] if sheet is None else sheet.to_python()
     except Exception as error:  # each format has errors of its own, in Rust
         raise DataError(
-            t(
-                "{path} cannot be read as a spreadsheet ({reason}); save it again, without a "
-                "password",
-                path=path,
-                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            )
+            "{path} cannot be read as a spreadsheet ({reason}); save it again, without a password",
+            path=path,
+            reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
         ) from None
     return (row for row in rows if any(_sheet_cell(cell) for cell in row))
 
@@ -548,7 +513,6 @@ def _sheet_cell(cell: Any) -> str:
 
 
 _VALIDATION_FOLDERS = ("validation", "valid", "val", "dev")
-
 _TEXT_ENDING = ".txt"
 
 
@@ -593,15 +557,10 @@ def _folder_table(folder: Path, encoding: str | None) -> Table:
 
 
 DELIMITED = (".csv", ".tsv", ".tab", ".txt")
-
 JSON = (".jsonl", ".ndjson", ".json")
-
 PARQUET = (".parquet", ".pq")
-
 SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
-
 KNOWN = (*DELIMITED, *JSON, *PARQUET, *SPREADSHEETS)
-
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
@@ -634,7 +593,7 @@ def open_file(
     _check_file(path)
     suffix = path.suffix.lower()
     if header is False and suffix in (*JSON, *PARQUET):
-        raise DataError(t("{path} names its columns itself; leave --no-header out", path=path))
+        raise DataError("{path} names its columns itself; leave --no-header out", path=path)
     try:
         if suffix in DELIMITED:
             one_column = only_texts and header is False and suffix == ".txt"
@@ -646,16 +605,14 @@ def open_file(
         if suffix in SPREADSHEETS:
             return open_spreadsheet(path, header)
     except PermissionError:
-        raise DataError(t("{path} may not be read; check its permissions", path=path)) from None
+        raise DataError("{path} may not be read; check its permissions", path=path) from None
     known, last = ", ".join(KNOWN[:-1]), KNOWN[-1]
     raise DataError(
-        t(
-            "{path}: cannot tell a table from the ending {ending}; name it {known} or {last}",
-            path=path,
-            ending=repr(suffix),
-            known=known,
-            last=last,
-        )
+        "{path}: cannot tell a table from the ending {ending}; name it {known} or {last}",
+        path=path,
+        ending=repr(suffix),
+        known=known,
+        last=last,
     )
 
 
@@ -672,30 +629,24 @@ def _check_file(path: Path) -> None:
         tables = sorted(item.name for item in path.iterdir() if item.suffix.lower() in KNOWN)
         inside = f" ({', '.join(tables[:5])})" if tables else ""
         raise DataError(
-            t(
-                "{path} is a folder; give one of the files in it{inside}, or a folder that has a "
-                "folder of .txt files for each label",
-                path=path,
-                inside=inside,
-            )
+            "{path} is a folder; give one of the files in it{inside}, or a folder that has a "
+            "folder of .txt files for each label",
+            path=path,
+            inside=inside,
         )
     if path.is_symlink() and not path.exists():
         raise DataError(
-            t("{path} is a link to a file that is not there; give the file itself", path=path)
+            "{path} is a link to a file that is not there; give the file itself", path=path
         )
     if not path.exists():
         folder = path.parent
         here = [item.name for item in folder.iterdir()] if folder.is_dir() else []
         raise DataError(
-            t(
-                "there is no file {path}; check the path.{hint}",
-                path=path,
-                hint=nearest(path.name, here),
-            )
+            "there is no file {path}; check the path.{hint}",
+            path=path,
+            hint=nearest(path.name, here),
         )
     if not path.is_file():
-        raise DataError(
-            t("{path} is not a regular file; write the table to a file first", path=path)
-        )
+        raise DataError("{path} is not a regular file; write the table to a file first", path=path)
     if path.stat().st_size == 0:
-        raise DataError(t("{path} is empty; give a table with a header and rows", path=path))
+        raise DataError("{path} is empty; give a table with a header and rows", path=path)

@@ -31,7 +31,6 @@ class Table:
 
 
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label", "multi_label", "regression"
-
 TASKS = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
 
 # transformers' own spelling of the same three.

@@ -22,7 +22,6 @@ from memfit.data.reading import column_of
 from memfit.data.tables import LengthBin, LengthSummary, TextData, TokenizedData
 from memfit.data.working_files import progress_bar, quiet_datasets, room_on_disk
 from memfit.errors import DataError
-from memfit.i18n import t
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,16 +122,13 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _LENGTH = "length_before_cutting"
-
 _BATCH_ROWS = 1000
-
 _TEXTS = ("text", "text_pair")
 
 _PARTS = {"input_ids": "ids", "token_type_ids": "type_ids", "attention_mask": "attention_mask"}
 """A column of the tokenizer's -> the attribute of the library's rows that holds it."""
 
 _EQUAL_BINS = 9
-
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
@@ -307,9 +303,7 @@ def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
     if max_length < least:
         said = {"length": max_length, "specials": specials, "least": least}
         raise DataError(
-            t(
-                "max_length is {length}, and {specials} of that are special tokens; give at "
-                "least {least}",
-                **said,
-            )
+            "max_length is {length}, and {specials} of that are special tokens; give at "
+            "least {least}",
+            **said,
         )

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _numbers = itertools.count()
-
 _PREFIX, _LOCK = "memfit-data-", ".in-use"
-
 _YOUNG_SECONDS = 3600.0
 
 QUIET_SECONDS = 2.0
@@ -113,12 +111,10 @@ def room_on_disk() -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            t(
-                "cannot write to the temporary folder {folder} ({reason}); make room there, or "
-                "point TMPDIR at a larger disk",
-                folder=_folder().name,
-                reason=error,
-            )
+            "cannot write to the temporary folder {folder} ({reason}); make room there, or "
+            "point TMPDIR at a larger disk",
+            folder=_folder().name,
+            reason=error,
         ) from None
 
 

@@ -29,20 +29,14 @@ from typing import Any
 from memfit.units import MIB
 
 ROUND_BYTES = 512
-
 SMALL_REQUEST_BYTES = 1 * MIB
-
 SMALL_SEGMENT_BYTES = 2 * MIB
-
 LARGE_SEGMENT_BYTES = 20 * MIB
-
 OWN_SEGMENT_FROM_BYTES = 10 * MIB
-
 ROUND_SEGMENT_BYTES = 2 * MIB
 
 # The address space of one expandable segment; larger than any card.
 _RANGE_BYTES = 2**50
-
 _LARGE_FROM = 2 * _RANGE_BYTES
 
 

@@ -38,7 +38,6 @@ from memfit.units import GIB, MIB
 
 # What a name may carry without changing the card it means.
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "graphics", "card", "generation", "hbm3"}
-
 _MODULES = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5"}
 
 # Words in the names of devices that are not NVIDIA's.
@@ -59,9 +58,7 @@ _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 
 # A lane's bytes a second by PCIe generation, and the generation by capability.
 _LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
-
 _LANES = 16
-
 _MATRIX_UNITS_FROM = (7, 0)
 
 TRITON_FROM = (7, 0)
@@ -232,7 +229,7 @@ def find_card(name: str, place: CardPlace | None = None) -> DeviceProfile:
     closest = [card for card, words in fits.items() if len(words) == fewest]
     if len(closest) > 1:
         raise ConfigError(
-            t("{name} may be {cards}; write which one", name=repr(name), cards=_either(closest))
+            "{name} may be {cards}; write which one", name=repr(name), cards=_either(closest)
         )
     found = _profile(closest[0])
     if wanted - named[closest[0]] == {"pcie"}:

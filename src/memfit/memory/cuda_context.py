@@ -33,15 +33,10 @@ if TYPE_CHECKING:
     import torch
 
 LARGE_WORKSPACE_FROM = (9, 0)  # Hopper and Blackwell
-
 _LARGE_BYTES = 32 * MIB
-
 _SMALL_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB  # cuBLAS's own default, :4096:2:16:8
-
 _LT_BYTES = 1 * MIB
-
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-
 SMALL = ":4096:2:16:8"
 
 
@@ -131,13 +126,9 @@ def take_workspaces(device: torch.device) -> None:
 
 
 _BASE_BYTES = 8 * MIB
-
 _PER_THREAD_BYTES = 2.31 * KIB
-
 _KERNELS_BYTES = 18 * MIB
-
 _HANDLES = 2  # one forward, one backward
-
 _OUTSIDE = 2  # a handle holds twice its workspace outside the allocator; a small one, once
 
 _STREAMS_BYTES = 70 * MIB

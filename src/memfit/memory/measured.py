@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memfit.errors import MemfitError
-from memfit.i18n import t
 from memfit.memory.allocator import round_request
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.cuda_context import workspace_bytes
@@ -43,7 +42,7 @@ class Measurement:
     def peak(self) -> MemoryPeak:
         """The highest use of what ran inside the block."""
         if self._peak is None:
-            raise MemfitError(t("the peak is known when the measured block has ended"))
+            raise MemfitError("the peak is known when the measured block has ended")
         return self._peak
 
 

@@ -156,7 +156,6 @@ _BETWEEN_TRIMS_SECONDS = 0.5
 """A trim takes some 20 ms, a step on a CPU seconds."""
 
 _LARGE_BLOCK_BYTES = 1 << 20
-
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 

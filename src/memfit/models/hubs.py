@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
-from memfit.i18n import t
 from memfit.printing import clean, without_tokens
 
 
@@ -54,7 +53,7 @@ def refuse_if(offline: bool) -> None:
     """Raises if the environment keeps every request in."""
     if offline:
         raise ConfigError(
-            t("the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first")
+            "the hub is switched off (HF_HUB_OFFLINE=1); take that out of the environment first"
         )
 
 
@@ -81,7 +80,6 @@ class Upload:
 
 
 HUBS = ("hub", "modelscope")
-
 MODELSCOPE_PREFIX = "modelscope:"
 
 
@@ -125,9 +123,7 @@ def check_hub(to: str) -> None:
     """Only these two are known."""
     if to not in HUBS:
         said = {"value": repr(to), "choices": ", ".join(HUBS), "hint": nearest(to, HUBS)}
-        raise ConfigError(
-            t("{flag} is {value}; it is one of {choices}.{hint}", flag="--to", **said)
-        )
+        raise ConfigError("{flag} is {value}; it is one of {choices}.{hint}", flag="--to", **said)
 
 
 def _client(to: str) -> Any:

@@ -69,13 +69,11 @@ def source_of(name: str, *, weights: bool) -> str:
         return str(Path(cached).parent)
     cache = constants.HF_HUB_CACHE
     raise ModelError(
-        t(
-            "cannot get the model {name}: there is no folder of that name, and the hub {why}; "
-            "nor is it in the cache ({cache})",
-            name=name,
-            why=why_silent(),
-            cache=cache,
-        )
+        "cannot get the model {name}: there is no folder of that name, and the hub {why}; "
+        "nor is it in the cache ({cache})",
+        name=name,
+        why=why_silent(),
+        cache=cache,
     )
 
 
@@ -141,11 +139,9 @@ def upload(what: Upload) -> str:
         made = api.create_repo(what.repo, private=True if what.private else None, exist_ok=True)
         if what.private and not api.model_info(what.repo).private:
             raise ConfigError(
-                t(
-                    "{repo} exists already and is public, so that nothing was uploaded; make "
-                    "it private in its settings, or name another repository",
-                    repo=what.repo,
-                )
+                "{repo} exists already and is public, so that nothing was uploaded; make "
+                "it private in its settings, or name another repository",
+                repo=what.repo,
             )
         _commit(api, what)
     return str(made)
@@ -244,7 +240,7 @@ def _sentence(error: Exception, doing: str, repo: str, *secrets: str | None) -> 
                 if given
                 else N_("cannot {doing}: the hub knows no token")
             )
-            return ConfigError(t(kind, doing=said))
+            return ConfigError(kind, doing=said)
         kind = (
             N_(
                 "cannot {doing}: the hub does not accept the token; log in with memfit login, "
@@ -255,15 +251,13 @@ def _sentence(error: Exception, doing: str, repo: str, *secrets: str | None) -> 
                 "cannot {doing}: the hub knows no token; log in with memfit login, or set HF_TOKEN"
             )
         )
-        return ConfigError(t(kind, doing=said))
+        return ConfigError(kind, doing=said)
     if status == 403:
         return ConfigError(
-            t(
-                "cannot {doing}: the token may not write there; make one that may "
-                "({address}/settings/tokens) and log in again with memfit login --force",
-                doing=said,
-                address=endpoint(),
-            )
+            "cannot {doing}: the token may not write there; make one that may "
+            "({address}/settings/tokens) and log in again with memfit login --force",
+            doing=said,
+            address=endpoint(),
         )
     if any(is_connection(each) for each in chain):
         kind = (
@@ -274,9 +268,9 @@ def _sentence(error: Exception, doing: str, repo: str, *secrets: str | None) -> 
             if doing == "upload"
             else N_("cannot {doing}: the connection to {address} failed")
         )
-        return MemfitError(t(kind, doing=said, address=endpoint()))
+        return MemfitError(kind, doing=said, address=endpoint())
     why = reason(error, get_token(), *secrets)
-    return MemfitError(t("cannot {doing}: {reason}", doing=said, reason=why))
+    return MemfitError("cannot {doing}: {reason}", doing=said, reason=why)
 
 
 SMALLEST_BYTES = 8 * 2**20
@@ -376,11 +370,9 @@ def _fetch(name: str, file: str, part: Path) -> None:
             elif not waits:
                 said = {"name": name, "bytes": format_bytes(before), "file": file}
                 raise ModelError(
-                    t(
-                        "the download of {name} stopped: the connection failed with {bytes} of "
-                        "{file} fetched; the same command goes on there",
-                        **said,
-                    )
+                    "the download of {name} stopped: the connection failed with {bytes} of "
+                    "{file} fetched; the same command goes on there",
+                    **said,
                 ) from None
             time.sleep(waits.pop(0))
 

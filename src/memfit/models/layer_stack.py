@@ -27,11 +27,8 @@ from memfit.i18n import Message
 from memfit.models.layers import base_of, layers_of
 
 Args = Sequence[Any]
-
 Kwargs = Mapping[str, Any]
-
 Around = Callable[[Callable[..., Any], nn.Module, Args, Kwargs], Any]
-
 Undo = Callable[[], None]
 
 
@@ -50,13 +47,11 @@ def stack_of(model: nn.Module) -> Stack:
     inner = unwrap(model)
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(
-            Message(
-                "{name} is no transformers model: its layers are unknown", name=type(inner).__name__
-            )
+            "{name} is no transformers model: its layers are unknown", name=type(inner).__name__
         )
     layers = tuple(layers_of(inner))
     if not layers:
-        raise ModelError(Message("{name} has no list of layers", name=type(inner).__name__))
+        raise ModelError("{name} has no list of layers", name=type(inner).__name__)
     config: Any = inner.config.get_text_config()
     depth = getattr(config, "num_hidden_layers", 0) * getattr(config, "inner_group_num", 1)
     return Stack(base_of(inner), layers, max(len(layers), depth))
@@ -141,9 +136,7 @@ _READ_LAST = frozenset({"bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"})
 """Decoders that find a text's last token by its padding; the others share one class for it."""
 
 _LAST_TOKEN_HEAD = "GenericForSequenceClassification"
-
 _LIBRARIES = ("transformers.", "torch.", "peft.", "memfit.", "bitsandbytes.")
-
 _ACROSS_TOKENS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import ConfigError
-from memfit.i18n import t
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,11 +74,9 @@ def freeze(model: PreTrainedModel, what: str) -> int:
     frozen = sum(_stop(part) for part in _frozen_parts(model, what))
     if not frozen:
         raise ConfigError(
-            t(
-                "--freeze {what} froze nothing: {model} has no such part that learns",
-                what=what,
-                model=type(model).__name__,
-            )
+            "--freeze {what} froze nothing: {model} has no such part that learns",
+            what=what,
+            model=type(model).__name__,
         )
     return frozen
 
@@ -95,11 +92,9 @@ def _frozen_parts(model: PreTrainedModel, what: str) -> Iterable[nn.Module]:
     if count > len(layers):
         said = {"count": count, "layers": len(layers), "model": type(model).__name__}
         raise ConfigError(
-            t(
-                "--freeze {count} is more than the {layers} layers of {model}; write encoder "
-                "to freeze all of it",
-                **said,
-            )
+            "--freeze {count} is more than the {layers} layers of {model}; write encoder "
+            "to freeze all of it",
+            **said,
         )
     return [embeddings, *layers[:count]]
 
@@ -120,11 +115,9 @@ def lora_targets(model: PreTrainedModel) -> tuple[str, ...]:
         if leaves.issuperset(names):
             return names
     raise ConfigError(
-        t(
-            "--lora does not know the attention projections of {model}; give BudgetTrainer a "
-            "model prepared with peft",
-            model=type(model).__name__,
-        )
+        "--lora does not know the attention projections of {model}; give BudgetTrainer a "
+        "model prepared with peft",
+        model=type(model).__name__,
     )
 
 
@@ -145,9 +138,7 @@ def add_lora(
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
-        raise ConfigError(
-            t("--lora needs peft; install it with: pip install memfit[lora]")
-        ) from None
+        raise ConfigError("--lora needs peft; install it with: pip install memfit[lora]") from None
     base_name = model.base_model_prefix
     whole = {name for name, part in model.named_children() if name != base_name and _has_any(part)}
     whole |= {"pooler" for name in fresh if ".pooler." in f".{name}"}

@@ -42,7 +42,7 @@ def check_model_folder(config: ModelConfig) -> None:
     if not folder.is_dir():
         if folder.exists():
             raise ModelError(
-                t("the model {model} is a file; give the folder it lies in", model=config.model)
+                "the model {model} is a file; give the folder it lies in", model=config.model
             )
         similar = _similar_folder(folder)
         if similar is not None or _looks_like_a_path(config.model):
@@ -51,42 +51,34 @@ def check_model_folder(config: ModelConfig) -> None:
                 if similar is None
                 else N_("there is no model folder {model}; did you mean {similar}?")
             )
-            raise ModelError(t(kind, model=config.model, similar=similar))
+            raise ModelError(kind, model=config.model, similar=similar)
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
-                t(
-                    "the folder {folder} holds a LoRA adapter only; merge it into its model first",
-                    folder=folder,
-                )
-            )
-        raise ModelError(
-            t(
-                "the model folder {folder} has no config.json; give the folder that "
-                "save_pretrained wrote, or download the model's files into it",
+                "the folder {folder} holds a LoRA adapter only; merge it into its model first",
                 folder=folder,
             )
+        raise ModelError(
+            "the model folder {folder} has no config.json; give the folder that "
+            "save_pretrained wrote, or download the model's files into it",
+            folder=folder,
         )
     if config.from_scratch or any((folder / name).is_file() for name in WEIGHT_FILES):
         return
     foreign = [name for name in FOREIGN_WEIGHT_FILES if (folder / name).is_file()]
     if foreign:
         raise ModelError(
-            t(
-                "the model folder {folder} has no weights ({foreign} is not PyTorch's); it "
-                "needs model.safetensors or pytorch_model.bin, or --from-scratch to train from "
-                "random weights",
-                folder=folder,
-                foreign=foreign[0],
-            )
+            "the model folder {folder} has no weights ({foreign} is not PyTorch's); it "
+            "needs model.safetensors or pytorch_model.bin, or --from-scratch to train from "
+            "random weights",
+            folder=folder,
+            foreign=foreign[0],
         )
     raise ModelError(
-        t(
-            "the model folder {folder} has no weights; it needs model.safetensors or "
-            "pytorch_model.bin, or --from-scratch to train from random weights",
-            folder=folder,
-        )
+        "the model folder {folder} has no weights; it needs model.safetensors or "
+        "pytorch_model.bin, or --from-scratch to train from random weights",
+        folder=folder,
     )
 
 
@@ -170,12 +162,10 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
         count = getattr(loaded, key, None)
         if isinstance(count, int) and count < 1:
             raise ModelError(
-                t(
-                    "the config.json of {model} has {key} {count}; download it again",
-                    model=config.model,
-                    key=key,
-                    count=count,
-                )
+                "the config.json of {model} has {key} {count}; download it again",
+                model=config.model,
+                key=key,
+                count=count,
             )
     return loaded
 
@@ -192,20 +182,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise loading_error(error, config.model, part="tokenizer") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
-            t(
-                "the model {model} has no tokenizer; put its vocabulary (tokenizer.json or "
-                "vocab.txt) beside config.json",
-                model=config.model,
-            )
+            "the model {model} has no tokenizer; put its vocabulary (tokenizer.json or "
+            "vocab.txt) beside config.json",
+            model=config.model,
         )
     if tokenizer.pad_token is None:  # decoders were pre-trained without padding
         if tokenizer.eos_token is None:
             raise ModelError(
-                t(
-                    "the tokenizer of {model} has no padding token; add a pad_token to its "
-                    "tokenizer_config.json",
-                    model=config.model,
-                )
+                "the tokenizer of {model} has no padding token; add a pad_token to its "
+                "tokenizer_config.json",
+                model=config.model,
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -262,7 +248,7 @@ def _load_model(
         if config.attn_implementation is not None and "attention" in str(error).lower():
             said = {"name": config.attn_implementation, "reason": _first_sentence(error)}
             raise ConfigError(
-                t("--attn-implementation {name} does not work here: {reason}", **said)
+                "--attn-implementation {name} does not work here: {reason}", **said
             ) from None
         raise loading_error(error, config.model) from None
     except Exception as error:
@@ -278,23 +264,19 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
     wrong = sorted(key for key in mismatched if key.startswith(prefix))
     if wrong:
         raise ModelError(
-            t(
-                "the weights of {model} do not match its config.json: {name} has another shape",
-                model=name,
-                name=wrong[0],
-            )
+            "the weights of {model} do not match its config.json: {name} has another shape",
+            model=name,
+            name=wrong[0],
         )
     missing = {str(key) for key in info["missing_keys"]} | mismatched
     base = {prefix + key for key, _ in base_of(model).named_parameters()}
     if base and len(base & missing) > len(base) // 2:
         said = {"kind": type(model).__name__, "missing": len(base & missing), "count": len(base)}
         raise ModelError(
-            t(
-                "the weights of {model} are not those of a {kind}: {missing} of {count} of the "
-                "model's weights are not among them",
-                model=name,
-                **said,
-            )
+            "the weights of {model} are not those of a {kind}: {missing} of {count} of the "
+            "model's weights are not among them",
+            model=name,
+            **said,
         )
     return tuple(sorted(missing))
 
@@ -304,13 +286,11 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
     if len(tokenizer) > embedded:
         known = len(tokenizer)
         raise ModelError(
-            t(
-                "the tokenizer of {model} knows {known} tokens but the model embeds "
-                "{embedded}; they do not belong together",
-                model=name,
-                known=known,
-                embedded=embedded,
-            )
+            "the tokenizer of {model} knows {known} tokens but the model embeds "
+            "{embedded}; they do not belong together",
+            model=name,
+            known=known,
+            embedded=embedded,
         )
 
 
@@ -320,11 +300,9 @@ def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:
     if limit is not None and max_length > limit:
         said = {"length": max_length, "limit": limit, "model": name}
         raise ConfigError(
-            t(
-                "max_length {length} is beyond the {limit} positions of {model}; write "
-                "--max-length {limit} or less",
-                **said,
-            )
+            "max_length {length} is beyond the {limit} positions of {model}; write "
+            "--max-length {limit} or less",
+            **said,
         )
 
 
@@ -336,26 +314,19 @@ def loading_error(error: Exception, name: str, part: str = "model") -> MemfitErr
     local = Path(name).is_dir()
     if "custom code" in text:
         return ModelError(
-            t(
-                "{model} needs code of its own; --trust-remote-code runs it, at your risk",
-                model=name,
-            )
+            "{model} needs code of its own; --trust-remote-code runs it, at your risk", model=name
         )
     if "not recognize this architecture" in text or "Unrecognized model" in text:
         return ModelError(
-            t(
-                "the model {model} is of a type this transformers does not know{kind}",
-                model=name,
-                kind=_type_in(name),
-            )
+            "the model {model} is of a type this transformers does not know{kind}",
+            model=name,
+            kind=_type_in(name),
         )
     if "Unrecognized configuration class" in text:
         return ModelError(
-            t(
-                "the model {model} is of a type that has no text classifier{kind}",
-                model=name,
-                kind=_type_in(name),
-            )
+            "the model {model} is of a type that has no text classifier{kind}",
+            model=name,
+            kind=_type_in(name),
         )
     if not local and not name.startswith(MODELSCOPE_PREFIX) and isinstance(error, OSError):
         kind = (
@@ -363,29 +334,27 @@ def loading_error(error: Exception, name: str, part: str = "model") -> MemfitErr
             if part == "model"
             else N_("cannot get the tokenizer {model}: {reason}")
         )
-        return ModelError(t(kind, model=name, reason=_hub_reason(text, name)))
+        return ModelError(kind, model=name, reason=_hub_reason(text, name))
     damaged = (
         N_("cannot load the model of {model}: {reason}; download it again")
         if part == "model"
         else N_("cannot load the tokenizer of {model}: {reason}; download it again")
     )
     if local and (broken := _broken_json(Path(name))):
-        return ModelError(t(damaged, model=name, reason=broken))
+        return ModelError(damaged, model=name, reason=broken)
     if isinstance(error, _CONFUSED):
         what = f"{type(error).__name__}: {_first_sentence(error)}"
         return ModelError(
-            t(
-                damaged,
-                model=name,
-                reason=t("its files hold values that cannot be ({reason})", reason=what),
-            )
+            damaged,
+            model=name,
+            reason=t("its files hold values that cannot be ({reason})", reason=what),
         )
     kind = (
         N_("cannot load the model of {model}: {reason}")
         if part == "model"
         else N_("cannot load the tokenizer of {model}: {reason}")
     )
-    return ModelError(t(kind, model=name, reason=_first_sentence(error)))
+    return ModelError(kind, model=name, reason=_first_sentence(error))
 
 
 def _broken_json(folder: Path) -> str:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from memfit.models.hubs import Upload
 
 INSTALL = 'pip install "memfit[modelscope]"'
-
 SECONDS_TO_ANSWER = 10
 
 # Other frameworks' weights; pickled ones too where safetensors are there.
@@ -50,7 +49,7 @@ def download(name: str, *, weights: bool = True) -> Path:
     """The folder a model lies in, fetched as far as it is not there yet."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
-        raise ModelError(t("modelscope:{name} is not of the form modelscope:org/name", name=name))
+        raise ModelError("modelscope:{name} is not of the form modelscope:org/name", name=name)
     config = _config()
     silent = (
         t("is switched off (HF_HUB_OFFLINE=1)") if is_off() else _why_silent(str(config.endpoint))
@@ -80,11 +79,9 @@ def _from_cache(config: HubConfig, name: str, silent: str) -> Path:
     except CacheNotFound:
         said = {"name": name, "why": silent, "cache": config.cache_dir}
         raise ModelError(
-            t(
-                "cannot get the model modelscope:{name}: ModelScope {why}, and it is not in "
-                "the cache ({cache})",
-                **said,
-            )
+            "cannot get the model modelscope:{name}: ModelScope {why}, and it is not in "
+            "the cache ({cache})",
+            **said,
         ) from None
 
 
@@ -111,10 +108,8 @@ def login(token: str | None, *, force: bool) -> str:
             return _user(config)
     if token is None:
         raise ConfigError(
-            t(
-                "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste "
-                "it into memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
-            )
+            "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste "
+            "it into memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
         )
     with _explained(t("log in to ModelScope"), token), _quiet():
         return str(_api(config).login(token).username)
@@ -131,11 +126,9 @@ def upload(what: Upload) -> str:
     config = _config()
     if not config.token:
         raise ConfigError(
-            t(
-                "cannot upload to {repo}: not logged in to ModelScope; log in with memfit "
-                "login --to modelscope, or set MODELSCOPE_API_TOKEN",
-                repo=what.repo,
-            )
+            "cannot upload to {repo}: not logged in to ModelScope; log in with memfit "
+            "login --to modelscope, or set MODELSCOPE_API_TOKEN",
+            repo=what.repo,
         )
     with _explained(t("upload to {repo}", repo=what.repo), config.token), _quiet():
         api = _api(config)
@@ -167,11 +160,9 @@ def _create(api: HubApi, what: Upload) -> None:
     except AlreadyExistsError:
         if what.private and not _is_private(api, what.repo):
             raise ConfigError(
-                t(
-                    "{repo} exists already and is public, so that nothing was uploaded; make "
-                    "it private in its settings, or name another repository",
-                    repo=what.repo,
-                )
+                "{repo} exists already and is public, so that nothing was uploaded; make "
+                "it private in its settings, or name another repository",
+                repo=what.repo,
             ) from None
 
 
@@ -186,7 +177,7 @@ def _config() -> HubConfig:
     """What the environment and an earlier login say now."""
     if importlib.util.find_spec("modelscope_hub") is None:
         raise ConfigError(
-            t("ModelScope needs its client, which is not installed: {command}", command=INSTALL)
+            "ModelScope needs its client, which is not installed: {command}", command=INSTALL
         )
     from modelscope_hub import HubConfig
 
@@ -241,21 +232,17 @@ def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError
             if not login
             else N_("cannot {doing}: ModelScope does not accept the token")
         )
-        return ConfigError(t(kind, doing=doing))
+        return ConfigError(kind, doing=doing)
     if isinstance(error, errors.PermissionDeniedError):
-        return ConfigError(
-            t("cannot {doing}: your token may not do that on ModelScope", doing=doing)
-        )
+        return ConfigError("cannot {doing}: your token may not do that on ModelScope", doing=doing)
     if isinstance(error, errors.NotExistError):
-        return ModelError(t("cannot {doing}: ModelScope has none of that name", doing=doing))
+        return ModelError("cannot {doing}: ModelScope has none of that name", doing=doing)
     failed = (errors.NetworkError, errors.RequestTimeoutError, errors.FileDownloadError)
     if isinstance(error, (*failed, errors.StorageError)):
         return MemfitError(
-            t(
-                "cannot {doing}: the connection to {address} failed; the same command goes on "
-                "where it stopped",
-                doing=doing,
-                address="ModelScope",
-            )
+            "cannot {doing}: the connection to {address} failed; the same command goes on "
+            "where it stopped",
+            doing=doing,
+            address="ModelScope",
         )
-    return MemfitError(t("cannot {doing}: {reason}", doing=doing, reason=reason(error, *secrets)))
+    return MemfitError("cannot {doing}: {reason}", doing=doing, reason=reason(error, *secrets))

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from memfit.errors import ModelError
-from memfit.i18n import t
 
 _aten = torch.ops.aten
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -215,10 +213,10 @@ def check_flash(model: Any, dtype: str, *, autocast: bool) -> None:
     """What transformers checks before it uses the package."""
     if not getattr(model, "_supports_flash_attn", False):
         raise ModelError(
-            t("{model} does not support flash attention; try sdpa", model=type(model).__name__)
+            "{model} does not support flash attention; try sdpa", model=type(model).__name__
         )
     if dtype == "float32" and not autocast:
-        raise ModelError(t("flash attention computes in half precision only; add bf16 or fp16"))
+        raise ModelError("flash attention computes in half precision only; add bf16 or fp16")
 
 
 def _forward(

@@ -94,9 +94,7 @@ def _items(counts: StepCounts) -> list[tuple[str, float]]:
 
 
 _aten = torch.ops.aten
-
 _HALF = (torch.float16, torch.bfloat16)
-
 _BACKWARD_NODE: Callable[[], Any] = torch._C._current_autograd_node
 
 # Operators that start no kernel though they are no views by their schema.

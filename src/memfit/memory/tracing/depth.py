@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from memfit.errors import TraceError
-from memfit.i18n import t
 from memfit.memory.components import Component, Event
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -185,12 +184,10 @@ def play(segments: Segments, order: Iterable[str]) -> list[Event]:
                 block, module = blocks.pop(0 if rank < 0 else max(len(blocks) - 1 - rank, 0))
             else:
                 raise TraceError(
-                    t(
-                        "a block of {count} bytes of {module} dies unborn in {name}",
-                        count=kind[0],
-                        module=module,
-                        name=name,
-                    )
+                    "a block of {count} bytes of {module} dies unborn in {name}",
+                    count=kind[0],
+                    module=module,
+                    name=name,
                 )
             events.append(Event(block, kind[0], birth, kind[1], module))
     return events

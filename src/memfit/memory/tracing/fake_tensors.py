@@ -40,7 +40,6 @@ from memfit.memory.tracing.operators import CudaKernels, supplied_operator
 from memfit.memory.tracing.tracker import _BACKWARD_NODE, _DEVICE, Tracker, tensors_in
 
 _aten = torch.ops.aten
-
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _VIEWS = frozenset(
@@ -97,11 +96,8 @@ _WRITES = frozenset(
 """Into a tensor handed over, which has the right shape already."""
 
 _TO_COPY = _aten._to_copy.default
-
 _STACK = _aten.stack.default
-
 _NORMS = _aten._foreach_norm.Scalar
-
 _SEVERAL = frozenset((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int))
 
 
@@ -332,11 +328,7 @@ def _fake(mode: Any, made: torch.Tensor, device: torch.device) -> FakeTensor:
     if device != _CPU:
         return FakeTensor(mode, made, device)
     fake: FakeTensor = torch.Tensor._make_subclass(
-        FakeTensor,
-        made,
-        made.requires_grad,
-        dispatch_device=True,
-        device_for_backend_keys=_CPU,
+        FakeTensor, made, made.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
     )
     torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     vars(fake).update(_state_of_fakes(mode))
@@ -446,7 +438,6 @@ def _strided(mode: Any, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTens
 
 
 _ADD = torch.ops.aten.add.Tensor
-
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 _ARANGE = {
@@ -456,14 +447,11 @@ _ARANGE = {
 }
 
 _RAND = torch.ops.aten.rand.default
-
 _SCALAR = torch.ops.aten.scalar_tensor.default
-
 _INDEX = torch.ops.aten.index.Tensor
 
 # Larger tensors are not worth their memory: they are fake like the rest.
 _LARGEST_REAL_ELEMENTS = 2**26
-
 _LARGEST_REAL_FLOAT_BYTES = 2**26
 
 

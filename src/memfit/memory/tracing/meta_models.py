@@ -25,12 +25,12 @@ def model_config(spec: StepSpec) -> Any:
         values = dict(spec.config)
         kind = values.pop("model_type", None)
         if kind is None:
-            raise ModelError(t("the model's config.json has no model_type"))
+            raise ModelError("the model's config.json has no model_type")
         try:
             config = AutoConfig.for_model(kind, **values)
         except ValueError as error:
             raise ModelError(
-                t("transformers knows no model_type {kind}: {error}", kind=repr(kind), error=error)
+                "transformers knows no model_type {kind}: {error}", kind=repr(kind), error=error
             ) from None
     else:
         config = copy.deepcopy(spec.config)
@@ -68,11 +68,8 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
     except _CANNOT_BUILD as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         none = "Unrecognized configuration class" in lines[0]
-        said = {
-            "kind": config.model_type,
-            "reason": t("it has none") if none else lines[0],
-        }
-        raise ModelError(t("cannot build a classifier of {kind}: {reason}", **said)) from None
+        said = {"kind": config.model_type, "reason": t("it has none") if none else lines[0]}
+        raise ModelError("cannot build a classifier of {kind}: {reason}", **said) from None
     if is_flash(spec.attn_implementation):
         check_flash(model, spec.dtype, autocast=spec.autocast)
     return adapted(model, spec)
@@ -94,7 +91,7 @@ def enable_checkpointing(model: Any) -> None:
     try:
         model.gradient_checkpointing_enable()
     except ValueError as error:
-        raise ModelError(t("{error} Leave gradient checkpointing out.", error=error)) from None
+        raise ModelError("{error} Leave gradient checkpointing out.", error=error) from None
 
 
 def materialize(model: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -36,11 +36,8 @@ from memfit.memory.tracing.attention_kernels import (
 )
 
 _MOST_THREADS = 512  # of a block that reduces
-
 _WARP = 32
-
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # a thread adds up
-
 _ACCUMULATOR_BYTES = 4  # half types are added in fp32
 
 
@@ -58,10 +55,7 @@ class Multiprocessors:
 
 
 def reduction_buffer_bytes(
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dims: Sequence[int],
-    device: Multiprocessors,
+    shape: Sequence[int], stride: Sequence[int], dims: Sequence[int], device: Multiprocessors
 ) -> int:
     """What adding up `dims` of a tensor takes beside its result; 0 where one block suffices."""
     reduced = {dim % len(shape) for dim in dims} if shape else set()
@@ -273,7 +267,6 @@ def _promoted(op: Any) -> Callable[..., Any]:
 
 
 _aten = torch.ops.aten
-
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 

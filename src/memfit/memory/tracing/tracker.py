@@ -20,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.memory.components import Component, Event
 
 _DEVICE = torch.ops.prim.device.default
-
 _BACKWARD_NODE: Callable[[], Any] = torch._C._current_autograd_node
-
 _SEQUENCE: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
