@@ -227,7 +227,7 @@ def ladder(
     from memfit.run import announcements
 
     given = {"data": data, "model": model, "budget": budget, "output_dir": output_dir, **options}
-    asked = climb.asked_for(
+    asked = climb.LadderRequest(
         steps=steps, quality=quality, seeds=seeds, rungs=rungs, plan_budgets=plan_budgets,
         fresh=fresh,
     )  # fmt: skip

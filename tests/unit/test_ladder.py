@@ -15,13 +15,12 @@ from memfit.config import RunConfig
 from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import BudgetError, ConfigError, InputError, ModelError, OutputError
 from memfit.ladders import climb
-from memfit.ladders import climb as process
-from memfit.ladders.run_rung import WARM_STEPS, Job, rows_in_order, score
+from memfit.ladders.run_rung import WARM_STEPS, rows_in_order, score, trainer_of
 from memfit.ladders.rungs import (
-    CLASSIC,
     DOES_NOT_FIT,
     FAILED,
     FIDELITIES,
+    NAMES,
     OK,
     PLAN,
     Rung,
@@ -29,6 +28,7 @@ from memfit.ladders.rungs import (
     plan_rungs,
 )
 from memfit.run.announcements import voice
+from memfit.run.prepare import prepare
 from memfit.strategies import Fidelity
 from memfit.waiting import telling
 from sentences import FEW_REVIEWS
@@ -51,11 +51,11 @@ def test_a_rung_of_a_frozen_encoder_trains_as_memfit_train_does(
     config = asked_run(data=table, model=tiny_model_dir, freeze="encoder", max_length=16)
     plan = Rung(name="plan-1GB", kind=PLAN, budget="1GB")
     for rung in (Rung(name="baseline"), plan):
-        job = Job(config, rung, tmp_path)
-        assert job.prepared.arguments.learning_rate == HEAD_LEARNING_RATE
-        trainer = job.trainer({"max_steps": 1}, job.prepared.tokens.train, None, [])
-        assert trainer.args.learning_rate == HEAD_LEARNING_RATE
-    assert job.prepared.task.budget_bytes == 10**9  # the rung's, not the run's
+        run = rung.applied_to(config)
+        prepared = prepare(run, tmp_path)
+        assert prepared.arguments.learning_rate == HEAD_LEARNING_RATE
+        assert trainer_of(run, prepared).args.learning_rate == HEAD_LEARNING_RATE
+    assert prepared.task.budget_bytes == 10**9  # the rung's, not the run's
 
 
 def test_a_classic_rung_is_scored_by_its_whole_training(
@@ -64,7 +64,8 @@ def test_a_classic_rung_is_scored_by_its_whole_training(
     table = tmp_path / "a.csv"
     table.write_text(FEW_REVIEWS, encoding="utf-8")
     config = asked_run(data=table, model=tiny_model_dir, max_length=16, epochs=2)
-    found = score(Job(config, by_name(config)["shorter"], tmp_path), 7, tmp_path / "no plan")
+    run = by_name(config)["shorter"].applied_to(config)
+    found = score(run, prepare(run, tmp_path), None, 7)
     assert (found["status"], found["metric"], found["epochs"]) == (OK, "f1", 2)
     assert 0 <= found["value"] == found["metrics"]["f1"] <= 1
 
@@ -74,7 +75,7 @@ def test_a_classic_rung_is_scored_by_its_whole_training(
 
 def test_each_rung_is_on_top_of_the_one_before() -> None:
     rungs = classic_rungs(asked_run(batch_size=8, gradient_accumulation_steps=4))
-    assert [rung.name for rung in rungs] == [line.name for line in CLASSIC]
+    assert [rung.name for rung in rungs] == [name for name in NAMES if name != PLAN]
     sizes = [
         (r.training["per_device_train_batch_size"], r.training["gradient_accumulation_steps"])
         for r in rungs
@@ -117,8 +118,7 @@ def test_the_frozen_rung_keeps_the_users_rate_and_the_next_one_tunes_the_head() 
 def test_a_rung_that_would_change_nothing_is_left_out(
     options: dict[str, Any], left_out: set[str]
 ) -> None:
-    every = {line.name for line in CLASSIC}
-    assert set(by_name(asked_run(**options))) == every - left_out
+    assert set(by_name(asked_run(**options))) == {*NAMES} - left_out - {PLAN}
 
 
 def test_a_rung_changes_the_run_it_is_applied_to_and_survives_json() -> None:
@@ -176,19 +176,15 @@ def test_a_table_smaller_than_a_batch_is_gone_through_again() -> None:
 
 
 def asked(**options: Any) -> climb.LadderRequest:
-    values: dict[str, Any] = {
-        "steps": 20, "quality": False, "seeds": 3, "rungs": (), "plan_budgets": (), "fresh": False,
-    }  # fmt: skip
-    return climb.asked_for(**{**values, **options})
+    return climb.LadderRequest(**options)
 
 
 def test_rungs_may_be_written_with_commas_and_the_baseline_is_always_there() -> None:
     some = asked(rungs=["frozen, plan", "adafactor"])
-    wanted = [one.name for one in classic_rungs(asked_run()) if some.wants(one)]
+    wanted = [one.name for one in classic_rungs(asked_run()) if some.wants(one.name)]
     assert wanted == ["baseline", "adafactor", "frozen"]
-    assert some.wants_plans
-    assert not asked(rungs=["frozen"]).wants_plans
-    assert (asked().seeds, asked(quality=True).seeds) == (0, 3)
+    assert some.wants(PLAN)
+    assert not asked(rungs=["frozen"]).wants(PLAN)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +239,7 @@ def test_a_key_changes_with_all_that_decides_a_result_and_with_nothing_else(
     rung = by_name(config)["frozen"]
 
     def key(config: RunConfig = config, seed: int | None = None, **options: Any) -> str:
-        return climber(tmp_path / "out", config, **options)._key(rung, seed)
+        return climber(tmp_path / "out", config, **options).key(rung, seed)
 
     first = key()
     assert first == key(dataclasses.replace(config, output_dir="elsewhere"))
@@ -254,18 +250,6 @@ def test_a_key_changes_with_all_that_decides_a_result_and_with_nothing_else(
     assert first != key(asked_run(data=str(table), learning_rate=1e-4))
     table.write_text("label,review\n1,good\n0,bad\n")
     assert first != key()
-
-
-def test_what_ran_and_what_does_not_fit_is_kept_and_what_failed_is_tried_again(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "rung.json"
-    assert process.kept_result(path) is None
-    for status, stays in ((OK, True), (DOES_NOT_FIT, True), (FAILED, False)):
-        path.write_text(json.dumps({"status": status}))
-        assert (process.kept_result(path) is not None) is stays
-    path.write_text('{"status": "o')
-    assert process.kept_result(path) is None
 
 
 def interpreter(folder: Path, script: str) -> str:
@@ -286,11 +270,10 @@ def test_a_process_that_leaves_no_result_is_told_by_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
-    found = process.run_process({"rung": "any"}, tmp_path / "rung.json")
+    found = climb.run_process({"rung": "any"}, tmp_path / "rung.json")
     assert found["status"] == status
     assert said in found["why"]
     assert json.loads((tmp_path / "rung.json").read_text()) == found
-    assert not (tmp_path / "rung.request").exists()
 
 
 def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says(
@@ -299,7 +282,7 @@ def test_a_rungs_process_speaks_our_language_sees_one_card_and_logs_what_it_says
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     script = 'echo "$MEMFIT_LANG $CUDA_VISIBLE_DEVICES"; echo \'{"status": "ok"}\' > "$5"'
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, script))
-    assert process.run_process({}, tmp_path / "rung.json") == {"status": "ok"}
+    assert climb.run_process({}, tmp_path / "rung.json") == {"status": "ok"}
     assert (tmp_path / "rung.log").read_text() == "en 0\n"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
@@ -334,22 +317,22 @@ def test_wrong_input_ends_the_ladder_and_leaves_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_picture_that_cannot_be_written_is_said_and_the_ladder_is_there(
+def test_what_ran_and_what_does_not_fit_is_stored_and_what_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = json.dumps({"status": OK, "steps_per_epoch": 2, "step_seconds": [1.0, 3.0]})
-    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$5\""))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     out = tmp_path / "out"
-    (out / "rungs").mkdir(parents=True)
-    (out / "ladder.png").mkdir()  # in the way
     config = asked_run(model=str(tmp_path / "model"), from_scratch=True, output_dir=str(out))
-    said: list[str] = []
-    found = climb.climb(config, asked(rungs=["baseline"]), said.append)
-    assert found.baseline is not None
-    assert found.baseline.epoch_seconds == 4.0
-    assert said[-1].startswith("the ladder could not be written: Is a directory")
+
+    def climbed(answer: str) -> Any:
+        monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"echo '{answer}' > \"$5\""))
+        return climb.climb(config, asked(rungs=["baseline"]), lambda _: None).outcomes[0]
+
+    assert climbed('{"status": "failed"}').status == FAILED
+    timed = climbed(json.dumps({"status": OK, "steps_per_epoch": 2, "step_seconds": [1.0, 3.0]}))
+    assert (timed.status, timed.epoch_seconds) == (OK, 4.0)
+    assert climbed('{"status": "failed"}') == timed
     assert json.loads((out / "ladder.json").read_text())["outcomes"][0]["status"] == OK
 
 
@@ -371,7 +354,7 @@ def test_a_rung_says_what_it_does_while_its_process_runs(
     assert said[1] == "loading libraries and timing 7 steps …"
 
 
-def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(
+def test_a_default_budget_that_adds_nothing_or_that_no_plan_fits_is_no_rung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks = [
@@ -396,6 +379,10 @@ def test_a_default_budget_the_unlimited_plan_fits_is_not_planned_for_again(
     assert climbed(large) == ["baseline", "plan-auto", "plan-half"]
     asked_for = ["auto", "half"]
     assert climbed(small, plan_budgets=asked_for) == ["baseline", "plan-auto", "plan-half"]
+    # A default budget that no plan fits is no rung; one that was asked for is told not to fit.
+    none = json.dumps({"status": DOES_NOT_FIT, "why": "nothing fits"})
+    assert climbed(none) == ["baseline", "plan-auto"]
+    assert climbed(none, plan_budgets=["half"]) == ["baseline", "plan-half"]
 
 
 def test_a_file_in_the_current_folder_takes_no_modules_place_in_a_rungs_process(
@@ -408,5 +395,5 @@ def test_a_file_in_the_current_folder_takes_no_modules_place_in_a_rungs_process(
     (tmp_path / "path" / "torch.py").write_text("raise SystemExit('imported by memfit')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
-    process.run_process({}, tmp_path / "rung.json")
+    climb.run_process({}, tmp_path / "rung.json")
     assert (tmp_path / "rung.log").read_text() == "imported by memfit\n"

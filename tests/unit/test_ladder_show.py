@@ -1,13 +1,11 @@
-"""What the ladder says: the table, the Markdown, the picture, and which rungs cost quality."""
+"""What the ladder says: the table, the Markdown, and which rungs cost quality."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,11 @@ from rich.console import Console, RenderableType
 from memfit.config import RunConfig
 from memfit.i18n import speaking
 from memfit.ladders import show
-from memfit.ladders import show as picture
 from memfit.ladders.rungs import (
     DOES_NOT_FIT,
     FAILED,
+    FIDELITIES,
+    NAMES,
     NOT_RUN,
     OK,
     Ladder,
@@ -160,7 +159,7 @@ def test_plans_reasons_and_what_the_numbers_are_is_said_below_the_table() -> Non
     assert "held to 8.00 GB (7.45 GiB)" in said
 
 
-# ---- the table, Markdown, the picture ----
+# ---- the table, Markdown ----
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -198,47 +197,9 @@ def test_the_markdown_holds_what_the_table_has_no_room_for_and_escapes_names() -
     assert "failed" in show.markdown(dataclasses.replace(found, outcomes=(failed,)))
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_picture_is_drawn_light_and_small_in_both_languages(
-    tmp_path: Path, language: str
-) -> None:
-    with speaking(language):
-        written = picture.draw_ladder(ladder(SCORES, budget_bytes=3 * GIB), tmp_path)
-    assert [path.name for path in written] == ["ladder.png", "ladder.svg"]
-    assert all(2_000 < path.stat().st_size < 300_000 for path in written)
-    svg = written[1].read_text(encoding="utf-8")
-    words = re.findall(r"<text[^>]*>([^<]+)</text>", svg)
-    expected = {"en": ("+ frozen encoder", "activations"), "zh": ("+ 冻结编码器", "激活")}
-    assert set(expected[language]) <= set(words)
-    assert "Noto Sans CJK SC" in svg  # the reader's fonts, if this machine has none
-    from matplotlib.image import imread
-
-    corner = imread(written[0])[0, 0, :3]
-    assert corner.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_without_a_chinese_font_the_png_speaks_english(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(picture, "chinese_font", lambda: None)
-    said: list[tuple[str, str]] = []
-    write = picture._write
-
-    def note(found: Ladder, path: Path, font: str | None) -> None:
-        said.append((path.suffix, show.name_of(found.outcomes[4].rung)))
-        write(found, path, font)
-
-    monkeypatch.setattr(picture, "_write", note)
-    with speaking("zh"):
-        picture.draw_ladder(ladder(), tmp_path)
-    assert said == [(".png", "+ frozen encoder"), (".svg", "+ 冻结编码器")]
-
-
 def test_every_status_fidelity_and_rung_has_its_words() -> None:
-    from memfit.ladders.rungs import CLASSIC, FIDELITIES
-
-    assert show._RUNGS.keys() >= {line.name for line in CLASSIC}
+    assert show._RUNGS.keys() == set(NAMES)
     assert show.FIDELITY_NAMES.keys() >= set(FIDELITIES)
-    assert show.PARTS.keys() >= set(Component)
+    assert show.PARTS.keys() >= {part for one in classic_rungs(CONFIG) for part in one.targets}
     assert show._STATUSES.keys() == {DOES_NOT_FIT, FAILED, NOT_RUN}
     assert show._WHY.keys() >= set(FIDELITIES[2:])

@@ -69,7 +69,7 @@ def catalogue() -> Catalog:
 THE_SAME_IN_CHINESE = {
     "BudgetTrainer", "CUDA graphs", "F1", "LoRA", "R²", "TrainingArguments: {note}",
     "`{name}` (ModelScope)", "max_length {tokens:,}", "torch {version} (CUDA {cuda})",
-    "{folder}: ladder.json, ladder.md, ladder.png, ladder.svg", "{metric} (of {class_name})",
+    "{folder}: ladder.json, ladder.md", "{metric} (of {class_name})",
     "{what} in {where}",
 }  # fmt: skip
 

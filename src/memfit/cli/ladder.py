@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from memfit.cli.options import FlagCommand, Json, Quiet, config_options
 from memfit.config import DataConfig, ModelConfig, RunConfig
 from memfit.config.schema import DATA_SOURCES
 from memfit.i18n import t
-
-if TYPE_CHECKING:
-    from memfit.ladders.rungs import Ladder
 
 EPILOG = (
     "Rungs: baseline, accumulation, checkpointing, adafactor, frozen, tuned, shorter, plan; each "
@@ -74,11 +71,7 @@ def ladder(
         )  # fmt: skip
     if as_json:
         console.show_json(found.as_json())
-    else:
-        _show(found)
-
-
-def _show(found: Ladder) -> None:
+        return
     from memfit.ladders import show
     from memfit.report import terminal
 
@@ -91,4 +84,4 @@ def _show(found: Ladder) -> None:
         out.print(sentence)
     out.print()
     # Paths are printed whole, however long: people copy them.
-    console.show(t("{folder}: ladder.json, ladder.md, ladder.png, ladder.svg", folder=found.folder))
+    console.show(t("{folder}: ladder.json, ladder.md", folder=found.folder))

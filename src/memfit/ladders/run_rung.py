@@ -1,19 +1,21 @@
-"""One rung in a process of its own: `python -m memfit.ladders.run_rung REQUEST.json RESULT.json`.
+"""Runs one rung: `python -m memfit.ladders.run_rung REQUEST RESULT.json`.
 
-Measuring takes a few steps. The second learns from the longest rows of the table, so that its peak
-is the run's; the steps after the third are timed, on rows drawn at random, the same for every rung.
+A rung is a configuration. It is read, planned and trained by the functions of an ordinary run, with
+the stock Trainer or memfit's, for a few steps. The second step trains on the longest rows of the
+table, so that its peak is the run's; the steps after the third are timed, on rows drawn at random,
+the same for every rung.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,14 @@ import torch
 import transformers
 
 from memfit.config import RunConfig
-from memfit.config.files import plain, read_json, write_json
+from memfit.config.files import plain, write_json
 from memfit.engine.effective_batch import leave_out_refused_half
 from memfit.errors import DoesNotFitError, InputError, MemfitError
 from memfit.ladders.rungs import DOES_NOT_FIT, FAILED, OK, PLAN, Rung
 from memfit.memory.available import CudaReader
 from memfit.memory.cards import this_card
 from memfit.memory.components import MemoryPeak
-from memfit.memory.device import is_cuda, synchronize
+from memfit.memory.device import is_cuda, name_of, synchronize
 from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.memory.phases import TRAINING
 from memfit.memory.stock_estimate import estimate_memory
@@ -37,59 +39,12 @@ from memfit.planner.plans import Plan
 from memfit.planner.this_machine import memory_of
 from memfit.planner.workload import user_set_of
 from memfit.records.evaluation import best_metric, evaluate_predictions
-from memfit.run import announcements, stock_flags
+from memfit.run import stock_flags
 from memfit.run.callbacks import MeasureOneStep
 from memfit.run.prepare import Prepared, arguments_of, prepare
 from memfit.training.limits import CudaCap
 from memfit.training.trainer import BudgetTrainer
 from memfit.units import Budget, parse_budget
-
-
-def price_of_stock(prepared: Prepared) -> MemoryPeak | None:
-    """The stock Trainer's step on the longest rows of the table; None where it has no price."""
-    run, args, labels = prepared.config, prepared.arguments, prepared.text.labels
-    rows = args.per_device_train_batch_size
-    longest = sorted(prepared.lengths, reverse=True)[:rows]
-    options: dict[str, Any] = {
-        **run.training,
-        "per_device_train_batch_size": rows,
-        "max_length": longest[0],
-        "num_labels": labels.num_labels,
-        "task": labels.task,
-        # Rows cut at the same length are padded with nothing.
-        "padding": rows > 1 and longest[-1] < longest[0],
-    }
-    try:
-        spec = stock_flags.step_spec(run.model, options)
-        card = this_card() if is_cuda(args.device) else None
-        return estimate_memory(spec, card).peak
-    except MemfitError:
-        return None
-
-
-def price_of_plan(plan: Plan) -> dict[str, Any]:
-    """Its training's peak (a few steps are measured, no checkpoint), its strategies, its word."""
-    price = plan.price
-    predicted = None if price is None else price.phases.get(TRAINING, price.peak)
-    return {
-        "predicted": predicted,
-        "fidelity": str(plan.fidelity),
-        "strategies": [one.name for one in plan.strategies],
-        "micro_batching": vars_of(plan.micro_batching),
-        "targets": targets(plan),
-    }
-
-
-def vars_of(limits: Any) -> dict[str, Any]:
-    """What is on the device at once."""
-    return {"max_rows": limits.max_rows, "max_tokens": limits.max_tokens}
-
-
-def targets(plan: Plan) -> list[str]:
-    """The components its strategies shrink, in the order they are always named."""
-    shrunk = {part for one in plan.strategies for part in one.shrinks}
-    return [name for name in ("weights", "gradients", "optimizer", "activations") if name in shrunk]
-
 
 WARM_STEPS = 3
 
@@ -102,129 +57,103 @@ _ALONE: Mapping[str, Any] = {
 
 
 class StepTimer(transformers.TrainerCallback):
-    """When each step ended."""
+    """Notes when each step ended on the device."""
 
     def __init__(self) -> None:
-        self._ends: list[float] = []
+        self.ends: list[float] = []
 
     def on_step_end(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
-        """The device has to be done with it, too."""
+        """Called by the Trainer after the update."""
         synchronize(args.device)
-        self._ends.append(time.perf_counter())
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds of the warm steps."""
-        warm = self._ends[WARM_STEPS - 1 :]
-        return [later - earlier for earlier, later in itertools.pairwise(warm)]
+        self.ends.append(time.perf_counter())
 
 
-@dataclass
-class Job:
-    """What a process was asked for, and the data read for it."""
-
-    config: RunConfig
-    """The user's."""
-    rung: Rung
-    scratch: Path
-
-    def __post_init__(self) -> None:
-        self.run = self.rung.applied_to(self.config)
-        self.prepared = prepare(self.run, self.scratch)
-        self.device = self.prepared.arguments.device
-
-    @property
-    def effective_rows(self) -> int:
-        """Rows one optimizer step learns from."""
-        args = self.prepared.arguments
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
-
-    def trainer(self, over: Mapping[str, Any], rows: Any, plan: Plan | None, callbacks: Any) -> Any:
-        """The stock Trainer, or memfit's with its plan."""
-        run, prepared = self.run, self.prepared
-        alone = replace(run, training={**run.training, **_ALONE, **over})
-        arguments = arguments_of(alone, prepared.text.labels, self.scratch)
-        transformers.set_seed(arguments.seed)  # the head's first weights are random
-        model = load_weights(run.model, prepared.settings, prepared.tokenizer, run.data.max_length)
-        named: dict[str, Any] = {
-            "train_dataset": rows, "eval_dataset": prepared.tokens.validation,
-            "processing_class": prepared.tokenizer, "callbacks": list(callbacks),
-        }  # fmt: skip
-        if plan is None:
-            if self.device.type == "cpu":
-                leave_out_refused_half(arguments)
-            return transformers.Trainer(model, arguments, **named)
-        return BudgetTrainer(
-            model, arguments, budget=self.rung.budget, plan=plan,
-            user_set=user_set_of(self.config), **named,
-        )  # fmt: skip
-
-
-def measure(job: Job, steps: int, plan_file: Path) -> dict[str, Any]:
-    """Predicted and measured peak, and the seconds of the timed steps."""
-    prepared = job.prepared
-    found: dict[str, Any] = {
-        "steps_per_epoch": -(-len(prepared.lengths) // job.effective_rows),
-        "fidelity": job.rung.fidelity,
+def trainer_of(
+    run: RunConfig,
+    prepared: Prepared,
+    plan: Plan | None = None,
+    rows: Any = None,
+    callbacks: Sequence[Any] = (),
+    **training: Any,
+) -> transformers.Trainer:
+    """The stock Trainer of a rung's run, or memfit's with its plan."""
+    alone = replace(run, training={**run.training, **_ALONE, **training})
+    arguments = arguments_of(alone, prepared.text.labels, Path(prepared.arguments.output_dir or ""))
+    transformers.set_seed(arguments.seed)  # the head's first weights are random
+    model = load_weights(run.model, prepared.settings, prepared.tokenizer, run.data.max_length)
+    named: dict[str, Any] = {
+        "train_dataset": prepared.tokens.train if rows is None else rows,
+        "eval_dataset": prepared.tokens.validation,
+        "processing_class": prepared.tokenizer,
+        "callbacks": list(callbacks),
     }
-    plan: Plan | None = None
-    if job.rung.kind == PLAN:
-        try:
-            plan = prepared.plan().chosen
-        except DoesNotFitError as error:
-            return {**found, "status": DOES_NOT_FIT, "why": str(error)}
-        plan.write(plan_file)
-        found |= price_of_plan(plan)
+    if plan is None:
+        if arguments.device.type == "cpu":
+            leave_out_refused_half(arguments)
+        return transformers.Trainer(model, arguments, **named)
+    return BudgetTrainer(
+        model, arguments, budget=run.budget, plan=plan, user_set=user_set_of(run), **named
+    )
+
+
+def measure(
+    run: RunConfig, prepared: Prepared, plan: Plan | None, steps: int, limit_bytes: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yields the prediction, then the measured peak and the seconds of the timed steps."""
+    args = prepared.arguments
+    effective = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    yield {"steps_per_epoch": -(-len(prepared.lengths) // effective)}
+    if plan is None:
+        yield {"predicted": _stock_peak(run, prepared)}
     else:
-        found["predicted"] = price_of_stock(prepared)
-    probe, clock = MeasureOneStep(), StepTimer()
-    order = rows_in_order(prepared.lengths, job.effective_rows, steps, prepared.arguments.seed)
-    over = {"max_steps": WARM_STEPS + steps, "train_sampling_strategy": "sequential"}
-    with _capped(job):
-        try:
-            rows = prepared.tokens.train.select(order)
-            trainer = job.trainer(over, rows, plan, [probe, clock])
-            found["parameters"], found["learning_parameters"] = announcements.parameters(trainer)
-            trainer.train()
-            measured = probe.peak(job.device)
-        except Exception as error:
-            if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
-                raise
-            return {**found, "status": DOES_NOT_FIT, "why": _first_line(error)}
-    return {**found, **_verdict(job, measured), "measured": measured, "step_seconds": clock.timed}
+        shrunk = {part for one in plan.strategies for part in one.shrinks}
+        named = ("weights", "gradients", "optimizer", "activations")
+        price = plan.price
+        yield {
+            "predicted": price and price.phases.get(TRAINING, price.peak),
+            "fidelity": str(plan.fidelity),
+            "strategies": [one.name for one in plan.strategies],
+            "targets": [name for name in named if name in shrunk],
+        }
+    probe, timer = MeasureOneStep(), StepTimer()
+    order = rows_in_order(prepared.lengths, effective, steps, args.seed)
+    trainer_of(
+        run, prepared, plan, prepared.tokens.train.select(order), [probe, timer],
+        max_steps=WARM_STEPS + steps, train_sampling_strategy="sequential",
+    ).train()  # fmt: skip
+    peak = probe.peak(args.device)
+    # On a CPU nothing stops a stock run at the budget: its peak tells whether it fits.
+    over = limit_bytes is not None and peak is not None and peak.device_bytes > limit_bytes
+    warm = timer.ends[WARM_STEPS - 1 :]
+    yield {
+        "status": DOES_NOT_FIT if over and not is_cuda(args.device) else OK,
+        "measured": peak,
+        "step_seconds": [later - earlier for earlier, later in itertools.pairwise(warm)],
+    }
 
 
-def _verdict(job: Job, measured: Any) -> dict[str, Any]:
-    """On a CPU nothing stops a stock run at the budget: what it held says whether it fits."""
-    limit = _limit_bytes(job)
-    if is_cuda(job.device) or limit is None or measured is None:
-        return {"status": OK}
-    return {"status": OK if measured.device_bytes <= limit else DOES_NOT_FIT}
-
-
-def _limit_bytes(job: Job) -> int | None:
-    """What every rung is held to; None: the whole device."""
-    budget = parse_budget(job.config.budget)
-    return None if budget == Budget() else memory_of(job.device).limit_bytes(budget)
-
-
-@contextmanager
-def _capped(job: Job) -> Iterator[None]:
-    """A card as large as the budget; memfit's own Trainer sees to that itself."""
-    limit = _limit_bytes(job)
-    if not is_cuda(job.device) or limit is None or job.rung.kind == PLAN:
-        yield
-        return
-    cap = CudaCap(CudaReader(job.device))
-    cap.move(limit)
+def _stock_peak(run: RunConfig, prepared: Prepared) -> MemoryPeak | None:
+    """What `memfit estimate` predicts for the longest rows; None where it cannot."""
+    args, labels = prepared.arguments, prepared.text.labels
+    rows = args.per_device_train_batch_size
+    longest = sorted(prepared.lengths, reverse=True)[:rows]
+    options: dict[str, Any] = {
+        **run.training,
+        "per_device_train_batch_size": rows,
+        "max_length": longest[0],
+        "num_labels": labels.num_labels,
+        "task": labels.task,
+        "padding": rows > 1 and longest[-1] < longest[0],  # rows of one length are not padded
+    }
     try:
-        yield
-    finally:
-        cap.release()
+        card = this_card() if is_cuda(args.device) else None
+        return estimate_memory(stock_flags.step_spec(run.model, options), card).peak
+    except MemfitError:
+        return None
 
 
 def rows_in_order(lengths: Sequence[int], effective: int, steps: int, seed: int) -> list[int]:
-    """Rows of every step, one after the other: the second has the longest of the table."""
+    """The rows of every step in turn: the second step has the longest of the table."""
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
     longest = list(itertools.islice(itertools.cycle(by_length[:effective]), effective))
     drawn = list(range(len(lengths)))
@@ -235,79 +164,84 @@ def rows_in_order(lengths: Sequence[int], effective: int, steps: int, seed: int)
     return [*first, *longest, *rest]
 
 
-def score(job: Job, seed: int, plan_file: Path) -> dict[str, Any]:
+def score(run: RunConfig, prepared: Prepared, plan: Plan | None, seed: int) -> dict[str, Any]:
     """The metric of the whole training with one seed; the split stays the same."""
-    labels, tokens = job.prepared.text.labels, job.prepared.tokens
+    labels, tokens = prepared.text.labels, prepared.tokens
+    trainer = trainer_of(run, prepared, plan, seed=seed, data_seed=seed)
+    started = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - started
+    output = trainer.predict(tokens.validation)
+    logits, answers = (
+        array[0] if isinstance(array, tuple) else array
+        for array in (output.predictions, output.label_ids)
+    )
+    assert answers is not None
+    metrics = evaluate_predictions(logits, answers, labels).metrics
     metric = best_metric(labels.task)[0]
-    plan = Plan.read(plan_file) if job.rung.kind == PLAN else None
-    try:
-        with _capped(job):
-            trainer = job.trainer({"seed": seed, "data_seed": seed}, tokens.train, plan, [])
-            started = time.perf_counter()
-            trainer.train()
-            seconds = time.perf_counter() - started
-            output = trainer.predict(tokens.validation)
-    except Exception as error:
-        if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
-            raise
-        return {"status": DOES_NOT_FIT, "why": _first_line(error)}
-    logits: Any = output.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    evaluation = evaluate_predictions(logits, output.label_ids, labels)
     return {
-        "status": OK, "metric": metric, "value": evaluation.metrics[metric],
-        "metrics": evaluation.metrics, "train_seconds": seconds,
-        "epochs": trainer.args.num_train_epochs,
+        "status": OK, "metric": metric, "value": metrics[metric], "metrics": metrics,
+        "train_seconds": seconds, "epochs": trainer.args.num_train_epochs,
     }  # fmt: skip
 
 
-def run(request: Mapping[str, Any]) -> dict[str, Any]:
+def run_rung(request: Mapping[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
+    """Yields the facts of a rung as they become known, its result last."""
+    config, rung = RunConfig.from_toml(request["config"]), Rung.from_json(request["rung"])
+    run = rung.applied_to(config)
+    prepared = prepare(run, scratch)
+    device = prepared.arguments.device
+    memory, budget = memory_of(device), parse_budget(config.budget)
+    limit_bytes = None if budget == Budget() else memory.limit_bytes(budget)
+    yield {
+        "device": {
+            "type": device.type, "name": name_of(device), "total_bytes": memory.total_bytes
+        },
+        "rows": len(prepared.lengths),
+        "budget_bytes": limit_bytes,
+    }  # fmt: skip
+    plan, path, seed = None, Path(request["plan_file"]), request["seed"]
+    if rung.kind == PLAN:
+        plan = Plan.read(path) if seed is not None else prepared.plan().chosen
+        plan.write(path)
+    elif is_cuda(device) and limit_bytes is not None:
+        # For the stock Trainer the card is as small as the budget, until this process ends.
+        CudaCap(CudaReader(device)).move(limit_bytes)
+    if seed is None:
+        yield from measure(run, prepared, plan, int(request["steps"]), limit_bytes)
+    else:
+        yield score(run, prepared, plan, int(seed))
+
+
+def result_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """The result of a request, also where it fails."""
-    found: dict[str, Any] = {"seconds": 0.0}
+    found: dict[str, Any] = {}
     started = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="memfit-ladder-") as scratch:
-            config = RunConfig.from_toml(request["config"])
-            job = Job(config, Rung.from_json(request["rung"]), Path(scratch))
-            found["device"] = _device(job.device)
-            found["rows"] = len(job.prepared.lengths)
-            found["budget_bytes"] = _limit_bytes(job)
-            plan_file = Path(request["plan_file"])
-            if request["seed"] is None:
-                found |= measure(job, int(request["steps"]), plan_file)
-            else:
-                found |= score(job, int(request["seed"]), plan_file)
+            for facts in run_rung(request, Path(scratch)):
+                found |= facts
     except Exception as error:
-        wrong = isinstance(error, InputError)
-        found |= {"status": FAILED, "why": _first_line(error), "input_is_wrong": wrong}
-        if not wrong:
+        fits = not is_out_of_memory(error) and not isinstance(error, DoesNotFitError)
+        wrong = isinstance(error, InputError) and fits
+        found |= {
+            "status": FAILED if fits else DOES_NOT_FIT,
+            "why": _first_line(error),
+            "input_is_wrong": wrong,
+        }
+        if fits and not wrong:
             sys.excepthook(*sys.exc_info())  # into the log
-    found["seconds"] = time.perf_counter() - started
-    made: dict[str, Any] = plain(found)
+    made: dict[str, Any] = plain({**found, "seconds": time.perf_counter() - started})
     return made
 
 
-def _device(device: torch.device) -> dict[str, Any]:
-    return {
-        "type": device.type,
-        "name": announcements.device_name(device),
-        "total_bytes": memory_of(device).total_bytes,
-    }
-
-
 def _first_line(error: BaseException) -> str:
-    """CUDA's message goes on for lines about what else the card holds."""
+    """The first two sentences: CUDA's message goes on about what else the card holds."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     sentence = ". ".join(line.split(". ")[:2])
     named = isinstance(error, DoesNotFitError | InputError | torch.OutOfMemoryError)
     return sentence if named else f"{type(error).__name__}: {sentence}"
 
 
-def main() -> None:
-    """One request in, one result out."""
-    request, result = map(Path, sys.argv[1:3])
-    write_json(result, run(read_json(request)))
-
-
 if __name__ == "__main__":
-    main()
+    write_json(Path(sys.argv[2]), result_of(json.loads(sys.argv[1])))
