@@ -171,13 +171,10 @@ def score(run: RunConfig, prepared: Prepared, plan: Plan | None, seed: int) -> d
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
-    output = trainer.predict(tokens.validation)
-    logits, answers = (
-        array[0] if isinstance(array, tuple) else array
-        for array in (output.predictions, output.label_ids)
-    )
-    assert answers is not None
-    metrics = evaluate_predictions(logits, answers, labels).metrics
+    output: Any = trainer.predict(tokens.validation)
+    logits = output.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    metrics = evaluate_predictions(logits, output.label_ids, labels).metrics
     metric = best_metric(labels.task)[0]
     return {
         "status": OK, "metric": metric, "value": metrics[metric], "metrics": metrics,
