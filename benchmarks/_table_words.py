@@ -52,16 +52,6 @@ INFERENCE_ROWS: dict[str, dict[str, str]] = {
         for size in (1, 8, 32, 64)
     },
 }
-RANKS_HEADS: Words = {
-    "en": (
-        "model", "card", "cards", "step", "on the bus", "of it waited for", "rows a second",
-        "× one card", "× at 4 GB/s", "memory of a card",
-    ),
-    "zh": (
-        "模型", "显卡", "卡数", "每步", "总线上", "其中等待",
-        "每秒行数", "是一张卡的几倍", "4 GB/s 时的倍数", "每张卡的显存",
-    ),
-}  # fmt: skip
 INFERENCE_MEMORY_HEAD = {"en": "{rows} rows", "zh": "{rows} 行"}
 PLAN_HEADS: Words = {
     "en": (

@@ -362,32 +362,6 @@ def inference_memory_table(language: str) -> str:
     return table(("", *heads), rows)
 
 
-def ranks_table(language: str) -> str:
-    """What several cards are predicted to reach."""
-    found = read(accuracy.RESULTS / "ranks_simulated.json")["rows"]
-    alone = {(one["model"], one["card"]): one for one in found if one["ranks"] == 1}
-    rows = []
-    for one in found:
-        first = alone[one["model"], one["card"]]
-        rows.append(
-            (
-                one["model"],
-                one["card"],
-                str(one["ranks"]),
-                f"{1000 * one['step_seconds']:.0f} ms",
-                f"{1000 * one['exchange_seconds']:.0f} ms" if one["ranks"] > 1 else "",
-                f"{1000 * one['waited_seconds']:.0f} ms" if one["ranks"] > 1 else "",
-                f"{one['rows_per_second']:,.0f}",
-                f"{one['rows_per_second'] / first['rows_per_second']:.2f}",
-                f"{one['slow_link_rows_per_second'] / first['rows_per_second']:.2f}"
-                if one["ranks"] > 1
-                else "",
-                f"{one['device_bytes'] / 1e9:.2f} GB",
-            )
-        )
-    return table(words.RANKS_HEADS[language], rows)
-
-
 def recipe_table(language: str) -> str:
     """What each rung of the recipe holds and takes, and what was predicted of it."""
     pictures = {"en": chart.ENGLISH, "zh": chart.CHINESE}
@@ -449,7 +423,6 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "no-bf16": no_bf16_table,
     "plans": plan_table,
     "quality": quality_table,
-    "ranks": ranks_table,
     "recipe": recipe_table,
     "rounding": rounding_table,
     "train-f1": train_f1_table,

@@ -25,7 +25,7 @@ from strategy_combinations import (
 
 CLIP = 1.0
 SLICES = 12
-SEVERAL_RANKS = frozenset({"sharded_state", "fully_sharded"})
+SEVERAL_RANKS = frozenset({"fully_sharded"})
 """Saved and resumed in tests/faults/test_several_ranks.py."""
 
 

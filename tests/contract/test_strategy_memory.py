@@ -173,6 +173,6 @@ def test_every_strategy_that_a_cpu_has_a_use_for_is_compared() -> None:
     compared = {one.name for strategies, _, _ in RUNS.values() for one in strategies}
     elsewhere = {
         "fused_attention", "fused_layers", "activation_offload", "optimizer_offload",
-        "small_workspace", "cuda_graphs", "state_offload", "sharded_state", "fully_sharded",
+        "small_workspace", "cuda_graphs", "state_offload", "fully_sharded",
     }  # fmt: skip
     assert compared == {kind.name for kind in ORDER} - elsewhere

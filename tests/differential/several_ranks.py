@@ -36,13 +36,6 @@ def shared(case: Case, ranks: int) -> Case:
     return dataclasses.replace(case, batch=rows, accumulation=1, trial=trial)
 
 
-def sharded(case: Case) -> Case:
-    """Every second case with its optimizer state divided; one that cannot have that leaves it."""
-    if case.seed % 2 == 0 or case.budget is not None:
-        return case
-    return dataclasses.replace(case, strategies=(*case.strategies, "ShardedState()"))
-
-
 def run(seeds: Sequence[int], ranks: int, folder: Path) -> None:
     """Has the ranks run the cases of these seeds; what each has seen is under `folder`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -99,7 +92,7 @@ def _work(folder: Path, seeds: Sequence[int]) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for seed in seeds:
-        case = sharded(shared(drawn(seed), ranks))
+        case = shared(drawn(seed), ranks)
         case = dataclasses.replace(case, batch=case.batch // ranks, trial=case.trial // ranks)
         if rank != seed % ranks:
             case = dataclasses.replace(case, failing=())  # one of them runs out of memory

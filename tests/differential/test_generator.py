@@ -19,7 +19,7 @@ from memfit.strategies import ORDER
 TOP = Path(__file__).resolve().parents[2]
 # Captured steps need a card: tests/gpu compares them. What is divided over ranks needs several: see
 # several_ranks.py, and tests/faults/test_several_ranks.py for fully sharded models.
-ELSEWHERE = {"cuda_graphs", "sharded_state", "fully_sharded"}
+ELSEWHERE = {"cuda_graphs", "fully_sharded"}
 DRAWN = [drawn(seed) for seed in range(3000)]
 
 

@@ -310,24 +310,21 @@ def deep_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.mark.parametrize(
-    ("budget", "divides"), [("20MB", "sharded_state"), ("14MB", "fully_sharded")]
-)
 def test_a_budget_is_met_by_what_ranks_divide_among_them(
-    tmp_path: Path, reviews: Path, deep_model_dir: Path, budget: str, divides: str
+    tmp_path: Path, reviews: Path, deep_model_dir: Path
 ) -> None:
     """Planned, trained, stopped, resumed, evaluated, saved, and loaded by one process."""
     out = tmp_path / "out"
     words = ["train", str(reviews), "--model", str(deep_model_dir), "--epochs", "2"]
     words += ["--max-length", "16", "--batch-size", "8", "--learning-rate", "1e-3"]
-    words += ["--exact", "--budget", budget, "--output-dir", str(out)]
+    words += ["--exact", "--budget", "14MB", "--output-dir", str(out)]
     codes, said = two_ranks(tmp_path, words, callback=Signalled(signal.SIGTERM, 2))
     assert codes == [143, 143], said
     assert "stopped at step 3 of 8" in said[0]
     codes, said = two_ranks(tmp_path, ["train", "--resume", "--output-dir", str(out)])
     assert codes == [0, 0], said
     summary = read_summary(out)
-    assert divides in summary.plan["strategies"]
+    assert "fully_sharded" in summary.plan["strategies"]
     predicted, measured = summary.memory.predicted, [one.peak_bytes for one in summary.ranks]
     # gloo's threads may hold a buffer a moment longer: test_several_ranks.py compares more closely.
     assert predicted.device_bytes == pytest.approx(min(measured), rel=0.03)

@@ -13,8 +13,8 @@ from memfit.memory.cards import DeviceProfile, find_card
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.candidates import Candidate, PlanTask, Price, Timed
-from memfit.planner.exchange_cost import ExchangeCost, exchange_cost
 from memfit.planner.pricing.shallow_traces import Known
+from memfit.planner.ranks import RankCost, rank_cost
 from memfit.planner.search import Planning, make_plan
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Strategy, Tier
@@ -131,10 +131,10 @@ class FormulaPricer:
         total = self.outside + self.layers * self.layer_parameters
         return total // 100 if candidate.fidelity >= 3 else total
 
-    def exchange(self, candidate: Candidate) -> ExchangeCost:
-        return exchange_cost(
+    def exchange(self, candidate: Candidate) -> RankCost:
+        return rank_cost(
             self.workload, self.card, 2.0 * self.learning_parameters(candidate), 0.0,
-            micro_batches=1.0, graphed=False, kept=True,
+            micro_batches=1.0, divided=False,
         )  # fmt: skip
 
     def least_seconds(self, tier: Tier, prices: Sequence[Price | Timed]) -> float:

@@ -248,7 +248,7 @@ def test_every_strategy_of_the_registry_is_asked_in_its_order(here: Environment)
     found = readiness(here, find_card("H200"))
     assert [one.strategy for one in found] == [kind.name for kind in ORDER]
     # One process has nobody to share with.
-    assert [one.strategy for one in found if not one.ready] == ["sharded_state", "fully_sharded"]
+    assert [one.strategy for one in found if not one.ready] == ["fully_sharded"]
 
 
 def test_an_older_card_is_judged_in_float16_and_not_refused(here: Environment) -> None:

@@ -14,25 +14,17 @@ import pytest
 from transformers import BertConfig, TrainingArguments
 
 from memfit import BudgetTrainer
-from memfit.engine.exchange import IN_FLIGHT_BYTES, Peers
+from memfit.engine.exchange import Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.memory.phases import EVALUATION
 from memfit.planner.candidates import Candidate, PlanTask
-from memfit.planner.exchange_cost import (
-    NCCL_GROUP_BYTES,
-    NCCL_PAIR_BYTES,
-    exchange_cost,
-    gathering_cost,
-    link_bytes_per_second,
-)
 from memfit.planner.explain import explain
 from memfit.planner.plans import Plan
 from memfit.planner.pricing import step_trace
 from memfit.planner.pricing.pricer import TracedPricer
 from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
-from memfit.planner.pricing.traced_setup import build_model, full_config
+from memfit.planner.ranks import link_bytes_per_second, rank_cost
 from memfit.planner.search import make_plan, price_all
 from memfit.planner.space import PlanRequest, candidates
 from memfit.planner.workload import Workload
@@ -44,15 +36,13 @@ from memfit.strategies import (
     LowBitAdamW,
     OptimizerOffload,
     Packing,
-    ShardedState,
     Strategy,
 )
-from memfit.strategies.sharded_state import owners
-from memfit.units import Budget
+from memfit.units import MIB, Budget
 from small_training import collate, model_of, texts
 
 T4, CARD = find_card("T4"), find_card("RTX 3060 12GB")
-LOW, KEPT8, SHARDED = LowBitAdamW(), GradientRelease("kept8"), ShardedState()
+LOW, KEPT8 = LowBitAdamW(), GradientRelease("kept8")
 
 
 @cache
@@ -78,11 +68,11 @@ def test_a_rank_has_its_own_batch_and_all_together_fewer_steps() -> None:
     alone, four = workload(1), workload(4)
     assert (four.rank_rows, four.effective_rows) == (8, 32)
     assert (alone.steps_per_epoch, four.steps_per_epoch) == (25, 7)
-    # In `.grad` gradients are summed where they lie; small ones travel together, in a copy.
+    # DDP sums gradients in buckets that lie beside them.
     (one, _, trace), (each, _, _) = (
         price_memory(task, candidate(), None) for task in (alone, four)
     )
-    assert 0 <= each.device_bytes - one.device_bytes <= 4 * trace.trainable_parameters
+    assert each.device_bytes - one.device_bytes == 4 * trace.trainable_parameters
 
 
 def test_nccl_is_counted_on_every_card_and_gloo_is_not() -> None:
@@ -93,38 +83,11 @@ def test_nccl_is_counted_on_every_card_and_gloo_is_not() -> None:
         return full.components[Component.CONTEXT]
 
     alone = context(workload(1))
-    assert context(workload(2)) == alone + NCCL_PAIR_BYTES
-    assert context(workload(4)) == alone + NCCL_GROUP_BYTES
+    assert context(workload(2)) == alone + 544 * MIB
+    assert context(workload(4)) == alone + 688 * MIB
     by_host = copy.copy(workload(4).args)
     by_host.ddp_backend = "gloo"
     assert context(dataclasses.replace(workload(4), args=by_host)) == alone
-
-
-def test_gradients_on_their_way_are_the_same_at_every_depth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """39 MB of them at full depth: more than may be on their way at once."""
-    chosen = candidate(LOW, KEPT8)
-    alone, shared = (workload(ranks, layers=6, width=512) for ranks in (1, 2))
-    (one, _, _), (two, _, composed) = (price_memory(task, chosen, None) for task in (alone, shared))
-    assert max(composed.traced_layers) < 6
-    assert two.device_bytes - one.device_bytes == pytest.approx(IN_FLIGHT_BYTES, rel=0.25)
-    monkeypatch.setattr(step_trace, "plan_runs", lambda *_: None)
-    whole, _, trace = price_memory(dataclasses.replace(shared), chosen, None)
-    assert trace.traced_layers == (6,)
-    assert two.device_bytes == pytest.approx(whole.device_bytes, rel=0.005)
-    quick = TracedPricer(shared, None).quick(chosen)
-    assert quick.device_bytes == pytest.approx(two.device_bytes, rel=0.05)
-
-
-def test_gradients_sent_after_a_graph_have_arrived_before_an_evaluation() -> None:
-    chosen = candidate(Packing(), LOW, KEPT8, CudaGraphs(64))
-    alone, shared = (
-        price_memory(workload(ranks, layers=6, width=512), chosen, CARD)[1][EVALUATION]
-        for ranks in (1, 2)
-    )
-    more = shared.components[Component.GRADIENTS] - alone.components[Component.GRADIENTS]
-    assert more < 0.1 * IN_FLIGHT_BYTES
 
 
 def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:
@@ -159,67 +122,29 @@ def test_every_candidate_for_ranks_can_be_used_by_them() -> None:
             assert release == KEPT8
 
 
-def test_graphs_of_ranks_send_all_gradients_when_they_are_done() -> None:
-    """Each is a bf16 copy of what is kept in 8 bits, beside the graph's own memory."""
-    chosen = candidate(Packing(), LOW, KEPT8, CudaGraphs(64))
-    one, two = (TracedPricer(workload(ranks), CARD) for ranks in (1, 2))
-    cost = two.exchange(chosen)
-    assert cost.sent_bytes == pytest.approx(2 * two.learning_parameters(chosen), rel=0.02)
-    assert cost.waited_seconds == cost.seconds > 0
-    assert two.quick(chosen).step_seconds > one.quick(chosen).step_seconds + 0.99 * cost.seconds
-
-
 def test_a_step_waits_for_what_backward_does_not_hide() -> None:
     """325 M gradients of 2 bytes on a ring of 4: 1.5 times 0.65 GB at 9.9 GB/s."""
 
     def cost(step_seconds: float, **how: Any) -> tuple[float, float]:
-        given = {"micro_batches": 1.0, "graphed": False, "kept": True, **how}
-        found = exchange_cost(workload(4), T4, 650e6, step_seconds, **given)
+        given = {"micro_batches": 1.0, "divided": False, **how}
+        found = rank_cost(workload(4), T4, 650e6, step_seconds, **given)
         return round(found.seconds, 4), round(found.waited_seconds, 4)
 
     assert cost(0.3) == (0.0982, 0.0)
     assert cost(0.09) == (0.0982, 0.0382)
     assert cost(0.3, micro_batches=4.0) == (0.0982, 0.0482)
-    assert cost(0.3, graphed=True) == (0.0982, 0.0982)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_divided_state_is_that_of_the_rank_with_the_most(ranks: int) -> None:
-    task = workload(ranks, layers=6)
-    model = build_model(task, full_config(task))
-    owner = owners(model.parameters(), ranks)
-    most = max(sum(p.numel() for p in owner if owner[p] == rank) for rank in range(ranks))
-    pricer = TracedPricer(task, None)
-    for used in (candidate(), candidate(SHARDED)):
-        full, _, _ = price_memory(task, used, None)
-        quick = pricer.quick(used).peak
-        kept = most if used.strategies else sum(p.numel() for p in owner)
-        for peak in (full, quick):  # two moments, and a step count of each parameter
-            held = peak.components[Component.OPTIMIZER] / 8
-            assert kept <= held == pytest.approx(kept, rel=0.02)
-        assert quick.device_bytes == pytest.approx(full.device_bytes, rel=0.01)
-
-
-def test_weights_of_divided_state_are_sent_after_the_update() -> None:
-    """Gradients cross a link of a ring of 4 one and a half times, weights three quarters."""
-    pricer = TracedPricer(workload(4), CARD)
-    plain, divided = candidate(Packing(), LOW, KEPT8), candidate(Packing(), LOW, KEPT8, SHARDED)
-    before, after = pricer.exchange(plain), pricer.exchange(divided)
-    assert (before.weight_bytes, after.weight_bytes) == (0, after.sent_bytes)
-    assert after.seconds == pytest.approx(1.5 * before.seconds)
-    assert after.waited_seconds >= before.waited_seconds + 0.49 * before.seconds
-
-
-def test_state_and_then_weights_are_divided_where_nothing_fits_otherwise() -> None:
+def test_weights_are_divided_where_nothing_fits_otherwise() -> None:
     task = workload(2, layers=8, width=256)
     pricer = TracedPricer(task, None)
     asked = PlanRequest(task, None, pricer.problem, exact=True)
     prices = price_all(asked, pricer)
     least = {
         kind: min(one.device_bytes for one in prices if _divides(one.candidate) == kind)
-        for kind in ("nothing", "state", "weights")
+        for kind in ("nothing", "weights")
     }
-    assert least["weights"] < 0.9 * least["state"] < 0.8 * least["nothing"]
+    assert least["weights"] < 0.8 * least["nothing"]
 
     def plan(budget_bytes: int) -> Plan:
         budget = Budget(bytes=budget_bytes)
@@ -229,27 +154,22 @@ def test_state_and_then_weights_are_divided_where_nothing_fits_otherwise() -> No
         return make_plan(chosen, pricer=pricer).chosen
 
     assert _divides(plan(10 * least["nothing"]).candidate) == "nothing"
-    for kind, before, name, sentence in (
-        ("state", "nothing", "sharded_state", "keeps the optimizer's state of its share"),
-        ("weights", "state", "fully_sharded", "keeps a part of every weight, gradient and moment"),
-    ):
-        tight = plan(int(0.97 * least[before]))
-        assert _divides(tight.candidate) == kind
-        said = {one.about: one.sentence() for one in tight.decisions}
-        assert f"each of 2 ranks {sentence}" in said[name]
-        assert "of gradients and send" in said["ranks"]
+    tight = plan(int(0.97 * least["nothing"]))
+    assert _divides(tight.candidate) == "weights"
+    said = {one.about: one.sentence() for one in tight.decisions}
+    assert "each of 2 ranks keeps a part of every weight" in said["fully_sharded"]
+    assert "of gradients and gather" in said["ranks"]
 
 
 def _divides(used: Candidate) -> str:
-    effects = used.effects
-    return "weights" if effects.divides_weights else "state" if effects.divides_state else "nothing"
+    return "weights" if used.effects.divides_weights else "nothing"
 
 
 def test_one_rank_is_not_told_of_strategies_for_several() -> None:
     task = workload(1)
     asked = PlanRequest(task, None, TracedPricer(task, None).problem, exact=True)
     assert {_divides(one) for one in candidates(asked)} == {"nothing"}
-    assert not {"sharded_state", "fully_sharded"} & set(asked.left_out)
+    assert "fully_sharded" not in asked.left_out
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -263,7 +183,7 @@ def test_divided_weights_are_whole_one_layer_at_a_time(
     layer = 4 * (4 * 128 * 128 + 2 * 128 * 512)
     parts = composed.components
     assert parts[Component.OPTIMIZER] == pytest.approx(2 * whole / ranks, rel=0.01)
-    assert whole / ranks + layer < parts[Component.WEIGHTS] < whole / ranks + 3.2 * layer
+    assert parts[Component.WEIGHTS] == pytest.approx(whole / ranks + 4 * layer, rel=0.02)
     quick = TracedPricer(task, None).quick(used)
     assert quick.device_bytes == pytest.approx(composed.device_bytes, rel=0.03)
     assert max(trace.traced_layers) < 8
@@ -275,13 +195,13 @@ def test_divided_weights_are_whole_one_layer_at_a_time(
 
 def test_divided_weights_are_gathered_twice_in_every_micro_batch() -> None:
     """Beside the computation on cards; gloo gathers while nothing is computed."""
-    found = gathering_cost(workload(4), T4, 4e9, 1.0, micro_batches=2.0)
-    assert (found.sent_bytes, found.weight_bytes) == (8e9, 16e9)
+    found = rank_cost(workload(4), T4, 4e9, 1.0, micro_batches=2.0, divided=True)
+    assert (found.sent_bytes, found.gathered_bytes) == (8e9, 16e9)
     assert found.seconds == pytest.approx(0.75 * 24e9 / link_bytes_per_second(T4))
     assert found.waited_seconds == pytest.approx(found.seconds - 1.0)
-    hidden = gathering_cost(workload(4), T4, 4e9, 10.0, micro_batches=2.0)
+    hidden = rank_cost(workload(4), T4, 4e9, 10.0, micro_batches=2.0, divided=True)
     assert hidden.waited_seconds == pytest.approx(2.0)
-    on_cpu = gathering_cost(workload(4), None, 4e6, 3.0, micro_batches=1.0)
+    on_cpu = rank_cost(workload(4), None, 4e6, 3.0, micro_batches=1.0, divided=True)
     assert on_cpu.waited_seconds == on_cpu.seconds == pytest.approx(0.75 * 12e6 / 1e9)
 
 

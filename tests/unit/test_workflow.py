@@ -29,7 +29,7 @@ from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
 from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_paths
-from memfit.strategies import Checkpointing, FullySharded, Packing, ShardedState
+from memfit.strategies import Checkpointing, FullySharded, Packing
 from memfit.training.guard import rehearsal
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
@@ -289,12 +289,11 @@ def test_a_run_of_several_ranks_resumes_on_one_with_nothing_divided(
     folder = RunFolder(tmp_path / "out")
     folder.path.mkdir()
     digest = digest_of(task.workload, task.budget_bytes, task.card)
-    for divided in (ShardedState(), FullySharded()):
-        begun = Candidate((Packing(), divided), MicroBatching(max_tokens=64))
-        Plan(candidate=begun, digest=digest).write(folder.plan)
-        choosing = Choosing(
-            config=config, task=task, folder=folder, say=print, checkpoint=folder.path / "any"
-        )
-        made = choosing.choose()
-        assert made is not None
-        assert made.candidate == Candidate((Packing(),), MicroBatching(max_tokens=64))
+    begun = Candidate((Packing(), FullySharded()), MicroBatching(max_tokens=64))
+    Plan(candidate=begun, digest=digest).write(folder.plan)
+    choosing = Choosing(
+        config=config, task=task, folder=folder, say=print, checkpoint=folder.path / "any"
+    )
+    made = choosing.choose()
+    assert made is not None
+    assert made.candidate == Candidate((Packing(),), MicroBatching(max_tokens=64))

@@ -70,7 +70,7 @@ def saved_bytes(price: Price, ranks: int) -> tuple[int, int]:
     parts, effects = price.peak.components, price.candidate.effects
     weights, state = parts.get(Component.WEIGHTS, 0), parts.get(Component.OPTIMIZER, 0)
     weights *= ranks if effects.divides_weights else 1
-    state *= ranks if effects.needs_ranks else 1
+    state *= ranks if effects.divides_weights else 1
     return weights + state + price.host_bytes, weights
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.components import MemoryPeak
     from memfit.memory.tracing.counting import StepCounts
-    from memfit.planner.exchange_cost import ExchangeCost
     from memfit.planner.pricing.shallow_traces import Known
+    from memfit.planner.ranks import RankCost
     from memfit.planner.workload import Workload
     from memfit.units import Budget
 
@@ -134,7 +134,7 @@ class Pricer(Protocol):
     def problem(self, strategies: tuple[Strategy, ...]) -> str:
         """Why these cannot be used for the task on the card; empty where they can."""
 
-    def exchange(self, candidate: Candidate) -> ExchangeCost:
+    def exchange(self, candidate: Candidate) -> RankCost:
         """What the other ranks take of one rank's memory and time."""
 
     def learning_parameters(self, candidate: Candidate) -> int:

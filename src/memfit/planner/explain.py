@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from memfit.i18n import NP_, Message
 from memfit.planner.candidates import Price, Pricer
-from memfit.planner.exchange_cost import ExchangeCost, link_bytes_per_second
 from memfit.planner.plans import Decision
+from memfit.planner.ranks import RankCost, link_bytes_per_second
 from memfit.planner.space import PlanRequest
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Effects, Option, Strategy, all_strategies, called, ordered
@@ -26,14 +26,14 @@ _PHASES = {
 }
 
 
-def _exchanged(cost: ExchangeCost) -> str:
+def _exchanged(cost: RankCost) -> str:
     sent = gb(cost.sent_bytes)
-    if not cost.weight_bytes:
+    if not cost.gathered_bytes:
         return Message("sum {sent} of gradients", sent=sent)
     return Message(
-        "sum {sent} of gradients and send {weights} of weights",
+        "sum {sent} of gradients and gather {weights} of weights",
         sent=sent,
-        weights=gb(cost.weight_bytes),
+        weights=gb(cost.gathered_bytes),
     )
 
 

@@ -590,7 +590,7 @@ class Choosing:
         plan = Plan.read(self.folder.plan)
         candidate = plan.candidate
         if self.task.workload.ranks == 1:  # checkpoints are whole, however many ranks wrote them
-            alone = tuple(one for one in plan.strategies if not one.effects.needs_ranks)
+            alone = tuple(one for one in plan.strategies if not one.effects.divides_weights)
             candidate = replace(candidate, strategies=alone)
         recorded = self._recorded()
         if recorded is not None:

@@ -34,7 +34,6 @@ from memfit.strategies.registry import (
     ordered,
     usual_update,
 )
-from memfit.strategies.sharded_state import ShardedState
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 
@@ -61,7 +60,6 @@ __all__ = [
     "Option",
     "Packing",
     "Setup",
-    "ShardedState",
     "SmallStateOptimizer",
     "SmallWorkspace",
     "StateOffload",

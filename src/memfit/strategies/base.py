@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from memfit.strategies.fully_sharded import ShardedModel
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
-    from memfit.strategies.sharded_state import StateShares
-    from memfit.strategies.traced_shards import TracedShards
 
 
 class Fidelity(IntEnum):
@@ -93,8 +91,6 @@ class Setup:
     packing: PackedModel | None = None
     sharded: ShardedModel | None = None
     """The weights are divided among the ranks: all run, evaluate and save the model together."""
-    traced_shards: TracedShards | None = None
-    """The same in a trace, of one rank."""
     make_optimizer: OptimizerFactory | None = None
     make_sink: Callable[..., LowBitSink] | None = None
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
@@ -104,8 +100,6 @@ class Setup:
     """Whether the low-bit optimizer's state lies in host memory."""
     gradients_on_host: bool = False
     """Whether gradients that wait in 8 bits lie there, too."""
-    state_shares: StateShares | ShardedModel | None = None
-    """Which rank keeps which part of the optimizer's state; None: each keeps all of it."""
     single_micro_batch: bool = False
     """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True

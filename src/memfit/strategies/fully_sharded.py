@@ -39,7 +39,6 @@ from memfit.strategies.planning import (
     PlanFigures,
     Tier,
 )
-from memfit.strategies.traced_shards import TracedShards
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,7 +59,7 @@ class FullySharded(Strategy):
         {
             "lora", "frozen_features", "fused_layers", "activation_offload", "lowbit_adamw",
             "gradient_release", "state_offload", "optimizer_offload", "small_state_optimizer",
-            "sharded_state", "cuda_graphs",
+            "cuda_graphs",
         }
     )  # fmt: skip
     axis = Axis.OWN
@@ -112,16 +111,14 @@ class FullySharded(Strategy):
     def change(self, setup: Setup) -> None:
         setup.wrap_executor.append(in_step)
         if traced_device.device() is not None:
-            parts, words = divided_parts(setup.model)
-            setup.traced_shards = TracedShards(setup.model, parts, setup.ranks, unread=words)
-            return
+            return  # planner/ranks.py divides what the trace finds
         setup.ranks.same_weights(setup.model)  # what is random in them, each rank drew by itself
         sharded = ShardedModel(setup.model, setup.ranks, setup.device)
-        setup.sharded = setup.state_shares = sharded
+        setup.sharded = sharded
 
         def undo() -> None:
             sharded.join()
-            setup.sharded = setup.state_shares = None
+            setup.sharded = None
 
         setup.undo.append(undo)
 
@@ -181,10 +178,6 @@ class ShardedModel:
         whole = {name: self._gathered(one) for name, one in self._model.state_dict().items()}
         return whole if self._ranks.rank == 0 else None
 
-    def keeps(self, _parameter: Tensor) -> bool:
-        """Every rank keeps state of each parameter: of its part."""
-        return True
-
     def divide(self, optimizer: Optimizer) -> None:
         """Have this optimizer load whole tensors, of which it keeps this rank's parts."""
         if optimizer is not self._optimizer:
@@ -209,9 +202,6 @@ class ShardedModel:
             yield
         finally:
             state.update(parts)
-
-    def bring_masters(self) -> None:
-        """Weights are in float32: there is nothing that they cannot hold."""
 
     def _gathered(self, value: Any) -> Any:
         """What is divided, whole on the first rank's host."""

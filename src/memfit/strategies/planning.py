@@ -131,26 +131,11 @@ class Effects:
     """Whether it copies to the host on a separate stream."""
     wraps_layers: bool = False
     """Layers are called through it, so recomputation cannot be added around them later."""
-    divides_state: bool = False
-    """Each rank keeps the optimizer's state of its share of the weights, and updates those."""
     divides_weights: bool = False
     """Each rank keeps a part of every weight, gradient and moment; layers gather what they need."""
     graph_bucket_tokens: int = 0
     """The step is captured in CUDA graphs, whose batches are filled up to a multiple of this."""
     small_workspaces: bool = False
-
-    @property
-    def needs_ranks(self) -> bool:
-        """It divides something among several ranks."""
-        return self.divides_state or self.divides_weights
-
-    @property
-    def drops_gradients(self) -> bool:
-        """Before the update, a rank drops the gradients of weights that others update.
-
-        The low-bit optimizer's sinks have none, or keep them all.
-        """
-        return self.divides_state and not self.state_bytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
 from memfit.strategies.planning import Half, Option
-from memfit.strategies.sharded_state import ShardedState
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 
@@ -50,7 +49,6 @@ ORDER: tuple[type[Strategy], ...] = (
     StateOffload,
     OptimizerOffload,
     SmallStateOptimizer,
-    ShardedState,
     FullySharded,
     SmallWorkspace,
     CudaGraphs,

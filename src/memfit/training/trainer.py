@@ -351,10 +351,7 @@ class BudgetTrainer(transformers.Trainer):
                 self._preparing.enter_context(doing(_preparation(checkpoint)))
                 # Graphs hold the libraries' workspaces by their addresses, and memory.
                 around.callback(self.guard.drop_graphs)
-                output = super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
-                if self.setup.state_shares is not None:
-                    self.setup.state_shares.bring_masters()
-                return output
+                return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
         except BaseException:
             with contextlib.suppress(RunStoppedError):  # there is something worse to say
                 self.checkpoints.settle()
@@ -377,9 +374,7 @@ class BudgetTrainer(transformers.Trainer):
             # Other rows get other dropout. The host's generator may decide the order of rows.
             torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
         if self.optimizer is not None:
-            shares = self.setup.state_shares
-            keeps = () if shares is None else (shares.keeps,)
-            allocate_state(unwrapped(self.optimizer), *keeps)
+            allocate_state(unwrapped(self.optimizer))
         with self._whole_state(sizes_only=True):
             self.checkpoints.check()
         self.guard.prepare(loader)
@@ -474,8 +469,8 @@ class BudgetTrainer(transformers.Trainer):
         room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
         self.health.prepare()
         careful(optimizer, self.args.device, room_bytes, drop_graphs)
-        if self.setup.state_shares is not None:
-            self.setup.state_shares.divide(unwrapped(optimizer))
+        if self.setup.sharded is not None:
+            self.setup.sharded.divide(unwrapped(optimizer))
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -692,8 +687,8 @@ class BudgetTrainer(transformers.Trainer):
 
     def _whole_state(self, *, sizes_only: bool = False) -> contextlib.AbstractContextManager[None]:
         """Inside, the first rank's optimizer has the state that all ranks keep."""
-        shares = self.setup.state_shares
-        return contextlib.nullcontext() if shares is None else shares.whole(sizes_only=sizes_only)
+        sharded = self.setup.sharded
+        return contextlib.nullcontext() if sharded is None else sharded.whole(sizes_only=sizes_only)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):

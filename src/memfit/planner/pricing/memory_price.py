@@ -30,15 +30,11 @@ from memfit.memory.phases import (
     with_loaded_state,
     with_workspaces,
 )
-from memfit.memory.tracing.depth import Mark, Segments, sized, surviving
-from memfit.strategies.sharded_state import dealt
+from memfit.memory.tracing.depth import Mark, Segments
+from memfit.planner.ranks import on_ranks
 
 _ON_STREAM = ("workspace", "micro", "micro_more", "update", "update_first", "clear")
 """Parts of a run that the stream of the graphs runs, until the first is captured."""
-
-
-_COUNTER_BYTES = 1024
-"""An optimizer's smaller blocks are step counts and flags, which every rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +54,8 @@ class Priced:
     nccl_bytes: int = 0
     """What ranks on several cards hold to reach each other."""
     ranks: int = 1
-    state_share: float = 1.0
-    """Of the optimizer's state, what this rank keeps."""
-    drops_gradients: bool = False
-    """Whether it drops the gradients of weights that others update, before it updates its own."""
+    whole_bytes: int = 0
+    """What FSDP2 holds whole at once; 0: weights are not divided among the ranks."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -76,7 +70,7 @@ class Priced:
 
 def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
     """The peak of each phase, by name."""
-    segments = with_divided_state(run, with_loaded_state(run.segments))
+    segments = on_ranks(with_loaded_state(run.segments), run.ranks, run.whole_bytes)
     if card is not None:
         segments = with_libraries(run, segments, card)
         card = dataclasses.replace(card, context_bytes=context_bytes(run, card))
@@ -86,44 +80,6 @@ def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
     training, saving, evaluation = peaks(whole, stretches, card, books=_books(run, whole, card))
     # BudgetTrainer has the optimizer's state before the first step, so that resuming is no more.
     return {TRAINING: training, EVALUATION: evaluation, SAVING: saving, RESUMING: training}
-
-
-def with_divided_state(run: Priced, segments: Segments) -> Segments:
-    """The run of a rank that keeps a part of the optimizer's state.
-
-    Which weights' state that is depends on the depth, and so it is not traced: all of it shrinks.
-    """
-    if run.state_share == 1.0:
-        return segments
-    parts = dict(segments.parts)
-    name = "load_state" if run.is_stepped else "start"
-    marks = list(parts[name])
-    for place in surviving(marks):
-        nbytes, component, _ = marks[place].kind
-        if component is Component.OPTIMIZER and nbytes > _COUNTER_BYTES:
-            marks[place] = sized(marks[place], run.state_share)
-    parts[name] = marks
-    if run.drops_gradients:
-        parts["update"], parts["clear"] = _dropped_before(
-            run.ranks, parts["update"], parts["clear"]
-        )
-    return Segments(parts)
-
-
-def _dropped_before(
-    ranks: int, update: list[Mark], clear: list[Mark]
-) -> tuple[list[Mark], list[Mark]]:
-    """The gradients of other ranks' weights die before the update, not after it."""
-    deaths = [mark for mark in clear if mark.kind[1] is Component.GRADIENTS]
-    deaths.sort(key=lambda mark: mark.kind[0], reverse=True)
-    # The first rank has the largest weight, and no less than the others.
-    dropped = [
-        m for m, rank in zip(deaths, dealt((m.kind[0] for m in deaths), ranks), strict=True) if rank
-    ]
-    kept = list(clear)
-    for mark in dropped:
-        kept.remove(mark)
-    return [*dropped, *update], kept
 
 
 def context_bytes(run: Priced, card: DeviceProfile) -> int:

@@ -20,7 +20,6 @@ from memfit.memory.phases import TRAINING
 from memfit.memory.tracing.counting import StepCounts
 from memfit.memory.tracing.depth import Segments, with_layers
 from memfit.planner.candidates import Candidate, Price, Timed
-from memfit.planner.exchange_cost import ExchangeCost, exchange_cost, gathering_cost, nccl_bytes
 from memfit.planner.pricing.layer_pieces import (
     Counted,
     Counts,
@@ -44,8 +43,9 @@ from memfit.planner.pricing.shallow_traces import (
     Updating,
     split_up,
 )
-from memfit.planner.pricing.step_trace import price_memory, state_share
+from memfit.planner.pricing.step_trace import price_memory
 from memfit.planner.pricing.traced_setup import graph_count
+from memfit.planner.ranks import RankCost, nccl_bytes, rank_cost
 from memfit.planner.step_time import least_seconds, step_seconds
 from memfit.planner.workload import Cutting, Workload, batches_of
 from memfit.strategies import Combination, Tier, usual_update
@@ -85,7 +85,6 @@ class TracedPricer:
         self._family = cache(self._make_family) if like is None else like._family
         self._updating = cache(self._make_updating) if like is None else like._updating
         self._policy = cache(self._make_policy)
-        self._share = cache(self._find_share)
         self._static = cache(self._make_static)
         self._walk = cache(self._make_walk)
         self._peak = cache(self._find_peak)
@@ -133,8 +132,8 @@ class TracedPricer:
         least = least_seconds(tier, prices, learning, self.card)
         if tier is not Tier.WEIGHTS_DIVIDED:
             return least
-        weight_bytes = _FP32_BYTES * learning
-        cost = gathering_cost(self.workload, self.card, weight_bytes, least, micro_batches=1.0)
+        weights = _FP32_BYTES * learning
+        cost = rank_cost(self.workload, self.card, weights, least, micro_batches=1.0, divided=True)
         return least + cost.waited_seconds
 
     def full(self, candidate: Candidate, budget_bytes: int | None = None) -> Price:
@@ -159,7 +158,7 @@ class TracedPricer:
         cut = self._cut(candidate, split)
         return Timed(candidate, self._seconds(split, cut, self._counts(split, cut)))
 
-    def exchange(self, candidate: Candidate) -> ExchangeCost:
+    def exchange(self, candidate: Candidate) -> RankCost:
         """What the other ranks take of this one's memory and time."""
         split = self._split(candidate.strategies)
         cut = self._cut(candidate, split)
@@ -224,21 +223,14 @@ class TracedPricer:
         # Without corrections: a byte a parameter less. Their time is the same as measured
         # (benchmarks/results/bert_large_h200.json): what is not read is drawn at random.
         elsewhere = split.hosted_bytes + split.short_masters
-        share = self._share(split)
-        if not elsewhere and share == 1.0:
-            return static
         parts = dict(static.parts)
-        parts[Component.OPTIMIZER] -= elsewhere * used.learning(self._depth)
-        parts[Component.OPTIMIZER] *= share
+        if elsewhere:
+            parts[Component.OPTIMIZER] -= elsewhere * used.learning(self._depth)
+        if split.gathers:
+            ranks, layer = self.workload.ranks, parts[Component.WEIGHTS] / self._depth
+            parts = {name: size / ranks for name, size in parts.items()}
+            parts[Component.WEIGHTS] += 4 * layer
         return Static(parts)
-
-    def _find_share(self, split: Split) -> float:
-        """The part of the optimizer's state that one rank keeps."""
-        if not split.divided:
-            return 1.0
-        learning = self._updating(split.family, split.updating).learning_sizes(self._depth)
-        effects = dataclasses.replace(Combination(split.updating).effects, divides_state=True)
-        return state_share(learning, effects, self.workload.ranks)
 
     # --------------------------------------------------------------------------- memory
 
@@ -249,8 +241,7 @@ class TracedPricer:
         adds_up = split.keeps and cut.worst_micro_batches > 1
         tokens = self._bucket(split, cut.worst_tokens)
         family = self._family_of(split)
-        updated = self._share(split) if split.drops_gradients else 1.0
-        peak = partial(self._peak, family, split.policy, split.count, updated)
+        peak = partial(self._peak, family, split.policy, split.count)
         high = peak(tokens, split.keeps, False)
         if adds_up:
             part = self._bucket(split, cut.worst_part_tokens)
@@ -264,7 +255,11 @@ class TracedPricer:
         beside = max(evaluation, updating.features_bytes)
         moment, gradients = max(high, (beside, 0.0))
         exchange = self._exchange(split, cut, 0.0)
-        moment, gradients = moment + exchange.in_flight_bytes, gradients + exchange.in_flight_bytes
+        if split.gathers:
+            divided = gradients / self.workload.ranks
+            moment, gradients = moment - gradients + divided, divided
+        elif self.workload.ranks > 1:  # DDP's buckets
+            moment, gradients = moment + exchange.sent_bytes, gradients + exchange.sent_bytes
         allocated = round(static.total + workspace + moment)
         gap = 0
         if self.card is not None:
@@ -302,22 +297,16 @@ class TracedPricer:
         family: TraceFamily,
         policy: Strategies,
         count: int,
-        updated: float,
         tokens: int,
         keeps: bool,
         adds_up: bool,
     ) -> tuple[float, float]:
-        """The highest moment above what lies there between steps, and its gradients.
-
-        `updated` is the part of the gradients that the update finds.
-        """
+        """The highest moment above what lies there between steps, and its gradients."""
         other = self._policy(family, policy).pieces if policy else family.plain
         share = count / self._depth
         if family.plain.whole and 0 < count < self._depth:
             ends = (0, self._depth)
-            low, high = (
-                self._peak(family, policy, end, updated, tokens, keeps, adds_up) for end in ends
-            )
+            low, high = (self._peak(family, policy, end, tokens, keeps, adds_up) for end in ends)
             return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
         steps = walk(family.plain, other, self._depth, count)
         every = sum(times * one.rise(tokens, keeps=True).gradients for one, times in steps)
@@ -326,7 +315,7 @@ class TracedPricer:
             top, gradients = top + every, gradients + every
         else:
             top, gradients = peak_of(steps, tokens, keeps=keeps)
-        left = updated * every if keeps else 0.0
+        left = every if keeps else 0.0
         return max((top, gradients), (left + family.update_bytes, left))
 
     def _make_walk(self, family: TraceFamily, policy: Strategies, count: int) -> Any:
@@ -420,23 +409,17 @@ class TracedPricer:
     def _seconds_alone(self, split: Split, counts: StepCounts) -> float:
         return step_seconds(counts, self.card, parses=split.small_workspace)
 
-    def _exchange(self, split: Split, cut: Cutting, alone: float) -> ExchangeCost:
+    def _exchange(self, split: Split, cut: Cutting, alone: float) -> RankCost:
         learning = self._updating(split.family, split.updating).learning(self._depth)
-        if split.gathers:
-            return gathering_cost(
-                self.workload, self.card, _FP32_BYTES * learning, alone,
-                micro_batches=cut.micro_batches,
-            )  # fmt: skip
         is_low = Combination(split.updating).effects.stores is not None
-        return exchange_cost(
+        each = 2.0 if is_low else self._family_of(split).gradient_bytes
+        return rank_cost(
             self.workload,
             self.card,
-            learning * (2.0 if is_low else self._family_of(split).gradient_bytes),
+            learning * (_FP32_BYTES if split.gathers else each),
             alone,
             micro_batches=cut.micro_batches,
-            graphed=bool(split.bucket_tokens),
-            kept=split.keeps,
-            weights_follow=split.divided,
+            divided=split.gathers,
         )
 
     def _cut(self, candidate: Candidate, split: Split) -> Cutting:
@@ -478,7 +461,6 @@ class TracedPricer:
         tokens = cut.tokens + cut.micro_batches * split.bucket_tokens / 2
         step = micro.at(cut.micro_batches, tokens) + attention * cut.pairs
         step += more * (cut.micro_batches - 1) + self._features(split)
-        update = self._share(split) * update
         if not split.bucket_tokens:
             return counts_of(step + update)
         # A batch that is not cut ends its step in the graph, too; ranks do not meet in one.

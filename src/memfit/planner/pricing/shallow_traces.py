@@ -113,6 +113,7 @@ class Tracing:
     def _trace(self, strategies: Strategies, layers: int, fewer: bool, extent: Extent) -> StepTrace:
         rows, tokens = self._size(fewer)
         candidate = Candidate(tuple(ordered(strategies)), MicroBatching())
+        # What divides weights refuses to work for a process by itself.
         ranks = self.workload.ranks if candidate.effects.divides_weights else 1
         return trace_step(
             self._alike(rows, ranks),
@@ -137,8 +138,8 @@ class Tracing:
         """So many of the longest rows, all of them in one micro-batch.
 
         Everything is then in proportion to the tokens, as it is among the largest batches: also
-        attention that keeps the square of a length, or pads texts again. What ranks send each other
-        is another multiple of the layers, and is added to the price, unless it is layers' weights.
+        attention that keeps the square of a length, or pads texts again. What ranks hold to
+        reach each other is added to the price.
         """
         lengths = (self.workload.longest_tokens,) * rows
         return replace(self.workload, lengths=lengths, ranks=ranks)
@@ -493,12 +494,8 @@ class Split:
     """Bytes of each parameter's low-bit state that lie in host memory."""
     hosted_gradient: int = 0
     """The same of its gradient."""
-    divided: bool = False
-    """Whether each rank keeps the optimizer's state of its share of the weights."""
     gathers: bool = False
     """Whether every weight is divided, and gathered when it is needed."""
-    drops_gradients: bool = False
-    """Whether a rank drops the other gradients before it updates its share."""
 
     @property
     def hosted_bytes(self) -> int:
@@ -515,8 +512,6 @@ class Split:
             bucket_tokens=0,
             hosted_state=0,
             hosted_gradient=0,
-            divided=False,
-            drops_gradients=False,
         )
 
 
@@ -539,7 +534,5 @@ def split_up(strategies: Strategies, depth: int) -> Split:
         copies=effects.copies,
         hosted_state=effects.state_bytes if effects.state_on_host else 0,
         hosted_gradient=int(effects.gradients_on_host),
-        divided=effects.divides_state,
         gathers=effects.divides_weights,
-        drops_gradients=effects.drops_gradients,
     )

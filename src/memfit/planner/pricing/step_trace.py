@@ -49,7 +49,6 @@ from memfit.memory.tracing.operators import CudaKernels
 from memfit.memory.tracing.traced_device import TracedDevice
 from memfit.models.layers import layers_of
 from memfit.planner.candidates import Candidate
-from memfit.planner.exchange_cost import nccl_bytes
 from memfit.planner.pricing.memory_price import Priced, price
 from memfit.planner.pricing.traced_run import Extent, TracedRun
 from memfit.planner.pricing.traced_setup import (
@@ -64,10 +63,10 @@ from memfit.planner.pricing.traced_setup import (
     make_setup,
     rows_for,
 )
+from memfit.planner.ranks import gathered_bytes, nccl_bytes
 from memfit.planner.workload import Workload, batches_of
-from memfit.strategies import Effects, Setup, Strategy, TracePart, ordered
-from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL, SMALL_STATE_BYTES
-from memfit.strategies.sharded_state import largest_share
+from memfit.strategies import Setup, Strategy, TracePart, ordered
+from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 
 _SHORT_OFFLOADED = 4
 """What lives on the host: the layer at work, its neighbours, and one that is away."""
@@ -420,7 +419,8 @@ def priced(
     if "static" in trace.segments.parts:
         bucket_tokens, cuts_at = candidate.effects.graph_bucket_tokens, candidate.effects.cuts_at
         graphs = graph_count(workload, candidate.micro_batching, bucket_tokens, cuts_at)
-    effects = candidate.effects
+    effects, depth = candidate.effects, workload.config.get_text_config().num_hidden_layers
+    whole_bytes = gathered_bytes(trace.learning.each(), depth) if effects.divides_weights else 0
     return Priced(
         segments=trace.segments,
         parts=trace.rows.parts,
@@ -432,23 +432,8 @@ def priced(
         graphed_kernels=trace.counts.replayed / trace.rows.parts,
         nccl_bytes=nccl_bytes(workload, card),
         ranks=workload.ranks,
-        state_share=state_share(trace.learning, effects, workload.ranks),
-        drops_gradients=effects.drops_gradients,
+        whole_bytes=whole_bytes,
     )
-
-
-def state_share(learning: Sizes, effects: Effects, ranks: int) -> float:
-    """The part of the optimizer's state that one rank keeps; of several ranks, the most."""
-    if not effects.divides_state:
-        return 1.0
-    sizes = list(learning.each())
-    if not effects.state_bytes:
-        return largest_share(sizes, ranks)
-    # The low-bit optimizer's small parameters are updated by every rank.
-    large = [size for size in sizes if size > SMALL_NUMEL]
-    divided = effects.state_bytes * sum(large)
-    by_all = SMALL_STATE_BYTES * (sum(sizes) - sum(large))
-    return (largest_share(large, ranks) * divided + by_all) / max(divided + by_all, 1)
 
 
 class _Tracer:
@@ -649,8 +634,7 @@ def _trace(
             events = run.run(tracker, counter)
         gc.collect(0)
     trained = run.setup.model
-    shards = run.setup.traced_shards
-    sizes = shards.whole if shards else [(p.numel(), p.requires_grad) for p in trained.parameters()]
+    sizes = [(p.numel(), p.requires_grad) for p in trained.parameters()]
     return _Traced(
         segments=cut(events, oldest_first=_OLDEST_FIRST),
         counts=run.step_counts(),

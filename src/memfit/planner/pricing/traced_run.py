@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.exchange import IN_FLIGHT_BYTES, ExchangedGrads
+from memfit.engine.exchange import IN_FLIGHT_BYTES
 from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
 from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.loss import counted_labels
@@ -431,7 +431,6 @@ class TracedRun:
             loss=self._loss,
             backward=torch.autograd.backward,
             ranks=setup.ranks,
-            exchange=ExchangedGrads(setup.ranks, setup.model) if setup.ranks.together else None,
             around=tuple(setup.around_micro_batch),
             packed=setup.packing is not None,
         )

@@ -33,8 +33,6 @@ from memfit.engine.step_state import preserved_rng
 from memfit.errors import DoesNotFitError, PlanMissedError
 from memfit.i18n import t
 from memfit.memory.device import is_cuda, synchronize
-from memfit.planner.exchange_cost import BACKWARD_SHARE
-from memfit.strategies.sharded_state import StateShares
 from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, kept_layers, pieces_of
 from memfit.training.limits import LiveBytes
 from memfit.units import MIB
@@ -75,7 +73,7 @@ def update_seconds(trainer: GuardedTrainer) -> float:
 
 def with_exchange(trainer: GuardedTrainer, found: Rehearsal) -> Rehearsal:
     """Adds what the ranks wait for each other in a step; all of them must come here together."""
-    ranks, shares, device = trainer.ranks, trainer.setup.state_shares, trainer.args.device
+    ranks, device = trainer.ranks, trainer.args.device
     if not ranks.together:
         return found
 
@@ -93,16 +91,13 @@ def with_exchange(trainer: GuardedTrainer, found: Rehearsal) -> Rehearsal:
 
     waited = ranks.waited_seconds
     ranks.summed(torch.zeros(1, device=device))  # connects them
-    spreading = seconds_of(shares.spread) if isinstance(shares, StateShares) else 0.0
-    mine = (found.step_seconds, seconds_of(sum_gradients), spreading)
-    alone, summing, spreading = (
-        1e-6 * one for one in ranks.highest([round(1e6 * one) for one in mine])
-    )
+    mine = (found.step_seconds, seconds_of(sum_gradients))
+    alone, summing = (1e-6 * one for one in ranks.highest([round(1e6 * one) for one in mine]))
     ranks.waited_seconds = waited  # in steps only
     hidden = 0.0  # on a CPU the exchange takes the cores that compute
     if is_cuda(device) and not isinstance(trainer.executor, GraphedExecutor):
-        hidden = BACKWARD_SHARE * alone / max(found.pieces, 1)
-    exchange_seconds = max(summing - hidden, 0.0) + spreading
+        hidden = 2 / 3 * alone / max(found.pieces, 1)
+    exchange_seconds = max(summing - hidden, 0.0)
     return replace(found, step_seconds=alone + exchange_seconds, exchange_seconds=exchange_seconds)
 
 

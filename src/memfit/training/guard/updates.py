@@ -34,11 +34,8 @@ _TEMPORARIES = 2
 """An update makes at most so many tensors as large as the gradients (torch's own: one)."""
 
 
-def allocate_state(optimizer: Optimizer, keeps: Callable[[Tensor], bool] = lambda _: True) -> bool:
-    """Makes the state that the first step would make. Returns whether this optimizer can.
-
-    `keeps` selects the parameters whose state this rank holds.
-    """
+def allocate_state(optimizer: Optimizer) -> bool:
+    """Makes the state that the first step would make. Returns whether this optimizer can."""
     if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
         own()
         if (sink := getattr(optimizer, "sink", None)) is not None:
@@ -49,7 +46,7 @@ def allocate_state(optimizer: Optimizer, keeps: Callable[[Tensor], bool] = lambd
         return False
     lists = len(inspect.signature(initialise).parameters) - 1
     for group in optimizer.param_groups:
-        with _gradients_of_nothing([p for p in group["params"] if keeps(p)]):
+        with _gradients_of_nothing(group["params"]):
             initialise(group, *([] for _ in range(lists)))
     return True
 
