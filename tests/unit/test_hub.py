@@ -16,8 +16,8 @@ from memfit.models import hubs, huggingface, modelscope
 from memfit.models.hubs import Upload
 from memfit.models.loading import load_config
 from memfit.records.results import RunSummary, write_summary
+from memfit.report.model_card import LICENCES, checked_licence
 from memfit.run import publish
-from memfit.run.model_card import LICENCES, checked_licence
 from memfit.run.publish import files_to_push
 
 TOKEN = "hf_" + "aB3dE6gH" * 4

@@ -14,7 +14,7 @@ from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
 from memfit.records.results import MemorySummary, RunSummary, write_evaluation, write_summary
-from memfit.run.model_card import AuthorsWords, card_for, has_licence, model_card
+from memfit.report.model_card import AuthorsWords, card_for, has_licence, model_card
 
 SECRET_TEXT = "房間很髒，電話是0912345678"
 PLAN = """version = 1
@@ -74,7 +74,7 @@ def test_the_figures_of_the_run_are_in_the_card(run: Path) -> None:
     card = model_card(run, "anna/reviews", "apache-2.0")
     for line in (
         "| accuracy | 0.9123 |",
-        "| f1 | 0.9001 |",
+        "| F1 | 0.9001 |",
         "| 正評 | 0.9000 | 1.0000 | 0.9500 | 7 |",
         "| 正評 | 60 | 7 |",
         "| rows to train on | 90 |",
@@ -87,7 +87,7 @@ def test_the_figures_of_the_run_are_in_the_card(run: Path) -> None:
         "| at the peak | predicted | measured |",
         "| activations | 2.00 GiB | 512.0 MiB |",
         "| **on the device** | 3.00 GiB | 1.50 GiB |",
-        "| train | 1 min 15 s |",
+        "| time training | 1 min 15 s |",
         "Trained and uploaded with memfit (memfit 0.1.0, torch 2.13.0).",
     ):
         assert line in card.splitlines(), line
@@ -119,8 +119,8 @@ def test_the_plan_is_in_the_card(run: Path) -> None:
     (run / "plan.toml").write_text(PLAN, encoding="utf-8")
     lines = model_card(run, "anna/reviews", "mit").splitlines()
     assert "What it does to the result: rounding." in lines
-    assert "| `packing` |  | texts are 40 % of their padded length |" in lines
-    assert "| `checkpointing` | layers = 9, part = mlp |  |" in lines
+    assert "| packing | – | texts are 40 % of their padded length |" in lines
+    assert "| recomputing layers | layers 9, part mlp | – |" in lines
 
 
 def test_labels_cannot_break_out_of_their_cell(run: Path) -> None:
@@ -208,7 +208,7 @@ def test_the_card_speaks_chinese_and_its_metadata_do_not(run: Path) -> None:
         "预算是 4.00 GB (3.73 GiB)。",
         "| 峰值时 | 预测 | 实测 |",
         "| 激活 | 2.00 GiB | 512.0 MiB |",
-        "| 训练 | 1 分 15 秒 |",
+        "| 训练用时 | 1 分 15 秒 |",
         "对结果的影响：仅舍入。",
     ):
         assert line in card.splitlines(), line

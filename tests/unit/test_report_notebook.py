@@ -18,7 +18,7 @@ from memfit.records.evaluation import Evaluation
 from memfit.records.results import RunSummary, kept_messages, read_evaluation, read_summary
 from memfit.report.notebook import notebook_html
 from memfit.report.page import write_report
-from memfit.report.story import read_plan
+from memfit.report.view import read_plan
 from memfit.run.workflow import RunResult
 from memfit.strategies import Checkpointing, Packing
 

@@ -64,7 +64,7 @@ def test_the_page_holds_everything_a_run_left(tmp_path: Path) -> None:
         "reserved, unused",
         "the peak is in bert.encoder.layer.7",
         "Nothing had to be adjusted",
-        "rounding: the same algorithm with fewer bits",
+        "rounding, the same algorithm with fewer bits",
         "recomputes 9 of 24 layers: saves 1.1 GiB",
         "layers 9, part layer",
         "peaks at 2.1 GiB",

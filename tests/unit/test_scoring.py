@@ -31,8 +31,8 @@ from memfit.records.results import (
 from memfit.records.run_warnings import answer_warnings, data_warnings
 from memfit.records.scoring import Scoring, kept_scoring, scoring_for
 from memfit.report.formatting import averaging_sentence
+from memfit.report.model_card import model_card
 from memfit.run.callbacks import StopEarly
-from memfit.run.model_card import model_card
 
 TWO = LabelSpace("single_label", ("投诉", "正常"))
 COUNTS = {"正常": 1000, "投诉": 5}

@@ -172,8 +172,7 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
             )
     out = terminal.console()
     out.print()
-    parts = memory_bar.peak_components(found.peak)
-    out.print(memory_bar.memory_bar(parts, title=t("Peak of a step")))
+    out.print(memory_bar.memory_bar(found.peak, title=t("Peak of a step")))
     if found.peak.module:
         console.show(t("reached in {module}", module=found.peak.module))
     out.print()

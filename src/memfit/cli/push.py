@@ -87,7 +87,7 @@ def _ask_for_words(section: str, given: str | None) -> str:
 def _ask_for_licence(folder: str) -> str | None:
     """Nobody may use a model that says nothing; a card that says something needs no question."""
     from memfit.errors import ConfigError
-    from memfit.run.model_card import COMMON, checked_licence, has_licence
+    from memfit.report.model_card import COMMON, checked_licence, has_licence
     from memfit.run.publish import files_to_push
 
     path = Path(folder).expanduser()

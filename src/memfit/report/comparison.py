@@ -19,11 +19,9 @@ from memfit.errors import ConfigError, OutputError
 from memfit.i18n import N_, pt, t
 from memfit.printing import clean
 from memfit.records.results import RunFolder
-from memfit.report import curves, plots, sections, terminal
-from memfit.report.formatting import PageTable, named, number, setting_name
-from memfit.report.sections import useless, verdict
-from memfit.report.story import FINISHED, Story, read_story
-from memfit.report.terminal import metric
+from memfit.report import curves, sections, terminal
+from memfit.report.formatting import PageTable, metric, named, number, setting_name
+from memfit.report.view import FINISHED, RunView, read_view
 from memfit.units import format_both, format_bytes, format_seconds, percent
 
 _TITLES = {
@@ -59,7 +57,7 @@ class Row:
 class Comparison:
     """Runs by their names, in the order they were given."""
 
-    runs: Mapping[str, Story]
+    runs: Mapping[str, RunView]
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(self.runs)})"
@@ -88,33 +86,33 @@ class Comparison:
     def sections(self) -> dict[str, list[Row]]:
         """The lines under each heading; headings without a line are left out."""
         found = {
-            "settings": list(_settings(self.stories)),
-            "metrics": list(_metrics(self.stories)),
-            "memory": list(_memory(self.stories)),
-            "time": list(_time(self.stories)),
+            "settings": list(_settings(self.views)),
+            "metrics": list(_metrics(self.views)),
+            "memory": list(_memory(self.views)),
+            "time": list(_time(self.views)),
         }
         return {name: rows for name, rows in found.items() if rows}
 
     def _title(self, section: str) -> str:
-        if section == "memory" and not any(story.on_cpu for story in self.stories):
+        if section == "memory" and not any(view.on_cpu for view in self.views):
             return pt("of a GPU", "Memory")
         return t(_TITLES[section])
 
     @property
-    def stories(self) -> tuple[Story, ...]:
+    def views(self) -> tuple[RunView, ...]:
         """The runs without their names."""
         return tuple(self.runs.values())
 
     def cautions(self) -> list[str]:
         """Why figures may not be comparable."""
         said = []
-        if not _same_rows(self.stories):
+        if not _same_rows(self.views):
             said.append(
                 t("The runs were not evaluated on the same rows: compare their metrics with care.")
             )
-        if not _same_positive(self.stories):
+        if not _same_positive(self.views):
             said.append(t("The metrics are not of the same positive class."))
-        if not _same_device(self.stories):
+        if not _same_device(self.views):
             said.append(
                 t("The runs were trained on different devices: their times differ by that.")
             )
@@ -122,25 +120,25 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: figures as numbers, and the settings that differ."""
-        differing = _differing(self.stories)
+        differing = _differing(self.views)
         return {
             "runs": [
                 {
                     "name": name,
-                    "path": story.folder.path,
-                    "state": story.state,
+                    "path": view.folder.path,
+                    "state": view.state,
                     "settings": {key: values[index] for key, values in differing.items()},
-                    "metrics": story.summary.metrics,
+                    "metrics": view.summary.metrics,
                     "memory": {
-                        "budget_bytes": story.summary.memory.budget_bytes,
-                        "predicted_bytes": _peak_bytes(story, "predicted"),
-                        "measured_bytes": _peak_bytes(story, "measured"),
+                        "budget_bytes": view.summary.memory.budget_bytes,
+                        "predicted_bytes": _peak_bytes(view, "predicted"),
+                        "measured_bytes": _peak_bytes(view, "measured"),
                     },
-                    "seconds": story.summary.seconds,
-                    "rows_a_second": _speed(story),
-                    "warnings": [one.kind for one in story.summary.warnings],
+                    "seconds": view.summary.seconds,
+                    "rows_a_second": _speed(view),
+                    "warnings": [one.kind for one in view.summary.warnings],
                 }
-                for index, (name, story) in enumerate(self.runs.items())
+                for index, (name, view) in enumerate(self.runs.items())
             ],
             "cautions": self.cautions(),
         }
@@ -171,12 +169,12 @@ class Comparison:
         return filled(
             "comparison.html",
             title=t("{count} runs compared", count=len(self.runs)),
-            runs=[_shown(name, story, folder) for name, story in self.runs.items()],
+            runs=[_shown(name, view, folder) for name, view in self.runs.items()],
             names=[clean(name) for name in self.runs],
             cautions=self.cautions(),
             sections=[(name, self._title(name), rows) for name, rows in self.sections().items()],
             short=PageTable(t("In short"), [_in_short(*one) for one in self.runs.items()]),
-            curves=curves.overlaid(self.runs) if plots.available() else [],
+            curves=curves.overlaid(self.runs),
         )
 
     def _repr_html_(self) -> str:
@@ -195,7 +193,7 @@ def compare_runs(folders: Sequence[str | os.PathLike[str]]) -> Comparison:
     if len(found) < 2:
         raise ConfigError(t("give at least two runs to compare"))
     return Comparison(
-        {name: read_story(RunFolder(path)) for name, path in _named(list(found)).items()}
+        {name: read_view(RunFolder(path)) for name, path in _named(list(found)).items()}
     )
 
 
@@ -224,25 +222,25 @@ def _is_ours(path: Path) -> bool:
         return _MADE_BY_MEMFIT in file.read(5000)
 
 
-def _shown(name: str, story: Story, folder: Path | None) -> dict[str, Any]:
-    there = folder is not None and story.folder.report.is_file()
+def _shown(name: str, view: RunView, folder: Path | None) -> dict[str, Any]:
+    there = folder is not None and view.folder.report.is_file()
     return {
         "name": clean(name),
-        "path": clean(story.folder.path),
-        "state": sections.state(story),
-        "verdict": verdict(story),
-        "warnings": len(story.summary.warnings),
-        "report": _relative(story.folder.report, folder) if there and folder else "",
+        "path": clean(view.folder.path),
+        "state": sections.state(view),
+        "verdict": sections.verdict(view),
+        "warnings": len(view.summary.warnings),
+        "report": _relative(view.folder.report, folder) if there and folder else "",
     }
 
 
-def _in_short(name: str, story: Story) -> tuple[str, str]:
+def _in_short(name: str, view: RunView) -> tuple[str, str]:
     """The leading metric, the time and the memory of a run."""
-    summary = story.summary
+    summary = view.summary
     facts = [f"{named('metric', key)} {metric(one)}" for key, one in summary.metrics.items()][:1]
-    if story.seconds:
-        facts.append(format_seconds(story.seconds))
-    if peak_bytes := _peak_bytes(story, "measured"):
+    if view.seconds:
+        facts.append(format_seconds(view.seconds))
+    if peak_bytes := _peak_bytes(view, "measured"):
         facts.append(format_bytes(peak_bytes))
     return clean(name), " · ".join(facts) or "–"
 
@@ -256,26 +254,26 @@ def _relative(target: Path, folder: Path) -> str:
         return target.as_uri()
 
 
-def _same_rows(stories: Sequence[Story]) -> bool:
-    rows = [story.summary.data.get("validation_rows") for story in stories]
-    configs = [_flat(story.config) for story in stories]
+def _same_rows(views: Sequence[RunView]) -> bool:
+    rows = [view.summary.data.get("validation_rows") for view in views]
+    configs = [_flat(view.config) for view in views]
     settings = ([one.get(key) for one in configs] for key in _SAME_ROWS)
     return not any(_differs(values) for values in (rows, *settings))
 
 
-def _same_positive(stories: Sequence[Story]) -> bool:
-    return not _differs([story.summary.positive for story in stories if story.summary.metrics])
+def _same_positive(views: Sequence[RunView]) -> bool:
+    return not _differs([view.summary.positive for view in views if view.summary.metrics])
 
 
-def _same_device(stories: Sequence[Story]) -> bool:
-    return not _differs([story.summary.device for story in stories])
+def _same_device(views: Sequence[RunView]) -> bool:
+    return not _differs([view.summary.device for view in views])
 
 
 # ---- the lines ----
 
 
-def _settings(stories: Sequence[Story]) -> Iterator[Row]:
-    for key, values in _differing(stories).items():
+def _settings(views: Sequence[RunView]) -> Iterator[Row]:
+    for key, values in _differing(views).items():
         name = key.rpartition(".")[2]
         shown = tuple(terminal.shorten(_setting(name, value), 60) for value in values)
         yield Row(name if name in _LIBRARIES else setting_name(name), shown)
@@ -287,10 +285,10 @@ def _setting(name: str, value: Any) -> str:
     return named("fidelity", value) if name == "fidelity" and value else number(value)
 
 
-def _differing(stories: Sequence[Story]) -> dict[str, list[Any]]:
+def _differing(views: Sequence[RunView]) -> dict[str, list[Any]]:
     """Settings that are not the same in all runs; what a run used, before what it was told."""
-    used = [_used(story) for story in stories]
-    told = [_flat(story.config) for story in stories]
+    used = [_used(view) for view in views]
+    told = [_flat(view.config) for view in views]
     found = {}
     for group in (used, told):
         for key in dict.fromkeys(key for one in group for key in one):
@@ -300,13 +298,13 @@ def _differing(stories: Sequence[Story]) -> dict[str, list[Any]]:
     return found
 
 
-def _used(story: Story) -> dict[str, Any]:
-    summary = story.summary
-    plan = story.plan
+def _used(view: RunView) -> dict[str, Any]:
+    summary = view.summary
+    plan = view.plan
     return {
         "model": summary.model,
         **{name: value for name, value in summary.training.items() if name != "steps"},
-        "steps": story.step,
+        "steps": view.step,
         "max_length": summary.lengths.get("max_length"),
         "strategies": [one[0] for one in plan.strategies] if plan else None,
         "fidelity": plan.fidelity if plan else None,
@@ -343,73 +341,73 @@ def _differs(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
 
 
-def _metrics(stories: Sequence[Story]) -> Iterator[Row]:
-    names = dict.fromkeys(name for story in stories for name in story.summary.metrics)
-    comparable = _same_rows(stories) and _same_positive(stories)
+def _metrics(views: Sequence[RunView]) -> Iterator[Row]:
+    names = dict.fromkeys(name for view in views for name in view.summary.metrics)
+    comparable = _same_rows(views) and _same_positive(views)
     for name in names:
-        values = [story.summary.metrics.get(name) for story in stories]
-        best = _best(stories, values, lowest=name in _LOWER_IS_BETTER) if comparable else _NONE
+        values = [view.summary.metrics.get(name) for view in views]
+        best = _best(views, values, lowest=name in _LOWER_IS_BETTER) if comparable else _NONE
         yield Row(named("metric", name), tuple(metric(value) for value in values), best)
-    if any(story.summary.warnings for story in stories):
-        yield Row(t("warnings"), tuple(str(len(story.summary.warnings)) for story in stories))
+    if any(view.summary.warnings for view in views):
+        yield Row(t("warnings"), tuple(str(len(view.summary.warnings)) for view in views))
 
 
-def _memory(stories: Sequence[Story]) -> Iterator[Row]:
-    budgets = [story.summary.memory.budget_bytes for story in stories]
+def _memory(views: Sequence[RunView]) -> Iterator[Row]:
+    budgets = [view.summary.memory.budget_bytes for view in views]
     if any(budgets):
         shown = (format_both(one) if one else None for one in budgets)
         yield Row(t("budget"), _cells(shown))
     for which, title in (("predicted", N_("peak, predicted")), ("measured", N_("peak, measured"))):
-        peaks = [_peak_bytes(story, which) for story in stories]
+        peaks = [_peak_bytes(view, which) for view in views]
         if any(peaks):
             shown = (format_bytes(one) if one else None for one in peaks)
-            yield Row(t(title), _cells(shown), _best(stories, peaks, lowest=True))
+            yield Row(t(title), _cells(shown), _best(views, peaks, lowest=True))
     shares = [
-        peak / budget if (peak := _peak_bytes(story, "measured")) and budget else None
-        for story, budget in zip(stories, budgets, strict=True)
+        peak / budget if (peak := _peak_bytes(view, "measured")) and budget else None
+        for view, budget in zip(views, budgets, strict=True)
     ]
     if any(shares):
         yield Row(t("of the budget"), _cells(percent(one) if one else None for one in shares))
 
 
-def _peak_bytes(story: Story, which: str) -> int | None:
-    peak = getattr(story.summary.memory, which)
+def _peak_bytes(view: RunView, which: str) -> int | None:
+    peak = getattr(view.summary.memory, which)
     return peak.device_bytes if peak is not None else None
 
 
-def _time(stories: Sequence[Story]) -> Iterator[Row]:
-    comparable = _same_device(stories)
+def _time(views: Sequence[RunView]) -> Iterator[Row]:
+    comparable = _same_device(views)
     for which in ("train", "total"):
-        seconds = [story.summary.seconds.get(which) for story in stories]
+        seconds = [view.summary.seconds.get(which) for view in views]
         if any(seconds):
             shown = (format_seconds(one) if one else None for one in seconds)
             # A run that did not come to its end was not quicker.
             done = [
-                one if story.state == FINISHED else None
-                for one, story in zip(seconds, stories, strict=True)
+                one if view.state == FINISHED else None
+                for one, view in zip(seconds, views, strict=True)
             ]
-            best = _best(stories, done, lowest=True) if comparable else _NONE
+            best = _best(views, done, lowest=True) if comparable else _NONE
             yield Row(named("work", which), _cells(shown), best)
-    speeds = [_speed(story) for story in stories]
+    speeds = [_speed(view) for view in views]
     if any(speeds):
         shown = (f"{one:,.3g}" if one else None for one in speeds)
-        best = _best(stories, speeds, lowest=False) if comparable else _NONE
+        best = _best(views, speeds, lowest=False) if comparable else _NONE
         yield Row(t("rows a second"), _cells(shown), best)
 
 
-def _speed(story: Story) -> float | None:
-    values = [value for _, value in curves.rows_a_second(story)]
+def _speed(view: RunView) -> float | None:
+    values = [value for _, value in view.rows_a_second]
     return statistics.median(values) if values else None
 
 
 def _best(
-    stories: Sequence[Story], values: Sequence[float | None], *, lowest: bool
+    views: Sequence[RunView], values: Sequence[float | None], *, lowest: bool
 ) -> frozenset[int]:
     """Where the best value of a model one may use stands; nowhere, if all are the same."""
     known = {
         index: value
-        for index, (story, value) in enumerate(zip(stories, values, strict=True))
-        if value is not None and not useless(story)
+        for index, (view, value) in enumerate(zip(views, values, strict=True))
+        if value is not None and not view.useless
     }
     if len(set(known.values())) < 2:
         return _NONE

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from memfit.i18n import N_, pt, t
 from memfit.printing import clean
 from memfit.report import plots
 from memfit.report.formatting import Picture, named
-from memfit.report.story import Story, metric_names, series, steps_per_epoch, throughput
-
-Points = Sequence[tuple[float, float]]
+from memfit.report.view import Points, RunView
 
 _CAPTIONS = {
     "loss": N_("Loss"),
@@ -24,24 +22,19 @@ _CAPTIONS = {
 }
 
 
-def curves(story: Story) -> list[Picture]:
+def curves(view: RunView) -> list[Picture]:
     """Loss, metrics, throughput, gradient norm, learning rate: as many as were logged."""
-    history = story.history
-    losses = {
-        t("training"): series(history, "loss"),
-        t("validation"): series(history, "eval_loss"),
-    }
-    metrics = {
-        named("metric", name): series(history, f"eval_{name}") for name in metric_names(history)
-    }
+    if not plots.available():
+        return []
     drawn: dict[str, Mapping[str, Points]] = {
-        "loss": losses,
-        "metrics": metrics,
-        "speed": {t("rows a second"): rows_a_second(story)},
-        "norm": {t("Gradient norm"): series(history, "grad_norm")},
-        "rate": {t("Learning rate"): series(history, "learning_rate")},
+        "loss": {t("training"): view.series("loss"), t("validation"): view.series("eval_loss")},
+        "metrics": {
+            named("metric", name): view.series(f"eval_{name}") for name in view.metric_names
+        },
+        "speed": {t("rows a second"): view.rows_a_second},
+        "norm": {t("Gradient norm"): view.series("grad_norm")},
+        "rate": {t("Learning rate"): view.series("learning_rate")},
     }
-    epoch_steps = steps_per_epoch(history)
     # One scale for all, so that an eye finds the same step in each.
     until = max(
         (points[-1][0] for one in drawn.values() for points in one.values() if points), default=0.0
@@ -51,8 +44,8 @@ def curves(story: Story) -> list[Picture]:
             name,
             t(_CAPTIONS[name]),
             filled,
-            epoch_steps=epoch_steps,
-            best_step=story.best_step if name in ("loss", "metrics") else None,
+            epoch_steps=view.steps_per_epoch,
+            best_step=view.best_step if name in ("loss", "metrics") else None,
             until=until,
         )
         for name, lines in drawn.items()
@@ -60,22 +53,24 @@ def curves(story: Story) -> list[Picture]:
     ]
 
 
-def overlaid(stories: Mapping[str, Story]) -> list[Picture]:
+def overlaid(views: Mapping[str, RunView]) -> list[Picture]:
     """The curves of several runs over each other, a colour a run; what only one has is left out.
 
     Over epochs where an epoch has not as many steps in all of them.
     """
-    epochs = {name: steps_per_epoch(story.history) for name, story in stories.items()}
+    if not plots.available():
+        return []
+    epochs = {name: view.steps_per_epoch for name, view in views.items()}
     known = [one for one in epochs.values() if one]
     by_epoch = len(known) == len(epochs) and max(known) > 1.01 * min(known)
     keys = {"train_loss": "loss", "eval_loss": "eval_loss"}
-    keys |= {name: f"eval_{name}" for one in stories.values() for name in metric_names(one.history)}
+    keys |= {name: f"eval_{name}" for one in views.values() for name in one.metric_names}
     keys |= {"speed": "", "norm": "grad_norm", "rate": "learning_rate"}
     pictures = []
     for name, key in keys.items():
         lines: dict[str, Points] = {}
-        for run, story in stories.items():
-            points = series(story.history, key) if key else rows_a_second(story)
+        for run, view in views.items():
+            points = view.series(key) if key else view.rows_a_second
             scale = epochs[run] if by_epoch else None
             lines[run] = [(step / scale, value) for step, value in points] if scale else points
         if sum(bool(points) for points in lines.values()) > 1:
@@ -87,12 +82,6 @@ def overlaid(stories: Mapping[str, Story]) -> list[Picture]:
             same = known[0] if len(known) == len(epochs) and not by_epoch else None
             pictures.append(picture(name, caption, lines, epoch_steps=same, by_epoch=by_epoch))
     return pictures
-
-
-def rows_a_second(story: Story) -> Points:
-    """The throughput, where it is known how many rows a step has."""
-    rows = story.summary.training.get("effective_batch")
-    return throughput(story.samples, rows) if isinstance(rows, int | float) and rows > 0 else []
 
 
 def picture(

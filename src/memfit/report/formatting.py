@@ -59,7 +59,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "optim": N_("optimizer"),
         "seed": N_("seed"),
         "parameters": N_("parameters"),
-        "learning_parameters": N_("parameters that learn"),
+        "learning_parameters": N_("trainable parameters"),
         "best_by": N_("best model picked by"),
         "class_weights": N_("class weights"),
         "threshold": N_("threshold asked for"),
@@ -105,6 +105,17 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 Strategies have their titles here once more: reading those from the strategies would import torch.
 """
+
+FIDELITY_SENTENCES = {
+    "exact": N_("exact, the same numbers up to rounding of the same precision"),
+    "rounding": N_("rounding, the same algorithm with fewer bits"),
+    "optimizer": N_("optimizer, another update rule"),
+    "capacity": N_("capacity, fewer weights are trained"),
+    "data": N_("data, texts are cut shorter"),
+}
+
+UNUSED = "unused"
+"""What the allocator holds beyond the components."""
 
 _SHORT = {long: short for short, long in SHORT_NAMES.items()}
 
@@ -182,6 +193,13 @@ def number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
     return clean(value)
+
+
+def metric(value: float | None) -> str:
+    """0.9340, 12.71; a dash for what is not a number."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if abs(value) <= 1 else f"{value:.4g}"
 
 
 def together(sentences: Sequence[str]) -> str:

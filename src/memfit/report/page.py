@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from memfit.config.files import atomic_writer
 from memfit.i18n import chosen_language, language, pt, speaking, t
 from memfit.printing import clean
-from memfit.records.results import RunFolder
+from memfit.records.results import RunFolder, RunSummary
 from memfit.report import curves, memory_bar, plots, sections
-from memfit.report import sections as quality
-from memfit.report.story import FINISHED, RUNNING, Story, read_story
+from memfit.report.view import RUNNING, RunView, read_view
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -52,77 +51,62 @@ def render(
     """The page as text; a live one asks for itself again for as long as the run trains.
 
     It speaks `lang`, or what was asked for with --lang, or what the run spoke. `served` pages have
-    a box to try a sentence. `ending` is what the run's last files will say (`read_story`).
+    a box to try a sentence. `ending` is what the run's last files will say (`read_view`).
     """
-    story = read_story(folder, live=live, ending=ending)
-    with speaking(_spoken(story, lang)):
-        return render_story(story, live=live, served=served)
+    view = read_view(folder, live=live, ending=ending)
+    with speaking(_spoken(view, lang)):
+        return _page(view, live=live and view.state == RUNNING, served=served)
 
 
 def spoken(folder: RunFolder, lang: str | None = None) -> str | None:
     """The language of a run's page; None where the environment decides."""
-    return _spoken(read_story(folder), lang)
+    return _spoken(read_view(folder), lang)
 
 
-def _spoken(story: Story, lang: str | None) -> str | None:
-    kept = story.summary.language
+def _spoken(view: RunView, lang: str | None) -> str | None:
+    kept = view.summary.language
     return lang or chosen_language() or (kept if kept in LANG_TAGS else None)
-
-
-def render_story(story: Story, *, live: bool = False, served: bool = False) -> str:
-    """The page about a run as far as it got."""
-    drawn = curves.curves(story) if plots.available() else []
-    missing = t("The run logged nothing to draw.") if not drawn and story.state != RUNNING else ""
-    where = clean(story.folder.path.absolute())
-    return _filled(
-        live=live and story.state == RUNNING,
-        served=served,
-        title=sections.title(story),
-        state=sections.state(story),
-        path=where,
-        verdict=sections.verdict(story),
-        warnings=sections.run_warnings(story.summary),
-        figures=sections.figures(story.summary),
-        trial={"pairs": bool(story.summary.data.get("text_pair_column"))} if served else None,
-        memory=memory_bar.memory_section(story),
-        curves=drawn,
-        missing=missing
-        if plots.available()
-        else t("The curves are missing: matplotlib is not installed (pip install memfit[report])."),
-        training=sections.training_parts(story),
-        ranks=sections.ranks(story.summary),
-        evaluation=quality.quality_section(*story.evaluated) if story.evaluated else None,
-        plan=sections.plan(story),
-        data=sections.data(story.summary),
-        usage=sections.usage(story.folder.path) if story.state == FINISHED else [],
-        made_with=sections.made_with(story.summary),
-        again=sections.again(story),
-        config="\n".join(clean(line) for line in story.config.splitlines()),
-    )
 
 
 def render_waiting(lang: str | None = None) -> str:
     """The page before there is anything to tell."""
     with speaking(lang):
-        state = {
-            "css": RUNNING, "word": pt("state of a run", "Training"), "facts": [], "resume": "",
-            "why": t("The run is getting ready: data and model are being loaded."),
-            "step": 0, "max_steps": None,
-        }  # fmt: skip
-        return _filled(
-            live=True, served=False, title=t("A run of memfit"), state=state, path="",
-            verdict=None, warnings=[], figures=[], trial=None, memory=None, curves=[], missing="",
-            training=None, evaluation=None, plan=None, data=None, usage=[], made_with=None,
-            again="", config="",
-        )  # fmt: skip
+        why = t("The run is getting ready: data and model are being loaded.")
+        view = RunView(summary=RunSummary(model="", task=""), state=RUNNING, why=why)
+        return _page(view, live=True, path="", training=None, missing="")
 
 
-def _filled(*, live: bool, served: bool, **values: Any) -> str:
+def _page(view: RunView, *, live: bool, served: bool = False, **changes: Any) -> str:
+    drawn = curves.curves(view)
+    missing = t("The run logged nothing to draw.") if not drawn and view.state != RUNNING else ""
+    if not plots.available():
+        missing = t(
+            "The curves are missing: matplotlib is not installed (pip install memfit[report])."
+        )
+    parts = {
+        "title": sections.title(view),
+        "state": sections.state(view),
+        "path": clean(view.folder.path.absolute()),
+        "verdict": sections.verdict(view),
+        "warnings": sections.run_warnings(view),
+        "figures": sections.figures(view),
+        "trial": {"pairs": bool(view.summary.data.get("text_pair_column"))} if served else None,
+        "memory": memory_bar.memory_section(view),
+        "curves": drawn,
+        "missing": missing,
+        "training": sections.training_parts(view),
+        "ranks": sections.ranks(view),
+        "evaluation": sections.quality(view),
+        "plan": sections.plan(view),
+        "data": sections.data(view),
+        "usage": sections.usage(view),
+        "made_with": sections.made_with(view),
+        "again": sections.again(view),
+        "config": "\n".join(clean(line) for line in view.config.splitlines()),
+    }
+    refresh = int(1000 * REFRESH_SECONDS) if live else 0
     return filled(
-        "page.html",
-        reaches_itself=live or served,
-        refresh=int(1000 * REFRESH_SECONDS) if live else 0,
-        **values,
+        "page.html", reaches_itself=live or served, **{**parts, "refresh": refresh, **changes}
     )
 
 
@@ -131,16 +115,20 @@ def filled(template: str, *, reaches_itself: bool = False, **values: Any) -> str
     from markupsafe import Markup
 
     script = own_file("page.js")
-    # The style sheet, the script and the drawings are our own; all else is escaped.
-    shared = {
-        "css": Markup(plots.palette_css() + own_file("page.css")),
-        "script": Markup(script),
-        "policy": policy(script, reaches_itself=reaches_itself),
-        "drawn": Markup,
-        "t": t,
-        "pt": pt,
-        "lang": LANG_TAGS[language()],
-    }
+    return fill(
+        template,
+        css=Markup(plots.palette_css() + own_file("page.css")),
+        script=Markup(script),
+        policy=policy(script, reaches_itself=reaches_itself),
+        **values,
+    )
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template of this folder; all is escaped but what is `Markup` and what is `drawn`."""
+    from markupsafe import Markup
+
+    shared = {"drawn": Markup, "t": t, "pt": pt, "lang": LANG_TAGS[language()]}
     return _templates().get_template(template).render(**shared, **values)
 
 

@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.i18n import N_, language, pt, t
-from memfit.report.formatting import named
-from memfit.report.memory_bar import memory_bar, peak_components
+from memfit.i18n import language, pt, t
+from memfit.report.formatting import FIDELITY_SENTENCES, named
+from memfit.report.memory_bar import memory_bar
 from memfit.units import format_both, format_bytes, format_seconds, step_time
 
 if TYPE_CHECKING:
@@ -40,14 +40,6 @@ def difference_in_words(these: Mapping[str, str], those: Mapping[str, str]) -> s
 
 _SAID_ELSEWHERE = ("memory",)
 """Decisions that the bar shows."""
-
-_FIDELITIES = {
-    "exact": N_("exact, the same numbers up to rounding of the same precision"),
-    "rounding": N_("rounding, the same algorithm with fewer bits"),
-    "optimizer": N_("optimizer, another update rule"),
-    "capacity": N_("capacity, fewer weights learn"),
-    "data": N_("data, texts are cut shorter"),
-}
 
 
 def plan_view(
@@ -115,7 +107,7 @@ def _headline(plan: Plan, model: str) -> Text:
         model=model,
         card=card,
         budget=format_both(plan.digest.budget_bytes),
-        fidelity=t(_FIDELITIES[str(plan.fidelity)]),
+        fidelity=t(FIDELITY_SENTENCES[str(plan.fidelity)]),
     )
     return Text(sentence, style="bold")
 
@@ -135,7 +127,7 @@ def _total(seconds: RunSeconds) -> str:
 
 def _bar(plan: Plan, title: str) -> RenderableType:
     assert plan.price is not None
-    return memory_bar(peak_components(plan.price.peak), plan.digest.budget_bytes, title=title)
+    return memory_bar(plan.price.peak, plan.digest.budget_bytes, title=title)
 
 
 def _decisions(plan: Plan) -> list[str]:

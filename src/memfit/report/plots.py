@@ -21,59 +21,39 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from memfit.errors import MemfitError
 from memfit.i18n import language, t
 from memfit.memory.components import Component
+from memfit.report.formatting import UNUSED
 from memfit.units import GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNUSED = "unused"
-"""What the allocator holds beyond the components."""
-
-LIGHT: Mapping[str, str] = {
-    "paper": "#ffffff",
-    "ink": "#1c2127",
-    "quiet": "#56606b",
-    "rule": "#d5dae0",
-    "panel": "#f5f7f9",
-    "edge": "#7a848f",
-    "good": "#0a6b4d",
-    "bad": "#b3261e",
-    "series-1": "#0b66b0",
-    "series-2": "#b64707",
-    "series-3": "#0a7f5c",
-    "series-4": "#8a4fa3",
-    "weights": "#2f7fc1",
-    "gradients": "#e3a008",
-    "optimizer": "#1a9b73",
-    "activations": "#d4622a",
-    "workspace": "#b0609a",
-    "context": "#8a939c",
-    "unused": "#c3cad1",
-    "shade": "11 102 176",
+_PALETTE = {
+    "paper": ("#ffffff", "#14181d"),
+    "ink": ("#1c2127", "#e6e9ed"),
+    "quiet": ("#56606b", "#9ea8b3"),
+    "rule": ("#d5dae0", "#39424c"),
+    "panel": ("#f5f7f9", "#1c2229"),
+    "edge": ("#7a848f", "#7d8894"),
+    "good": ("#0a6b4d", "#4fc79f"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "series-1": ("#0b66b0", "#62b0f4"),
+    "series-2": ("#b64707", "#f09a5b"),
+    "series-3": ("#0a7f5c", "#4fc79f"),
+    "series-4": ("#8a4fa3", "#c795dd"),
+    "weights": ("#2f7fc1", "#4a97d6"),
+    "gradients": ("#e3a008", "#e0ac2b"),
+    "optimizer": ("#1a9b73", "#35b088"),
+    "activations": ("#d4622a", "#e07a45"),
+    "workspace": ("#b0609a", "#c47fb0"),
+    "context": ("#8a939c", "#78828c"),
+    "unused": ("#c3cad1", "#4b5560"),
+    "shade": ("11 102 176", "74 151 214"),
 }
+"""A colour by day and by night."""
 
-DARK: Mapping[str, str] = {
-    "paper": "#14181d",
-    "ink": "#e6e9ed",
-    "quiet": "#9ea8b3",
-    "rule": "#39424c",
-    "panel": "#1c2229",
-    "edge": "#7d8894",
-    "good": "#4fc79f",
-    "bad": "#ff8a80",
-    "series-1": "#62b0f4",
-    "series-2": "#f09a5b",
-    "series-3": "#4fc79f",
-    "series-4": "#c795dd",
-    "weights": "#4a97d6",
-    "gradients": "#e0ac2b",
-    "optimizer": "#35b088",
-    "activations": "#e07a45",
-    "workspace": "#c47fb0",
-    "context": "#78828c",
-    "unused": "#4b5560",
-    "shade": "74 151 214",
-}
+LIGHT = {name: day for name, (day, _) in _PALETTE.items()}
+
+DARK = {name: night for name, (_, night) in _PALETTE.items()}
 
 INK, RULE, PAPER = "#a1000f", "#a10010", "#a10011"
 

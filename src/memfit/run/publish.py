@@ -99,7 +99,7 @@ def push(
     A README.md somebody wrote into the folder is the card; `licence` is then put into it.
     """
     from memfit.models.hubs import Upload
-    from memfit.run.model_card import AuthorsWords, card_for, licence_in
+    from memfit.report.model_card import AuthorsWords, card_for, licence_in
 
     check_hub(to)
     check_repo(repo)

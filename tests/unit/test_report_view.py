@@ -10,20 +10,20 @@ import pytest
 from report_fixtures import PLAN, Page, add_samples, make_run
 
 from memfit.errors import OutputError
-from memfit.records.results import RunFolder
+from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import FILE, RunLog, read_log
 from memfit.report.page import write_report
-from memfit.report.story import adjustments, metric_names, read_plan, read_story, series
+from memfit.report.view import RunView, adjustments, read_plan, read_view
 from memfit.units import MIB
 
 
-def story(folder: Path, **options: Any) -> Any:
-    return read_story(RunFolder(folder), **options)
+def view(folder: Path, **options: Any) -> RunView:
+    return read_view(RunFolder(folder), **options)
 
 
 def test_a_failed_run_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     add_samples(tmp_path, steps=12).ended("failed", "the GPU no longer answers")
-    told = story(tmp_path)
+    told = view(tmp_path)
     assert (told.state, told.step, told.max_steps, told.seconds) == ("failed", 12, 438, 6.0)
     found = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Failed 6.0 s of training on RTX 3060 step 12 of 438" in found.words
@@ -35,8 +35,8 @@ def test_a_failed_run_says_why_and_how_to_go_on(tmp_path: Path) -> None:
 
 def test_without_a_last_word_it_is_running_or_was_cut_off(tmp_path: Path) -> None:
     add_samples(tmp_path)
-    assert story(tmp_path, live=True).state == "running"
-    assert story(tmp_path).state == "cut"
+    assert view(tmp_path, live=True).state == "running"
+    assert view(tmp_path).state == "cut"
     text = Page(write_report(tmp_path, lang="zh").read_text(encoding="utf-8")).words
     assert "没有结束记录" in text
     assert "进程已被终止" in text
@@ -60,18 +60,18 @@ def test_what_came_after_the_last_checkpoint_is_in_the_curves(tmp_path: Path) ->
     checkpoint.mkdir(parents=True)
     saved = [{"step": step, "loss": 100.0} for step in (1, 2, 3)]
     (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": saved}))
-    losses = series(story(tmp_path).history, "loss")
+    losses = view(tmp_path).series("loss")
     assert losses[:3] == [(1, 100.0), (2, 100.0), (3, 100.0)]
     assert losses[-2:] == [(4, 1 / 4), (5, 1 / 5)]
 
 
 def test_a_run_before_its_first_line_is_told_from_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\nmodel = "hfl/rbt3"\n')
-    told = story(tmp_path, live=True)
+    told = view(tmp_path, live=True)
     assert (told.summary.model, told.state, told.step) == ("hfl/rbt3", "running", 0)
     (tmp_path / "run.toml").write_text("[model\n")
     with pytest.raises(OutputError, match=r"run\.toml"):
-        story(tmp_path)
+        view(tmp_path)
 
 
 def test_broken_lines_are_passed_over(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_adjustments_are_marked_in_the_picture_and_listed(tmp_path: Path) -> Non
 
 def test_the_context_is_added_where_the_samples_are_an_allocators(tmp_path: Path) -> None:
     add_samples(tmp_path, steps=3)
-    told = story(tmp_path)
+    told = view(tmp_path)
     assert told.context_bytes == 500 * MIB
     assert not told.on_cpu
     label = Page(write_report(tmp_path).read_text(encoding="utf-8")).values("svg", "aria-label")[-1]
@@ -140,13 +140,14 @@ def test_what_is_not_a_number_is_not_drawn() -> None:
         {"step": 4, "loss": True},
         {"loss": 0.1},
     ]
-    assert series(history, "loss") == [(2, 0.5)]
-    assert metric_names(history) == ["f1"]
+    shown = RunView(summary=RunSummary(model="", task=""), history=history)
+    assert shown.series("loss") == [(2, 0.5)]
+    assert shown.metric_names == ["f1"]
 
 
 def test_a_finished_run_is_what_its_summary_says(tmp_path: Path) -> None:
     add_samples(make_run(tmp_path)).ended("stopped", "once")
-    told = story(tmp_path, live=True)
+    told = view(tmp_path, live=True)
     assert (told.state, told.why, told.seconds) == ("finished", "", 200.0)
 
 
