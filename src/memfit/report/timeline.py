@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from memfit.i18n import language, t
+from memfit.i18n import t
 from memfit.memory.components import COMPONENT_NAMES, Component, Event
+from memfit.report.page import fill
 from memfit.report.plots import COMPONENTS, INK, PAPER, Drawing, palette_css
 from memfit.units import GIB, MIB, format_bytes
 
@@ -33,22 +31,41 @@ ORDER = (
 _PHASE_ROWS, _LETTER = 3, 0.0088
 
 
-class ChartMoment(Protocol):
-    """What is drawn of a moment."""
+MOST_POINTS = 800
+"""The chart has no more, one a pixel; each is the highest moment of the events it stands for."""
+
+MOST_HOLDERS = 15
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The live bytes by component right after an event."""
+
+    event: int
+    components: Mapping[Component, int]
+    module: str
 
     @property
-    def event(self) -> int: ...
-    @property
-    def components(self) -> Mapping[Component, int]: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def total_bytes(self) -> int: ...
+    def total_bytes(self) -> int:
+        """All that is allocated."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What modules of one kind hold for one purpose; layers count as one kind."""
+
+    component: Component
+    module: str
+    blocks: int
+    nbytes: int
 
 
 def draw_timeline(
-    shown: Sequence[ChartMoment],
-    peak: ChartMoment,
+    shown: Sequence[Moment],
+    peak: Moment,
     *,
     context_bytes: int,
     budget_bytes: int | None,
@@ -79,7 +96,7 @@ def draw_timeline(
     return drawing.svg
 
 
-def _areas(axes: Axes, shown: Sequence[ChartMoment], context_bytes: int, unit_bytes: int) -> None:
+def _areas(axes: Axes, shown: Sequence[Moment], context_bytes: int, unit_bytes: int) -> None:
     constant = {Component.CONTEXT: context_bytes}
     bands = {
         component: [
@@ -99,7 +116,7 @@ def _areas(axes: Axes, shown: Sequence[ChartMoment], context_bytes: int, unit_by
 
 
 def _mark_peak(
-    axes: Axes, peak: ChartMoment, context_bytes: int, height: float, last_event: int
+    axes: Axes, peak: Moment, context_bytes: int, height: float, last_event: int
 ) -> None:
     """A dot and its name, on the side that has room for it."""
     # The axis counts the context, so its number does; reserved but unused memory is not drawn.
@@ -138,38 +155,6 @@ def _mark_phases(axes: Axes, phases: Sequence[tuple[int, str]], last_event: int)
             horizontalalignment="right" if late else "left",
             verticalalignment="top",
         )
-
-
-MOST_POINTS = 800
-"""The chart has no more, one a pixel; each is the highest moment of the events it stands for."""
-
-MOST_HOLDERS = 15
-
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The live bytes by component right after an event."""
-
-    event: int
-    components: Mapping[Component, int]
-    module: str
-
-    @property
-    def total_bytes(self) -> int:
-        """All that is allocated."""
-        return sum(self.components.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """What modules of one kind hold for one purpose; layers count as one kind."""
-
-    component: Component
-    module: str
-    blocks: int
-    nbytes: int
 
 
 def moments(events: Sequence[Event], *, limit: int = MOST_POINTS) -> list[Moment]:
@@ -219,6 +204,8 @@ def write_timeline(
     phases: Sequence[tuple[int, str]] = (),
 ) -> Path:
     """One self-contained page; `phases` name the stretches that begin at an event."""
+    from markupsafe import Markup
+
     shown = moments(events)
     peak = max(shown, key=lambda moment: moment.total_bytes)
     chart = draw_timeline(
@@ -231,72 +218,25 @@ def write_timeline(
         figures[t("of the device")] = context_bytes + (reserved_bytes or peak.total_bytes)
     if budget_bytes is not None:
         figures[t("budget")] = budget_bytes
-    page = Template(
-        resources.files("memfit.report").joinpath("timeline.html").read_text(encoding="utf-8")
-    ).substitute(
-        lang={"en": "en", "zh": "zh-Hans"}[language()],
-        busy=escape(t("At work at the peak:")),
-        by_component=escape(t("At the peak, by component")),
-        held_by=escape(t("What holds it")),
-        component=escape(t("component")),
-        made_by=escape(t("made by")),
-        blocks=escape(t("blocks")),
-        memory=escape(t("memory")),
-        share=escape(t("share")),
-        palette=palette_css(),
-        title=escape(title or t("Memory over the training step")),
-        lead=escape(
-            lead or t("Every tensor from its birth to its death, in the order they happen.")
-        ),
-        figures="\n".join(_figure(name, value) for name, value in figures.items()),
-        at_work=escape(peak.module or t("no module")),
+    sizes = {**peak.components, Component.CONTEXT: context_bytes}
+    found = holders(events, peak.event)
+    rest = found[MOST_HOLDERS:]
+    others = (sum(one.blocks for one in rest), sum(one.nbytes for one in rest))
+    page = fill(
+        "timeline.html",
+        palette=Markup(palette_css()),
+        title=title or t("Memory over the training step"),
+        lead=lead or t("Every tensor from its birth to its death, in the order they happen."),
+        figures=figures,
+        at_work=peak.module or t("no module"),
         chart=chart,
-        components=_component_rows(peak, context_bytes),
-        holders=_holder_rows(holders(events, peak.event), peak.total_bytes + context_bytes),
+        components=sorted((item for item in sizes.items() if item[1]), key=lambda item: -item[1]),
+        holders=found[:MOST_HOLDERS],
+        rest=(t("{count} others", count=len(rest)), *others) if rest else None,
+        whole=sum(sizes.values()),
+        named=lambda component: t(COMPONENT_NAMES[component]),
+        size=format_bytes,
     )
     written = Path(path)
     written.write_text(page, encoding="utf-8")
     return written
-
-
-def _figure(name: str, nbytes: int) -> str:
-    return f"<li><b>{format_bytes(nbytes)}</b><span>{escape(name)}</span></li>"
-
-
-def _component_rows(peak: Moment, context_bytes: int) -> str:
-    sizes = {**peak.components, Component.CONTEXT: context_bytes}
-    whole = sum(sizes.values())
-    return "\n".join(
-        f"<tr><td>{_swatch(component)}</td>{_numbers(nbytes, whole)}</tr>"
-        for component, nbytes in sorted(sizes.items(), key=lambda item: -item[1])
-        if nbytes
-    )
-
-
-def _holder_rows(found: Sequence[Holder], whole: int) -> str:
-    rows = [
-        f"<tr><td>{_swatch(holder.component)}</td><td><code>{escape(holder.module or '–')}</code>"
-        f'</td><td class="number">{holder.blocks}</td>{_numbers(holder.nbytes, whole)}</tr>'
-        for holder in found[:MOST_HOLDERS]
-    ]
-    rest = found[MOST_HOLDERS:]
-    if rest:
-        blocks, nbytes = sum(h.blocks for h in rest), sum(h.nbytes for h in rest)
-        others = escape(t("{count} others", count=len(rest)))
-        rows.append(
-            f'<tr><td></td><td>{others}</td><td class="number">{blocks}</td>'
-            f"{_numbers(nbytes, whole)}</tr>"
-        )
-    return "\n".join(rows)
-
-
-def _swatch(component: Component) -> str:
-    style = f"background: var(--{component})"
-    return f'<span class="swatch" style="{style}"></span>{escape(t(COMPONENT_NAMES[component]))}'
-
-
-def _numbers(nbytes: int, whole: int) -> str:
-    return (
-        f'<td class="number">{format_bytes(nbytes)}</td>'
-        f'<td class="number">{nbytes / whole:.1%}</td>'
-    )
