@@ -125,7 +125,6 @@ def measure(way: str, table: Path, vocab: Path, *, disturbed: bool) -> dict[str,
         strategies=[made(text) for text in run["strategies"]], budget=str(CAP_BYTES),
         micro_batching=MicroBatching(),
     )  # fmt: skip
-    trainer.guard.adjuster.keeps_plan = False
     if disturbed:
         ready.wait(60)
     cap = trainer.guard.budget_cap = CudaCap(trainer.guard.reader())

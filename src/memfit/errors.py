@@ -14,7 +14,6 @@
     │   ├── ModelError       a model folder or id
     │   └── OutputError      the output folder
     └── DoesNotFitError      exit code 3: nothing fits the budget
-        └── PlanMissedError  a rehearsed plan needs more than predicted; another may fit
 
 A message says what is wrong, where, and what to do. The command line prints it
 without a traceback; a traceback is a bug.
@@ -23,7 +22,6 @@ without a traceback; a traceback is a bug.
 from __future__ import annotations
 
 import difflib
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -161,27 +159,6 @@ class DoesNotFitError(MemfitError):
     """Nothing fits the budget."""
 
     exit_code = 3
-
-
-class PlanMissedError(DoesNotFitError):
-    """A plan's rehearsal ran out of memory; `short_bytes` is how much less the next may use."""
-
-    def __init__(self, what: str, short_bytes: int) -> None:
-        super().__init__(what)
-        self.short_bytes = short_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Ranks send it to each other: what one misses, all plan again."""
-        return type(self), (self.args[0], self.short_bytes)
-
-
-def forget(error: BaseException) -> None:
-    """Clears the frames an error came through: they would keep what was made in them alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen.__traceback__ = None
-        seen = seen.__context__
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

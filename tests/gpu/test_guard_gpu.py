@@ -18,7 +18,6 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.available import CudaReader, MemoryReading, Watch
 from memfit.memory.cuda_context import own_context_bytes
 from memfit.strategies import (
-    ActivationOffload,
     Checkpointing,
     Combination,
     CudaGraphs,
@@ -147,10 +146,7 @@ def test_the_smallest_piece_is_recomputed_and_then_offloaded(tmp_path):
     assert made[0].endswith(f"{LAYERS} layers recomputed")
     assert made[1].endswith("activations offloaded")
     assert float((recovered - clean).norm() / clean.norm()) < 1e-4
-    assert trainer.setup.around_micro_batch  # and back
-    trainer.guard.live.apply(dataclasses.replace(trainer.guard.adjuster.widest, offloaded=False))
-    assert not trainer.setup.around_micro_batch
-    assert ActivationOffload().unavailable(trainer.setup) == ""
+    assert trainer.setup.around_micro_batch
 
 
 STEPS = {

@@ -20,12 +20,10 @@ from memfit.planner.plans import Plan
 from memfit.planner.search import make_plan
 from memfit.planner.this_machine import (
     cache_file,
-    keep_learnt,
     keep_plan,
     kept_plan,
     task_for,
 )
-from memfit.training.guard.adjusting import MemoryModel
 from memfit.units import Budget
 
 BUDGET = 4 * 10**9
@@ -63,29 +61,6 @@ def test_a_kept_plan_is_the_plan_that_was_made(plan: Plan) -> None:
     assert kept.price == plan.price
     assert kept.sentences("zh") == plan.sentences("zh")
     assert kept.to_toml() == plan.to_toml()
-
-
-def test_what_a_rehearsal_learnt_is_kept_with_its_plan(plan: Plan) -> None:
-    learnt = {"fixed_bytes": 1e9, "token_bytes": 2e5, "layer_bytes": 0.5, "depth": 24}
-    keep_learnt(asked(), plan, learnt)
-    assert kept_plan(asked()) is None  # a plan that was not kept has nothing to keep it with
-    keep_plan(asked(), plan)
-    other = dataclasses.replace(plan.candidate, strategies=())
-    keep_learnt(asked(), dataclasses.replace(plan, candidate=other), learnt)
-    assert kept_plan(asked()).learnt is None
-    keep_learnt(asked(), plan, learnt)
-    kept = kept_plan(asked())
-    assert kept.learnt == learnt
-    assert MemoryModel.read(kept.learnt) == MemoryModel(1e9, 2e5, 0.5, 24)
-    assert kept.to_toml() == plan.to_toml()
-
-
-def test_what_is_learnt_later_does_not_change_for_which_memory_a_plan_was_made(plan: Plan) -> None:
-    keep_plan(asked(Budget()), plan)
-    made = files.remembered(cache_file(asked(Budget())))
-    learnt = {"fixed_bytes": 1e9, "token_bytes": 2e5, "layer_bytes": 0.5, "depth": 24}
-    keep_learnt(asked(Budget(), BUDGET * 108 // 100), plan, learnt)
-    assert files.remembered(cache_file(asked(Budget()))) == {**made, "learnt": learnt}
 
 
 @pytest.mark.parametrize(

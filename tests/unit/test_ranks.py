@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pickle
 import sys
 import types
 from pathlib import Path
@@ -20,7 +19,7 @@ from memfit.config import RunConfig
 from memfit.config.launched import LaunchedRank, launched_rank, number_for_torch
 from memfit.data.working_files import new_file
 from memfit.engine.effective_batch import effective_arguments
-from memfit.errors import ConfigError, PlanMissedError
+from memfit.errors import ConfigError
 from memfit.run.launching import ranks_to_start
 from memfit.run.rank_agent import _tell, count_of, start_ranks
 
@@ -289,9 +288,3 @@ def test_callbacks_cannot_be_sent_to_other_processes(
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
         finetune("a.csv", model="m", output_dir=tmp_path / "out", gpus=2, callbacks=[object()])
-
-
-def test_a_plan_that_one_rank_misses_reaches_the_others_as_it_is() -> None:
-    missed = pickle.loads(pickle.dumps(PlanMissedError("too large", 5)))
-    assert type(missed) is PlanMissedError
-    assert (str(missed), missed.short_bytes) == ("too large", 5)

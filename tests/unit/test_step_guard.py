@@ -217,35 +217,6 @@ def test_the_budget_of_a_cpu_holds_and_its_run_ends_where_the_others_do(tmp_path
         assert float((mine - theirs).detach().abs().max()) < 1e-6
 
 
-def test_every_batch_is_cut_and_recomputed_by_its_own_tokens(tmp_path):
-    """Inside a budget for three quarters of the largest batch's activations."""
-    free = trainer_of(tmp_path, budget="10GB", strategies=[Packing()])
-    free.train()
-    held_bytes = free.guard.budget_cap.held_bytes()
-    budget = held_bytes + (free.guard.rehearsal.peak_bytes - held_bytes) * 3 // 4
-    tight = trainer_of(
-        tmp_path, budget=str(budget), strategies=[Packing()], fields={"max_steps": 12}
-    )
-    tight.guard.adjuster.keeps_plan = False
-    ways: list[tuple[int, Any]] = []
-    way_for = tight.guard.way_for
-
-    def noted(lengths: list[int]) -> Any:
-        way = way_for(lengths)
-        if tight.guard.adjuster.memory is not None:
-            ways.append((sum(lengths), way))
-        return way
-
-    tight.guard.way_for = noted
-    tight.train()
-    assert tight.guard.budget_cap.peak_bytes <= budget
-    whole = [tokens for tokens, way in ways if way.max_tokens is None and not way.recomputed]
-    helped = [tokens for tokens, way in ways if way.max_tokens or way.recomputed]
-    assert whole
-    assert helped
-    assert max(whole) < max(helped)
-
-
 def test_only_steps_that_may_need_more_than_those_before_are_counted(tmp_path):
     trainer = trainer_of(tmp_path, budget="10GB", fields={"max_steps": 12})
     trainer.train()

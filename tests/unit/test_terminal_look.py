@@ -28,7 +28,7 @@ from memfit.records.results import MemorySummary, RunSummary
 from memfit.report import memory_bar, terminal
 from memfit.report import terminal as announce
 from memfit.run import announcements
-from memfit.training.guard.adjusting import Adjustment, Adjustments, Way
+from memfit.training.guard.adjusting import Adjustment, Adjustments, StepSettings
 from memfit.training.progress import MemfitProgress, MemoryUse
 from memfit.units import GIB, format_seconds, parse_budget
 
@@ -62,7 +62,11 @@ def trained(console: Console, steps: int = 1000) -> None:
         progress.on_log(args, state, control, logs={"loss": 0.5 + 1 / step})
         if step == 500:
             progress.on_evaluate(args, state, control, metrics={"eval_f1": 0.9312})
-            made.note(Adjustment(500, "[b]CUDA", str(Way(4096)), str(Way(2048, recomputed=12))))
+            made.note(
+                Adjustment(
+                    500, "[b]CUDA", str(StepSettings(4096)), str(StepSettings(2048, recomputed=12))
+                )
+            )
     progress.on_train_end(args, state, control)
 
 

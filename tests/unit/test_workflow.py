@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import OutputError, RunStoppedError, TraceError
 from memfit.memory.available import MemoryReading
 from memfit.memory.components import Component
-from memfit.models import loading
-from memfit.models.loading import load_weights
 from memfit.planner import this_machine
 from memfit.planner.candidates import Candidate
 from memfit.planner.plans import Plan, digest_of
@@ -30,7 +27,6 @@ from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
 from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_paths
 from memfit.strategies import Checkpointing, FullySharded, Packing
-from memfit.training.guard import rehearsal
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
 
@@ -170,49 +166,6 @@ def test_a_model_that_cannot_be_traced_trains_unless_a_budget_was_promised(
     with pytest.raises(TraceError):
         finetune(table, output_dir=tmp_path / "promised", budget="1GB", **options)
     assert not (tmp_path / "promised").exists()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_plan_whose_rehearsal_fails_is_made_again_with_less(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first two plans need more than predicted; the run trains by the third."""
-    table = tmp_path / "a.csv"
-    table.write_text(FEW_REVIEWS, encoding="utf-8")
-    try_it, tried = rehearsal._Stage._try, []
-
-    def fail_twice(stage: Any, *args: Any, **named: Any) -> Any:
-        limit = stage._trainer.plan.digest.budget_bytes
-        if limit not in tried:
-            tried.append(limit)
-        return (None, "no memory") if len(tried) <= 2 else try_it(stage, *args, **named)
-
-    alive: list[weakref.ref[Any]] = []
-
-    def load(*args: Any, **named: Any) -> Any:
-        # The model before is gone when the next is loaded: both would not fit.
-        assert all(one() is None for one in alive)
-        model = load_weights(*args, **named)
-        alive.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(loading, "load_weights", load)
-    monkeypatch.setattr(rehearsal._Stage, "_try", fail_twice)
-    result = finetune(
-        table, output_dir=tmp_path / "run", budget="1GB", model=tiny_model_dir, max_length=16,
-        max_steps=2, exact=True,
-    )  # fmt: skip
-    said = capsys.readouterr().err
-    assert said.count("planned again with") == 2
-    assert len(alive) == 3
-    assert result.summary.training["steps"] == 2
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    # Each is planned for 2 % less than the one before.
-    assert tried[0] - tried[1] == pytest.approx(0.02 * 1e9, rel=0.01)
-    assert tried[0] - tried[2] == pytest.approx(2 * 0.02 * 1e9, rel=0.01)
 
 
 def test_running_out_of_memory_outside_a_step_is_told_and_no_bug(

@@ -470,9 +470,6 @@ def _price(price: Price) -> dict[str, Any]:
 
 Say = Callable[[Any], None]
 
-_PLANS_AGAIN = 3
-"""After this many plans that missed their budget, the last one is adjusted as it runs."""
-
 
 @dataclass(kw_only=True)
 class Choosing:
@@ -489,34 +486,7 @@ class Choosing:
     """The checkpoint a resumed run goes on from."""
     kept: bool = False
     """Whether the plan is that of an earlier run of the same task."""
-    _missed: int = 0
     _pricer: Pricer | None = None
-
-    @property
-    def may_plan_again(self) -> bool:
-        """Whether there is another plan to make when this one misses its budget.
-
-        A plan that was given stays. A resumed run goes on with the optimizer's state as its plan
-        stored it.
-        """
-        return self.is_free and self.checkpoint is None and self._missed < _PLANS_AGAIN
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the plan is ours to choose, and to adjust."""
-        return self.given is None and self.config.plan is None
-
-    def leave_free(self, short_bytes: int) -> None:
-        """Leaves this much free in the next plan: the last one needed more than allowed."""
-        self.task = self.task.leaving(short_bytes)
-        self._missed += 1
-
-    def keep_learnt(self, plan: Plan, learnt: Mapping[str, float]) -> None:
-        """Keeps what a rehearsal measured for the next run of the same task."""
-        from memfit.planner.this_machine import keep_learnt
-
-        if self.is_free and self.checkpoint is None:
-            keep_learnt(self.task, plan, learnt)
 
     def choose(self) -> Plan | None:
         """The plan; None where memory cannot be predicted and no budget was promised."""
@@ -550,7 +520,7 @@ class Choosing:
         from memfit.planner.plans import Plan, changes, check, digest_of
         from memfit.planner.this_machine import kept_plan
 
-        if not self.named or self._missed:
+        if not self.named:
             return None
         tables, task = dict(self.named), self.task
         same_settings = tables.pop(_SETTINGS, "") == self.config.settings_digest()

@@ -23,10 +23,8 @@ from memfit.errors import (
     DeviceLostError,
     LossError,
     OutputError,
-    PlanMissedError,
     RunStoppedError,
     SaveError,
-    forget,
 )
 from memfit.i18n import language, t
 from memfit.memory.device import is_cuda, kind_of
@@ -67,7 +65,7 @@ from memfit.run.prepare import (
     with_absolute_paths,
 )
 from memfit.run.rank_group import RankError, RankGroup, joined
-from memfit.units import format_both, format_bytes, percent
+from memfit.units import format_both, percent
 from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
@@ -503,40 +501,14 @@ class _Run:
         )
 
     def _trained(self, text: TextData) -> BudgetTrainer:
-        """Trains by the plan; by another where its rehearsal runs out of memory."""
-        while True:
-            self.group.share(self._write_settings)
-            trainer = self._trainer(text)
-            self._announce(trainer, text, self.prepared.tokens)
-            self.record.begin(self._summary(trainer, text, self.prepared.tokens, None))
-            try:
-                with self._model_kept(trainer), self.clock.measure("train"), doing(""):
-                    self._train(trainer)
-                self._keep_learnt(trainer)
-                return trainer
-            except PlanMissedError as error:
-                short_bytes = error.short_bytes
-                forget(error)
-                del trainer  # its memory is the next one's
-            self.say(
-                announce.fact_line(
-                    "note",
-                    t(
-                        "the rehearsal needed more memory than predicted; planned again with "
-                        "{bytes} less",
-                        bytes=format_bytes(short_bytes),
-                    ),
-                )
-            )
-            with self.clock.measure("plan"):
-                self.choosing.leave_free(self.group.largest(short_bytes))
-                self.plan = self._plan()
-
-    def _keep_learnt(self, trainer: BudgetTrainer) -> None:
-        """The next run of this task need not measure what a token takes."""
-        memory = trainer.guard.adjuster.memory
-        if self.group.is_first and self.plan is not None and memory is not None:
-            self.choosing.keep_learnt(self.plan, dataclasses.asdict(memory))
+        """Trains by the plan."""
+        self.group.share(self._write_settings)
+        trainer = self._trainer(text)
+        self._announce(trainer, text, self.prepared.tokens)
+        self.record.begin(self._summary(trainer, text, self.prepared.tokens, None))
+        with self._model_kept(trainer), self.clock.measure("train"), doing(""):
+            self._train(trainer)
+        return trainer
 
     def _trainer(self, text: TextData) -> BudgetTrainer:
         import transformers.trainer
@@ -564,6 +536,8 @@ class _Run:
                 micro_batching=None if self.plan is not None else MicroBatching(),
                 user_set=user_set_of(self.config),
                 on_nan=self.config.on_nan,
+                saves_model=True,
+                say_adjustment=(lambda _: None) if self.quiet else None,
                 class_weights=self.prepared.class_weights,
                 train_dataset=tokens.train,
                 eval_dataset=tokens.validation,
@@ -573,10 +547,6 @@ class _Run:
                 ),
                 callbacks=self._callbacks(kind_of(arguments.device)),
             )
-        if self.plan is not None and self.choosing.is_free:
-            trainer.guard.adjuster.keeps_plan = False  # it was made for the worst batch there is
-            trainer.guard.adjuster.keeps_tokens = True
-            trainer.guard.may_plan_again = self.choosing.may_plan_again
         # A callback of the user's, or a tracker, may look into the last checkpoint; and where only
         # one is kept, the Trainer itself does.
         own = ("memfit.", "transformers.trainer_callback")
@@ -584,9 +554,6 @@ class _Run:
             not type(one).__module__.startswith(own) for one in trainer.callback_handler.callbacks
         )
         trainer.checkpoints.seals_last_later = not looked_at and arguments.save_total_limit != 1
-        trainer.checkpoints.keeps_model = True
-        if self.quiet:
-            trainer.guard.adjustments.say = lambda _: None
         stock_bars = [PrinterCallback, ProgressCallback]
         if not self.group.is_alone:  # a notebook's own bar cannot be drawn by a rank
             stock_bars.append(transformers.trainer.DEFAULT_PROGRESS_CALLBACK)

@@ -226,12 +226,6 @@ class ModelChanges:
     def _new_setup(self, model: nn.Module | None, args: transformers.TrainingArguments) -> Setup:
         return Setup(model=model, args=args, **self._fields)  # type: ignore[arg-type]
 
-    @property
-    def keeps_plan(self) -> bool:
-        """Whether the user said how batches are run."""
-        by_hand = self.plan is not None and self._planned_for is None
-        return self.asked.limits is not None or by_hand
-
     def apply(self) -> None:
         """Plan where there is something to plan, and apply the strategies."""
         model: Any = self.setup.model

@@ -210,6 +210,11 @@ class MemfitProgress(TrainerCallback):
     ) -> None:
         self.close()
 
+    def expect(self, step_seconds: float, between_seconds: float) -> None:
+        """Takes what the rehearsal measured, unless a prediction was given."""
+        if self.step_seconds is None:
+            self.step_seconds, self.between_seconds = step_seconds, between_seconds
+
     def say(self, line: str) -> None:
         """One line above the bar."""
         if self._bar is not None:

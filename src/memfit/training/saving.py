@@ -71,11 +71,11 @@ _BY_SAFETENSORS = frozenset(
 _Loaded = TypeVar("_Loaded")
 
 
-def check_savable(trainer: TrainerParts, *, keeps_model: bool = False) -> int:
+def check_savable(trainer: TrainerParts, *, saves_model: bool = False) -> int:
     """Returns the bytes of a checkpoint, 0 if none is to be written.
 
     SaveError names what cannot be saved; OutputError says that a checkpoint has no room, or the
-    whole model, if the caller keeps it in the end.
+    whole model, if the caller saves it in the end.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     writes_none = trainer.args.save_strategy == SaveStrategy.NO
@@ -84,7 +84,7 @@ def check_savable(trainer: TrainerParts, *, keeps_model: bool = False) -> int:
     with _named("model"):
         size_bytes = _model_bytes(model)
     folder = Path(str(trainer.args.output_dir))
-    if keeps_model:  # adapters are merged into it
+    if saves_model:  # adapters are merged into it
         whole = (*model.parameters(), *model.buffers())
         _check_room(folder, sum(tensor.nbytes for tensor in whole), _NO_ROOM_FOR_MODEL)
     if writes_none:
@@ -260,13 +260,14 @@ class CheckpointSaver:
     more. Whatever a checkpoint needs there is worth more than what makes steps faster.
     """
 
-    def __init__(self, trainer: TrainerParts, make_room: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: TrainerParts, make_room: Callable[[], None], *, saves_model: bool = False
+    ) -> None:
         self._trainer = trainer
         self._make_room = make_room
+        self._saves_model = saves_model
         self.size_bytes = 0
         """Bytes of one checkpoint on disk, known before the first step; 0 if none is written."""
-        self.keeps_model = False
-        """Whether the caller saves the whole model beside the checkpoints in the end."""
         self.writing = False
         self.push_due = False
         """Whether the checkpoint is to be uploaded once it has its name."""
@@ -289,7 +290,7 @@ class CheckpointSaver:
     def check(self) -> None:
         """Raises what would go wrong at the first save; notes how large a checkpoint will be."""
         if self._trainer.args.should_save:
-            self.size_bytes = check_savable(self._trainer, keeps_model=self.keeps_model)
+            self.size_bytes = check_savable(self._trainer, saves_model=self._saves_model)
 
     # ---- writing ----
 

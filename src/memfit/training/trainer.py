@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ from memfit.engine.micro_batches import (
     trimming_for,
 )
 from memfit.engine.step_state import preserved_rng
-from memfit.errors import ConfigError, ModelError, PlanMissedError, RunStoppedError
+from memfit.errors import ConfigError, ModelError, RunStoppedError
 from memfit.i18n import t
 from memfit.memory.allocator import use_expandable_segments
 from memfit.memory.device import is_cuda, kind_of, lower_watermarks
@@ -110,7 +110,8 @@ class BudgetTrainer(transformers.Trainer):
     the fastest plan that fits is made and run, what the arguments set being kept; `plan` is one
     made before. `on_nan` says what a loss that is not finite does: `stop` the run, or `skip` the
     update. `user_set` names the arguments that were chosen, if that is more than those which
-    differ from the defaults.
+    differ from the defaults. `saves_model` reserves disk space for the whole model, which the
+    caller saves in the end; `say_adjustment` prints what the guard changes (default: the log).
     """
 
     model: PreTrainedModel
@@ -134,8 +135,11 @@ class BudgetTrainer(transformers.Trainer):
         plan: Plan | None = None,
         user_set: frozenset[str] | None = None,
         on_nan: str = "stop",
+        saves_model: bool = False,
+        say_adjustment: Callable[[str], None] | None = None,
         **named: Any,
     ) -> None:
+        self._say_adjustment = say_adjustment
         self.user_args = args if args is not None else TrainingArguments("tmp_trainer")
         self._args_seen = _fields(self.user_args)
         if user_set is None:
@@ -171,7 +175,9 @@ class BudgetTrainer(transformers.Trainer):
             on_nan=on_nan,
         )
         self.changes = ModelChanges(self, model, effective, choices, plan, named, user_set)
-        self.checkpoints = CheckpointSaver(self, make_room=lambda: self.guard.make_room())
+        self.checkpoints = CheckpointSaver(
+            self, make_room=lambda: self.guard.make_room(), saves_model=saves_model
+        )
         self.masters = MasterWeights(self, self._load_optimizer_and_scheduler)
         self.health = Health(self, on_nan)
         self.heap = HeapTrimmer()
@@ -235,7 +241,14 @@ class BudgetTrainer(transformers.Trainer):
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
-        self.guard = Guard(self, self.changes.effects, keeps_plan=self.changes.keeps_plan)
+        asked = self.changes.asked
+        self.guard = Guard(
+            self,
+            self.changes.effects,
+            line=getattr(self.plan, "line", None),
+            adapts=asked.given is None and asked.limits is None,
+            say=self._say_adjustment,
+        )
 
     # ---- what memfit adds ----
 
@@ -319,8 +332,6 @@ class BudgetTrainer(transformers.Trainer):
         begun = self.state.global_step
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
-        except PlanMissedError:
-            raise  # the model is dropped, and in float32 it might not fit
         except BaseException:
             untrained = self.state.global_step == begun and self.setup.model is not None
             if untrained and self.executor.runs_alone:  # else the other ranks would be needed

@@ -1,7 +1,8 @@
 """The largest batch there can be, tried before the first step.
 
     try       forward and backward of the worst batch, made smaller until it fits
-    learn     half of it, recomputed otherwise: what a token takes, and what of it a layer keeps
+    correct   the plan's line of memory, by what that took; without a plan half of the batch is
+              tried too, and the line goes through both
     dress     the whole step as it will be run: graphs captured, the update made with its gate shut
     evaluate  the longest rows of an evaluation
     time      a usual batch, warm
@@ -9,9 +10,7 @@
 
 A rank does all but the last by itself. Nothing of it leaves a trace: no weight and no state moves,
 random numbers are put back. After it the process holds all it will hold: kernels are compiled,
-libraries loaded, the largest graph captured. A plan that does not fit then is given up
-(PlanMissedError) where the trainer can be made anew with another plan, and made smaller here where
-it cannot.
+libraries loaded, the largest graph captured.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from memfit.engine.exchange import GradientExchange
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
 from memfit.engine.step_state import preserved_rng
-from memfit.errors import DoesNotFitError, PlanMissedError
+from memfit.errors import DoesNotFitError
 from memfit.i18n import t
 from memfit.memory.device import is_cuda, synchronize
-from memfit.training.guard.adjusting import MemoryModel, StepPieces, Way, kept_layers, pieces_of
+from memfit.memory.memory_line import MemoryLine, MemoryPoint
+from memfit.training.guard.adjusting import Pieces, StepSettings, pieces_of
 from memfit.training.limits import LiveBytes
-from memfit.units import MIB
 
 if TYPE_CHECKING:
     from memfit.training.guard.step_guard import Guard, GuardedTrainer
@@ -129,34 +128,16 @@ LONG_SECONDS = 5.0
 _QUICK_SECONDS = 1.0
 """On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
 
-_SHORT_SHARE = 0.02
-
-_SHORT_BYTES = 20 * MIB
-"""How far a failed plan is assumed to miss its limit, beside the growth of its context. The
-bytes are one page of torch's allocator on a card."""
+_MISSED = 1.05
+"""A plan that does not fit is taken to need so many times its limit."""
 
 _DRAWN = 200
-"""How many batches are drawn to learn which sizes occur."""
-
-_SHORT = 0.75
-"""Rows longer than this share of the longest say nothing new."""
-
-_TELLING_LAYERS = 4
-"""Layers to keep when measuring one: with fewer, the peak may be that of the gradients."""
-
-_AT_THE_END = 1.05
-"""The end of backward holds all gradients and at most this much more."""
-
-_SAME = 0.005
-"""Peaks of the same batch in two runs differ by less."""
-
-_ROOMY = 0.5
-"""If the worst batch needs no more than this share of the limit, nothing has to be decided."""
+"""How many batches are drawn to find which sizes occur."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What was found out before the first step."""
+    """Time and memory of the largest and of a usual batch, before the first step."""
 
     step_seconds: float
     """An average step after warm-up. It contains the update only if there is a sink."""
@@ -175,7 +156,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    pieces: StepPieces
+    pieces: Pieces
     all_tokens: int
     peak_bytes: int
     seconds: float
@@ -184,11 +165,7 @@ class _Tried:
 def rehearse(guard: Guard, loader: Any) -> Rehearsal | None:
     """Rehearses the batch of the longest rows. Returns None if rows cannot be read beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
-    if not has_rows(dataset):
-        return None
-    stage = _Stage(guard, dataset, loader.collate_fn)
-    guard.when_squeezed = stage.learn_if_tight
-    return stage.play()
+    return _Stage(guard, dataset, loader.collate_fn).play() if has_rows(dataset) else None
 
 
 class _Stage:
@@ -198,24 +175,28 @@ class _Stage:
         self._dataset = dataset
         self._collate = collate
         self._device: torch.device = trainer.args.device
-        self._count = min(trainer.args.per_device_train_batch_size, len(dataset))
-        self._tried: _Tried | None = None
+        self._packed = trainer.executor.packed
+        count = min(trainer.args.per_device_train_batch_size, len(dataset))
+        self._longest = longest_rows(dataset, count)
+        self._count = count
         self._warmed: _Tried | None = None
         self._captured = 0
         """Graphs captured for `_warmed`."""
         self._usual_pieces = 1
+        self._was_cut = False
+        """Whether the plan's line of memory was used to make the largest batch smaller."""
 
     def play(self) -> Rehearsal:
         model, guard = self._trainer.model, self._guard
         model.train()
         with preserved_rng():
-            worst = self._batch(self._longest())
+            worst = self._batch(self._longest)
             lengths = lengths_of(worst, self._trainer.executor.trim)
             guard.worst_lengths = lengths
-            self._tried = tried = self._until_it_fits(worst, lengths)
-            self.learn_if_tight()
+            tried = self._until_it_fits(worst, lengths)
+            self._correct_line(tried)
             if is_cuda(self._device) or tried.seconds <= _QUICK_SECONDS:
-                self._dress(worst, lengths)
+                self._until_it_fits(worst, lengths, dressed=1)
             self._dress_fullest()
             evaluating = self._evaluate_beside(worst, lengths) if is_cuda(self._device) else None
             guard.measure()
@@ -225,104 +206,85 @@ class _Stage:
             seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating, self._usual_pieces
         )
 
-    def learn_if_tight(self) -> None:
-        """Measures the memory of a token, once the limit can matter."""
-        guard, tried = self._guard, self._tried
-        if tried is None or guard.adjuster.memory is not None or not self._may_be_tight(tried):
+    def _correct_line(self, tried: _Tried) -> None:
+        """Makes the line of memory pass through what the largest batch took."""
+        guard = self._guard
+        if guard.cap is None:
             return
-        assert guard.worst_lengths is not None
-        with preserved_rng():
-            self._learn(guard.worst_lengths, tried)
+        kept = guard.dials.kept_layers(guard.settings)
+        line = guard.line or self._measured_line(tried)
+        if line is not None:
+            measured = MemoryPoint(tried.pieces.tokens, kept, tried.peak_bytes)
+            guard.line = line.corrected(measured)
+            guard.proven = guard.limit_bytes, tried.peak_bytes
 
-    def _promised_bytes(self, tried: _Tried) -> int:
-        """Returns the plan's predicted peak, or the peak of its largest batch if that is higher."""
-        plan = self._trainer.plan
-        if plan is None or plan.price is None:
-            return self._guard.limit_bytes
-        needed_bytes = tried.peak_bytes + (self._guard.context_bytes or 0)
-        return max(plan.price.peak.device_bytes, needed_bytes)
+    def _measured_line(self, tried: _Tried) -> MemoryLine | None:
+        """Returns a line through the largest batch and half of it; it knows nothing of layers."""
+        tokens, settings = tried.pieces.tokens, self._guard.settings
+        if tried.pieces.count > 1:  # half of the rows would be cut into the same pieces
+            settings = replace(settings, max_tokens=max(tokens // 2, 1))
+        half, _ = self._try(self._batch(self._longest[::2]), settings)
+        if half is None or half.pieces.tokens >= tokens:
+            return None
+        points = ((one.pieces.tokens, one.peak_bytes) for one in (tried, half))
+        return MemoryLine.through([MemoryPoint(size, 0, peak) for size, peak in points])
 
-    # ---- the batches ----
-
-    def _longest(self) -> list[int]:
-        return longest_rows(self._dataset, self._count)
+    # ---- trying ----
 
     def _batch(self, rows: list[int]) -> Batch:
         batch: Batch = self._collate([self._dataset[row] for row in rows])
         return batch
 
-    # ---- trying ----
+    def _until_it_fits(self, batch: Batch, lengths: list[int], *, dressed: int = 0) -> _Tried:
+        """Runs a batch, with smaller settings until it fits.
 
-    def _until_it_fits(self, batch: Batch, lengths: list[int]) -> _Tried:
+        Dressed, it runs as in training: with its update, and from a graph if steps are.
+        """
         guard = self._guard
         while True:
-            way = guard.way_for(lengths)
-            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
-            tried, failed = self._try(batch, way)
+            settings = guard.settings_for(lengths)
+            pieces = pieces_of(lengths, settings.micro_batching, packed=self._packed)
+            tried, failed = self._try(batch, settings, dressed=dressed)
+            if dressed:
+                guard.measure()
             if tried is not None:
                 return tried
-            self._make_smaller(way, pieces, failed)
+            self._make_smaller(settings, pieces, lengths, failed)
 
-    def _make_smaller(self, way: Way, pieces: StepPieces, failed: str) -> None:
-        """Runs what did not fit another way from now on, or asks for another plan."""
-        guard = self._guard
-        if guard.may_plan_again:
-            planned = guard.planned_way
-            if way != planned and way.needs_no_less_than(planned):
-                guard.adjuster.keep(planned)  # the plan itself was not tried yet
-                return
-            raise PlanMissedError(
-                t(
-                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
-                    "choose a shorter --max-length or a smaller model",
-                    way=way,
-                    failed=failed,
-                ),
-                self._short_bytes(),
-            )
-        smaller = guard.adjuster.failed(way, pieces, guard.judged_bytes)
-        if smaller is None or smaller == way:
+    def _make_smaller(
+        self, used: StepSettings, pieces: Pieces, lengths: list[int], failed: str
+    ) -> None:
+        """Cuts what did not fit: first by the plan's line of memory, then by halves."""
+        guard, smaller = self._guard, None
+        if guard.line is not None and guard.proven is None and not self._was_cut:
+            limit_bytes = guard.usable_bytes
+            kept = guard.dials.kept_layers(used)
+            missed = MemoryPoint(pieces.tokens, kept, _MISSED * limit_bytes)
+            line = guard.line.corrected(missed)
+            smaller = guard.dials.fitting(used, lengths, line, limit_bytes, packed=self._packed)
+            guard.settings, self._was_cut = smaller, True
+        if smaller is None or smaller == used:
+            smaller = guard.failed(used, pieces)
+        if smaller is None:
             raise DoesNotFitError(
                 t(
                     "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
                     "choose a shorter --max-length or a smaller model",
-                    way=way,
+                    way=used,
                     failed=failed,
                 )
             )
-        tokens = replace(way, max_tokens=pieces.tokens)
         guard.note(
             t("the largest batch was tried and did not fit ({failed})", failed=failed),
-            str(tokens),
+            str(replace(used, max_tokens=pieces.tokens)),
             str(smaller),
         )
-
-    def _short_bytes(self) -> int:
-        """How much less another plan should use than this one was allowed to."""
-        plan, context_bytes = self._trainer.plan, self._guard.context_bytes
-        grown_bytes = 0
-        if plan is not None and plan.context_bytes is not None and context_bytes is not None:
-            grown_bytes = max(context_bytes - plan.context_bytes, 0)
-        pages_bytes = _SHORT_BYTES if is_cuda(self._device) else 0
-        return grown_bytes + pages_bytes + int(_SHORT_SHARE * self._guard.limit_bytes)
-
-    def _dress(self, worst: Batch, lengths: list[int]) -> None:
-        """Runs the worst batch as in training: with its update, and from a graph if steps are."""
-        guard = self._guard
-        while True:
-            way = guard.way_for(lengths)
-            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
-            done, failed = self._try(worst, way, dressed=1)
-            guard.measure()
-            if done is not None:
-                return
-            self._make_smaller(way, pieces, failed)
 
     def _dress_fullest(self) -> None:
         """Runs the largest micro-batch that is not cut; the worst batch is cut into even parts."""
         lengths = self._guard.worst_lengths
         assert lengths is not None
-        limits = self._guard.way_for(lengths).micro_batching
+        limits = self._guard.settings_for(lengths).micro_batching
         parts = pieces_of(lengths, limits, packed=self._packed)
         if not is_cuda(self._device) or parts.count == 1:
             return
@@ -331,10 +293,10 @@ class _Stage:
             for count in range(len(lengths), 0, -1)
             if count == 1 or pieces_of(lengths[:count], limits, packed=self._packed).count == 1
         )
-        batch = self._batch(self._longest()[:count])
+        batch = self._batch(self._longest[:count])
         lengths = lengths_of(batch, self._trainer.executor.trim)
         if pieces_of(lengths, limits, packed=self._packed).tokens > parts.tokens:
-            self._dress(batch, lengths)
+            self._until_it_fits(batch, lengths, dressed=1)
 
     def _evaluate_beside(self, worst: Batch, lengths: list[int]) -> float | None:
         """Evaluates while the training's graphs are held.
@@ -345,7 +307,7 @@ class _Stage:
         graphs = self._trainer.executor.captured_graphs
         seconds = self._evaluate()
         if self._trainer.executor.captured_graphs < graphs:
-            self._dress(worst, lengths)
+            self._until_it_fits(worst, lengths, dressed=1)
             self._dress_fullest()
         return seconds
 
@@ -382,12 +344,12 @@ class _Stage:
         return time.perf_counter() - started
 
     def _try(
-        self, batch: Batch, way: Way, *, dressed: int = 0, metered: bool = True
+        self, batch: Batch, settings: StepSettings, *, dressed: int = 0, metered: bool = True
     ) -> tuple[_Tried | None, str]:
         """Runs forward and backward, or several whole steps. On a CPU counting bytes is slow."""
         model, guard = self._trainer.model, self._guard
         lengths = lengths_of(batch, self._trainer.executor.trim)
-        pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+        pieces = pieces_of(lengths, settings.micro_batching, packed=self._packed)
         peak = PeakMeter(self._device, guard.standing_tensors)
 
         def run(executor: StepExecutor) -> None:
@@ -398,7 +360,7 @@ class _Stage:
                     executor.rehearse(model, batch)
 
         started = time.perf_counter()
-        failed = guard.attempt(run, way, pieces)
+        failed = guard.attempt(run, settings, pieces)
         seconds = time.perf_counter() - started
         guard.clear(model, free=bool(failed))
         if failed:
@@ -408,111 +370,6 @@ class _Stage:
             torch.cuda.empty_cache()
         return _Tried(pieces, sum(lengths), peak.bytes, seconds), ""
 
-    # ---- learning ----
-
-    def _may_be_tight(self, tried: _Tried) -> bool:
-        """Whether the limit could make a difference to how some batch is run."""
-        guard = self._guard
-        if guard.watch is None or guard.cap is None:
-            return False
-        if is_cuda(self._device):
-            return True  # later would take the allocator's record of the run's peak away
-        planned = guard.adjuster.plan
-        free = planned.max_tokens is None and not planned.recomputed
-        return not free or tried.peak_bytes > _ROOMY * guard.usable_bytes
-
-    def _learn(self, lengths: list[int], tried: _Tried) -> None:
-        """Measures what a token takes, and what a layer keeps of it, by running half of the rows.
-
-        Where texts are padded, short rows are tried as well.
-        """
-        guard, depth = self._guard, self._guard.adjuster.abilities.depth
-        way = guard.way_for(lengths)
-        if (known := self._known(tried, way)) is not None:
-            guard.adjuster.learn(known)
-            return
-        half = self._batch(self._longest()[::2])
-        # Where batches were cut, half of them would be cut into the same pieces.
-        tokens = tried.pieces.tokens
-        halved = replace(way, max_tokens=tokens // 2 or 1) if tried.pieces.count > 1 else way
-        smaller, _ = self._try(half, halved)
-        if smaller is None or smaller.pieces.tokens >= tokens:
-            return
-        gradients = self._gradient_bytes()
-        # Measured in several pieces, the gradients are in the number. A batch in one piece needs no
-        # more than its activations: its gradients come while these go.
-        high, low = (
-            one.peak_bytes - (gradients if one.pieces.count > 1 else 0) for one in (tried, smaller)
-        )
-        token_bytes = max(high - low, 0) / (tokens - smaller.pieces.tokens)
-        fixed_bytes = high - token_bytes * tokens
-        kept = kept_layers(depth, way.recomputed)
-        layer_bytes = 0.0
-        # Half the tokens in twice the layers need about as much memory as the whole batch did.
-        # Fewer layers are the last choice: their peak may be that of the gradients.
-        for other in dict.fromkeys((max(2 * kept, _TELLING_LAYERS), 2 * kept, kept // 2)):
-            if not layer_bytes and 0 < other <= depth:
-                again, _ = self._try(half, replace(halved, recomputed=depth - other))
-                if again is not None:
-                    more = (again.peak_bytes - smaller.peak_bytes) / (other - kept)
-                    layer_bytes = max(more / smaller.pieces.tokens, 0.0)
-        token_bytes = max(token_bytes - layer_bytes * kept, 0.0)
-        memory = MemoryModel(fixed_bytes, token_bytes, layer_bytes, depth, gradients)
-        # Short rows run in a way that no step may use, so the plan's peak limits them.
-        with guard.held_to(self._promised_bytes(tried)):
-            memory = self._with_rows(memory, way, max(lengths))
-        guard.adjuster.learn(memory)
-
-    def _with_rows(self, memory: MemoryModel, way: Way, longest: int) -> MemoryModel:
-        """The same model, if a row's length says all; else with what each row takes by itself.
-
-        DeBERTa repeats its table of positions for every row. The shortest rows show that best, with
-        nothing recomputed: by their tokens alone they would seem to fit so.
-        """
-        if self._packed or not memory.layer_bytes:
-            return memory
-        rows = longest_rows(self._dataset, len(self._dataset))[-self._count :]
-        shortest = max(lengths_of(self._batch(rows), self._trainer.executor.trim))
-        if shortest > _SHORT * longest:
-            return memory
-        short: _Tried | None = None
-        while short is None and rows:
-            short, _ = self._try(self._batch(rows), replace(way, recomputed=0))
-            rows = rows[(len(rows) + 1) // 2 :]  # all of them may be too many
-        if short is None or short.pieces.count > 1:
-            return memory
-        if short.peak_bytes <= _AT_THE_END * (memory.fixed_bytes + memory.gradient_bytes):
-            return memory  # the highest moment is that of the last gradients
-        shortest = short.pieces.tokens // short.pieces.rows
-        kept_bytes = short.peak_bytes - memory.fixed_bytes
-        kept_bytes -= short.pieces.tokens * memory.token_bytes
-        in_short = kept_bytes / (short.pieces.rows * memory.depth)
-        in_long = longest * memory.layer_bytes
-        if in_short <= shortest * memory.layer_bytes:
-            return memory
-        layer_bytes = max(in_long - in_short, 0.0) / (longest - shortest)
-        row_bytes = in_short - shortest * layer_bytes
-        return replace(memory, layer_bytes=layer_bytes, row_layer_bytes=row_bytes)
-
-    def _known(self, tried: _Tried, way: Way) -> MemoryModel | None:
-        """What an earlier run of the plan has learnt, if it foretells what was just measured."""
-        plan = self._trainer.plan
-        if plan is None or plan.learnt is None:
-            return None
-        try:
-            known = MemoryModel.read(plan.learnt)
-        except (KeyError, TypeError):  # a file of another version
-            return None
-        foretold = known.peak_bytes(tried.pieces, way.recomputed)
-        return known if abs(foretold - tried.peak_bytes) <= _SAME * tried.peak_bytes else None
-
-    def _gradient_bytes(self) -> int:
-        """Bytes of the gradients that several micro-batches add up in, if these are `.grad`."""
-        sink = self._trainer.setup.sink
-        if sink is not None and getattr(sink, "hooked", True):
-            return 0
-        return sum(p.nbytes for p in self._trainer.model.parameters() if p.requires_grad)
-
     def _usual_seconds(self, tried: _Tried) -> float:
         """Seconds of a step on rows from all over the data, after warm-up."""
         size = len(self._dataset)
@@ -520,14 +377,14 @@ class _Stage:
         lengths = lengths_of(usual, self._trainer.executor.trim)
         on_cuda = is_cuda(self._device)  # where the first try compiled its kernels
         if on_cuda or tried.seconds <= LONG_SECONDS:
-            way = self._guard.way_for(lengths)
-            pieces = pieces_of(lengths, way.micro_batching, packed=self._packed)
+            settings = self._guard.settings_for(lengths)
+            pieces = pieces_of(lengths, settings.micro_batching, packed=self._packed)
             self._usual_pieces = pieces.count
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
                 graphs = self._trainer.executor.captured_graphs
-                self._warmed, _ = self._try(usual, way, dressed=2)
+                self._warmed, _ = self._try(usual, settings, dressed=2)
                 self._captured = self._trainer.executor.captured_graphs - graphs
-            again, _ = self._try(usual, way, dressed=int(on_cuda), metered=on_cuda)
+            again, _ = self._try(usual, settings, dressed=int(on_cuda), metered=on_cuda)
             if again is not None:
                 return again.seconds
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
@@ -543,14 +400,10 @@ class _Stage:
         wanted: Counter[int] = Counter()
         for _ in range(min(self._trainer.state.max_steps, _DRAWN)):
             rows = draw.sample(lengths, self._count)
-            pieces = pieces_of(rows, self._guard.way_for(rows).micro_batching, packed=True)
+            pieces = pieces_of(rows, self._guard.settings_for(rows).micro_batching, packed=True)
             wanted[executor.buckets.fit(pieces.tokens)] += 1
         again = {tokens for tokens, times in wanted.items() if times > 1}
         return each * len(again - executor.captured_tokens)
-
-    @property
-    def _packed(self) -> bool:
-        return self._trainer.executor.packed
 
 
 def longest_rows(dataset: Any, count: int) -> list[int]:

@@ -1,15 +1,14 @@
 """Every step stays inside the budget, or is run again until it does.
 
     look      how much memory is there for us now                            available.py
-    choose    micro-batches and recomputed layers for this batch             adjusting.py
+    choose    cut or recomputed as far as the line of memory says            adjusting.py
     run       the step, under the cap                                        limits.py
     failed    gradients dropped, random state back, memory freed, smaller    here
 
 Smaller micro-batches and recomputed layers are exact: the next step may do without them.
 
 Nothing a step changes outlives its failure: weights, optimizer, schedule and sampler move once
-the gradient of the whole effective batch is there. (Where gradients are released inside backward
-they move earlier; layer_boundaries.py finishes such a step instead.)
+the gradient of the whole effective batch is there.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from memfit.engine.exchange import Peers
-from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
-from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
 from memfit.errors import DoesNotFitError, RunStoppedError
@@ -37,6 +35,7 @@ from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
 from memfit.memory.device import is_cuda
 from memfit.memory.measured import plain_tensors, state_tensors
+from memfit.memory.memory_line import MemoryLine
 from memfit.memory.out_of_memory import (
     end_of_training,
     free_memory,
@@ -48,12 +47,11 @@ from memfit.memory.out_of_memory import (
 from memfit.models.layer_stack import stack_of, stack_problem
 from memfit.strategies import ActivationOffload, Checkpointing, Effects
 from memfit.training.guard.adjusting import (
-    Abilities,
-    Adjuster,
     Adjustment,
     Adjustments,
-    StepPieces,
-    Way,
+    Dials,
+    Pieces,
+    StepSettings,
     pieces_of,
 )
 from memfit.training.guard.rehearsal import (
@@ -109,7 +107,7 @@ class LiveStrategies:
     def __init__(self, setup: Setup, used: Effects) -> None:
         self._setup = setup
         self._used = used
-        self._offload: tuple[int, int] | None = None
+        self._offloaded = False
 
     @property
     def recomputed(self) -> int:
@@ -121,7 +119,9 @@ class LiveStrategies:
     def depth(self) -> int:
         """How many layers could be recomputed; 0 if that cannot be changed between steps."""
         setup = self._setup
-        if setup.recomputed is None and not self._may_recompute():
+        if setup.recomputed is None and (
+            self._used.wraps_layers or Checkpointing().unavailable(setup)
+        ):
             return 0
         return 0 if stack_problem(setup.model, None) else stack_of(setup.model).depth
 
@@ -132,44 +132,26 @@ class LiveStrategies:
             return False
         return not ActivationOffload().unavailable(self._setup)
 
-    def apply(self, way: Way) -> bool:
-        """Runs the following steps this way. Returns whether anything changed."""
+    def apply(self, settings: StepSettings) -> bool:
+        """Runs the following steps with these settings. Returns whether anything changed."""
         changed = False
-        if way.recomputed != self.recomputed and self.depth:
+        if settings.recomputed != self.recomputed and self.depth:
             if self._setup.recomputed is None:
                 Checkpointing().apply(self._setup)
             assert self._setup.recomputed is not None
-            self._setup.recomputed.limit = way.recomputed
+            self._setup.recomputed.limit = settings.recomputed
             changed = True
-        if way.offloaded and self._offload is None and self.offloads:
-            self._add_offload()
-            changed = True
-        elif not way.offloaded and self._offload is not None:
-            self._remove_offload()
-            changed = True
+        if settings.offloaded and not self._offloaded:
+            ActivationOffload().apply(self._setup)
+            self._offloaded = changed = True
         return changed
-
-    def _may_recompute(self) -> bool:
-        if self._used.wraps_layers:
-            return False
-        return not Checkpointing().unavailable(self._setup)
-
-    def _add_offload(self) -> None:
-        before = len(self._setup.undo), len(self._setup.around_micro_batch)
-        ActivationOffload().apply(self._setup)
-        self._offload = before
-
-    def _remove_offload(self) -> None:
-        assert self._offload is not None
-        undone, around = self._offload
-        while len(self._setup.undo) > undone:
-            self._setup.undo.pop()()
-        del self._setup.around_micro_batch[around:]
-        self._offload = None
 
 
 _WAIT_SECONDS = 0.5
 """The pause before a step is tried again unchanged; another process may free memory by then."""
+
+_FLOOR_TRIES = 3
+"""How often a step is tried with nothing left to change: other processes may free memory."""
 
 _WITHOUT_GAPS = 0.97
 """The share of reserved memory that torch's allocator fills when tensor sizes change."""
@@ -178,55 +160,56 @@ _PAGES_BYTES = 2 * 20 * MIB
 """Lost beside these gaps: the last page is never full, and the next is requested whole."""
 
 _WITHOUT_ERROR = 0.98
-"""Left where every byte is counted: the line through two measurements has a small error."""
-
-_WITHIN_PLAN = 1.02
-"""How far a batch may exceed its plan's prediction before it runs in smaller pieces."""
-
-_LAUNCHED_TOKENS = 40_000
-"""What a launched step costs above a replayed one, in tokens computed. Recomputation never costs as
-much."""
+"""Left where every byte is counted: the line of memory has a small error."""
 
 
 class Guard:
-    """Runs the steps of one trainer."""
+    """Runs the steps of one trainer.
+
+    `line` is the plan's line of memory; where there is none, the rehearsal measures one.
+    `adapts` allows packed batches of few tokens to recompute fewer layers than planned.
+    """
 
     def __init__(
         self,
         trainer: GuardedTrainer,
         used: Effects,
         *,
-        keeps_plan: bool = False,
+        line: MemoryLine | None = None,
+        adapts: bool = False,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.trainer = trainer
         self._device: torch.device = trainer.args.device
         self._used = used
         self.live = LiveStrategies(trainer.setup, used)
-        self.adjustments = Adjustments(lambda: trainer.state.log_history)
-        self.planned_way = self._planned()
-        """How the plan runs its worst batch."""
-        self.adjuster = Adjuster(self.planned_way, self._abilities())
-        self.adjuster.keeps_plan = keeps_plan
-        self.may_plan_again = False
-        """Whether a plan whose rehearsal fails is given up, not adjusted: another can be made."""
+        self.dials = Dials(
+            self.live.depth,
+            self.live.offloads,
+            captured=isinstance(trainer.executor, GraphedExecutor),
+        )
+        self.adjustments = Adjustments(lambda: trainer.state.log_history, say)
+        self.settings = self._planned()
+        """The largest settings a step may have: the plan's, or smaller after a failure."""
+        self.line = line
+        self.adapts = adapts
         self.rehearsal: Rehearsal | None = None
         """What the largest batch showed before the first step."""
+        self.proven: tuple[int, int] | None = None
+        """Under which limit the largest batch was rehearsed, and the most its tensors took."""
         self.watch: Watch | None = None
         self.cap: Cap | None = None
         """In force, while the process is held to a budget."""
         self.budget_cap: Cap | None = None
-        """The cap of the budget, made when it is first needed."""
+        """The cap of the budget, created when it is first needed."""
         self.spill = SpillWatch()
         self.worst_lengths: list[int] | None = None
         """Lengths of the longest rows, for steps whose shape may not change from batch to batch."""
-        self.when_squeezed: Callable[[], None] | None = None
-        """Called when the limit has fallen: the rehearsal may have to measure more."""
-        self.boundaries: LayerBoundaries | None = None
-        """Where gradients are released: how far backward has come."""
         self.used: MicroBatching | None = None
-        """The limits of the last step that went well."""
+        """The limits of the last step that succeeded."""
         self.tokens = 0
         """Trained on so far, padding left out where it is known."""
+        self._floor_tries = 0
         self._evaluated: int | None = None
         self._squeezed = False
         """Whether the largest batch, run as planned, no longer fits the limit."""
@@ -237,15 +220,17 @@ class Guard:
     # ---- what the trainer calls ----
 
     def replan(self) -> None:
-        """The micro-batching was changed from outside."""
-        self.planned_way = self._planned()
-        self.adjuster.replan(self.planned_way)
+        """Takes over a micro-batching that was changed from outside."""
+        self.settings = self._planned()
+
+    def _planned(self) -> StepSettings:
+        limits = self.trainer.executor.micro_batching
+        return StepSettings(limits.max_tokens, limits.max_rows, self.live.recomputed)
 
     @property
     def micro_batching(self) -> MicroBatching:
         """The limits in force: the planned ones, or those an adjustment put in their place."""
-        planned, now = self.adjuster.plan.micro_batching, self.adjuster.widest.micro_batching
-        return self.trainer.executor.micro_batching if now == planned else now
+        return self.settings.micro_batching
 
     def prepare(self, loader: Any) -> None:
         """Measures memory, starts watching it and rehearses, before the first step."""
@@ -255,7 +240,6 @@ class Guard:
             with trainer.executor.on_stream():
                 take_workspaces(self._device)
             self.measure()
-        self.watch_layers()
         callbacks = trainer.callback_handler.callbacks
         bars = [bar for bar in callbacks if isinstance(bar, MemfitProgress)]
         if bars:
@@ -274,12 +258,10 @@ class Guard:
             trainer.ranks.raised(missed)
             if self.rehearsal is not None:
                 self.rehearsal = with_exchange(trainer, self.rehearsal)
-        found = self.rehearsal
-        for bar in bars:
-            if found is not None and bar.step_seconds is None:
-                between = seconds_between_steps(trainer, found)
-                bar.step_seconds = found.step_seconds
-                bar.between_seconds = between + found.capture_seconds
+        if (found := self.rehearsal) is not None:
+            between_seconds = seconds_between_steps(trainer, found) + found.capture_seconds
+            for bar in bars:
+                bar.expect(found.step_seconds, between_seconds)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -298,28 +280,16 @@ class Guard:
             self.cap = self.watch = None
             end_of_training()
 
-    @contextlib.contextmanager
-    def held_to(self, limit_bytes: int) -> Iterator[None]:
-        """Inside, the process keeps to this limit. A limit above the budget's changes nothing."""
-        cap = self.cap
-        if cap is None or limit_bytes >= self.limit_bytes:
-            yield
-            return
-        cap.move(limit_bytes)
-        try:
-            yield
-        finally:
-            cap.move(self.limit_bytes)
-
     def limits(self) -> tuple[Cap | None, Watch]:
-        """The cap where a budget was given; what is free is watched in any case."""
+        """Returns the cap, if a budget was given, and the watch of what is free."""
         budget, on_cuda = self.trainer.budget, is_cuda(self._device)
         if budget is not None and self.budget_cap is None:
-            tensors = self.standing_tensors
             if self._device.type == "cpu" and budget != Budget():
                 return_large_blocks()
             self.budget_cap = (
-                CudaCap(self.reader()) if on_cuda else CountingCap(tensors, self._device)
+                CudaCap(self.reader())
+                if on_cuda
+                else CountingCap(self.standing_tensors, self._device)
             )
         read: Read
         if self.budget_cap is not None:
@@ -329,14 +299,14 @@ class Guard:
         return self.budget_cap, Watch(budget or Budget(), read, every_step=budget == Budget())
 
     def reader(self) -> CudaReader:
-        """Says what the card has free and what the context takes."""
+        """Returns what reads the card's free memory and the size of the context."""
         plan = self.trainer.plan
         expected_bytes = None if plan is None else plan.context_bytes
         graphs = bool(self._used.graph_bucket_tokens)
         return CudaReader(self._device, expected_bytes, copies=self._used.copies, graphs=graphs)
 
     def room_bytes(self) -> int | None:
-        """What is left of the budget now; None where only counting would tell."""
+        """Returns what is left of the budget now; None where only counting would tell."""
         return None if self.cap is None else self.cap.room_bytes()
 
     def retrying(self) -> contextlib.AbstractContextManager[None]:
@@ -344,17 +314,17 @@ class Guard:
         return retrying(self._device, last_resort=self.drop_graphs)
 
     def drop_graphs(self) -> None:
-        """Gives back memory that is only held to save time."""
+        """Frees memory that is only held to save time."""
         with contextlib.suppress(RuntimeError):  # of a card that no longer answers
             self.trainer.executor.drop()
 
     def make_room(self) -> None:
-        """Give back the graphs and what the allocator keeps."""
+        """Frees the graphs and the blocks that the allocator holds unused."""
         self.drop_graphs()
         free_memory(self._device)
 
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The gradient of one effective batch, in whatever pieces fit; its mean loss."""
+        """Computes the gradient of an effective batch in pieces that fit; returns its mean loss."""
         self.look()
         self.trainer.ranks.begin_step()
         executor = self.trainer.executor
@@ -362,22 +332,22 @@ class Guard:
             lengths = lengths_of(batch, executor.trim)
         if not lengths:  # a rank whose share of the rows is nothing
             return executor.run(model, batch)
-        way = self.way_for(lengths)
+        settings = self.settings_for(lengths)
         start = RandomState.now(self._device)
         while True:
-            pieces = pieces_of(lengths, way.micro_batching, packed=executor.packed)
-            loss, failed = self._attempt(lambda e: e.run(model, batch), way, pieces)
+            pieces = pieces_of(lengths, settings.micro_batching, packed=executor.packed)
+            loss, failed = self._attempt(lambda e: e.run(model, batch), settings, pieces)
             if loss is not None:
                 self.tokens += sum(lengths)
                 self.used = self.micro_batching
-                self._went_well()
+                self._floor_tries = 0
                 return loss
             self.clear(model)
             start.restore(self._device)
-            way = self._smaller(model, way, pieces, failed)
+            settings = self._smaller(model, settings, pieces, failed)
 
     def evaluate(self, batch: Batch, predict: Callable[[list[MicroBatch]], Any]) -> Any:
-        """Predictions for a batch, in smaller pieces where they do not fit."""
+        """Returns predictions for a batch, computed in smaller pieces where it does not fit."""
         executor = self.trainer.evaluating_executor()
         while True:
             limits = executor.micro_batching
@@ -395,7 +365,7 @@ class Guard:
             # A row may be longer than the limit: it is then a piece by itself.
             largest = min(pieces.tokens, limits.max_tokens or pieces.tokens)
             self._evaluated = max(largest // 2, 1)
-            tried, smaller = Way(pieces.tokens), Way(self._evaluated)
+            tried, smaller = StepSettings(pieces.tokens), StepSettings(self._evaluated)
             self.note(t("out of memory in evaluation"), str(tried), str(smaller))
             self.make_room()
 
@@ -409,13 +379,15 @@ class Guard:
             holds_more = self.cap.move(now)
             if holds_more:  # captured graphs hold what no tensor does
                 self.make_room()
-            self._note_move(
-                before, now, squeezed=holds_more or self._needed_bytes > self.usable_bytes
-            )
-            if now < before and self.when_squeezed is not None:
-                self.when_squeezed()
+            needed_bytes = 0 if self.rehearsal is None else self.rehearsal.peak_bytes
+            self._note_move(before, now, squeezed=holds_more or needed_bytes > self.usable_bytes)
         else:
-            self._keep_limit()
+            # The driver keeps part of every captured graph: the context has grown.
+            graphs = self.trainer.executor.captured_graphs
+            grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
+            self._graphs = graphs
+            if grown:
+                self.make_room()
         if spilled := self.spill.spilled_bytes():
             limit = max(self.watch.limit_bytes - spilled, 0)
             why = t("{bytes} were moved to shared memory", bytes=format_both(spilled))
@@ -436,51 +408,40 @@ class Guard:
             why = N_("more memory is free") if on_card else N_("more main memory is free")
         self.note(t(why), t("a limit of {bytes}", bytes=format_both(before)), format_both(now))
 
-    @property
-    def _needed_bytes(self) -> int:
-        """The highest moment of the largest batch, run as planned; 0 where nothing is known."""
-        rehearsal = self.rehearsal
-        return 0 if rehearsal is None else rehearsal.peak_bytes
-
-    def _keep_limit(self) -> None:
-        """Measure the context whenever another graph was captured: the driver keeps part of it."""
-        assert self.cap is not None
-        graphs = self.trainer.executor.captured_graphs
-        grown = self.cap.measure() if graphs != self._graphs else self.cap.keep()
-        self._graphs = graphs
-        if grown:
-            self.make_room()
-
     def measure(self) -> None:
-        """Re-apply the limit with the context as it is now."""
+        """Re-applies the limit with the context as it is now."""
         if self.cap is not None and self.cap.measure():
             free_memory(self._device)
 
     def note(self, why: str, before: str, after: str) -> None:
-        """Write a change down."""
+        """Writes a change down."""
         step = self.trainer.state.global_step + 1
         self.adjustments.note(Adjustment(step, why, before, after))
 
     # ---- one attempt ----
 
-    def attempt(self, run: Callable[[StepExecutor], None], way: Way, pieces: StepPieces) -> str:
+    def attempt(
+        self, run: Callable[[StepExecutor], None], settings: StepSettings, pieces: Pieces
+    ) -> str:
         """Tries something before the first step. Returns the error's text, or an empty one."""
 
         def done(executor: StepExecutor) -> Tensor:
             run(executor)
             return torch.zeros(())
 
-        return self._attempt(done, way, pieces)[1]
+        return self._attempt(done, settings, pieces)[1]
 
     def _attempt(
-        self, run: Callable[[StepExecutor], Tensor], way: Way, pieces: StepPieces
+        self, run: Callable[[StepExecutor], Tensor], settings: StepSettings, pieces: Pieces
     ) -> tuple[Tensor | None, str]:
-        executor = self.executor_for(way)
-        with self._copying_buffers():
+        executor = self._executor_for(settings)
+        # A copy that finds no memory runs again, and the step does not count as failed.
+        copying = retrying if self._buffers.may_move else lambda _: contextlib.nullcontext()
+        with copying(self._device):
             before = self._before = self._buffers.now(self.trainer.model)
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.cap is not None:
-            counting = self.cap.counting(pieces.tokens, (way.recomputed, way.offloaded))
+            counting = self.cap.counting(pieces.tokens, (settings.recomputed, settings.offloaded))
         try:
             with counting:
                 outcome = run(executor)
@@ -488,26 +449,19 @@ class Guard:
             if not is_out_of_memory(error):
                 raise
             return None, let_go(error)
-        with self._copying_buffers():
+        with copying(self._device):
             self._buffers.learn(before)
         return outcome, ""
 
-    def _copying_buffers(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a copy that finds no memory runs again, and the step does not count as failed."""
-        may_move = self._buffers.may_move
-        return retrying(self._device) if may_move else contextlib.nullcontext()
-
-    def executor_for(self, way: Way) -> StepExecutor:
-        """The trainer's executor, running this way."""
+    def _executor_for(self, settings: StepSettings) -> StepExecutor:
+        """Returns the trainer's executor with these settings."""
         executor = self.trainer.executor
-        if self.live.apply(way):
+        if self.live.apply(settings):
             executor.drop()  # what was captured recomputes other layers
         around = tuple(self.trainer.setup.around_micro_batch)
-        changes: dict[str, Any] = {"micro_batching": way.micro_batching, "around": around}
-        if isinstance(executor, SinkExecutor):
-            changes["boundaries"] = self.boundaries
-        if isinstance(executor, GraphedExecutor) and way.max_tokens is not None:
-            largest = min(executor.buckets.largest or way.max_tokens, way.max_tokens)
+        changes: dict[str, Any] = {"micro_batching": settings.micro_batching, "around": around}
+        if isinstance(executor, GraphedExecutor) and settings.max_tokens is not None:
+            largest = min(executor.buckets.largest or settings.max_tokens, settings.max_tokens)
             changes["buckets"] = replace(executor.buckets, largest=largest)
         return dataclasses.replace(executor, **changes)
 
@@ -531,78 +485,80 @@ class Guard:
         """What the process may hold; 0 where nothing is known of it."""
         return 0 if self.watch is None else self.watch.limit_bytes
 
-    def way_for(self, lengths: list[int]) -> Way:
-        """How a batch of rows of these lengths is run."""
-        by_batch = self.adjuster.abilities.by_batch or not self.worst_lengths
-        shown = lengths if by_batch else self.worst_lengths
-        assert shown is not None
-        limit = None if self.cap is None else min(self.judged_bytes, self._planned_bytes)
-        return self.adjuster.way_for(shown, limit, packed=self.trainer.executor.packed)
-
-    @property
-    def context_bytes(self) -> int | None:
-        """What the process holds outside of torch's allocator; None on a CPU."""
-        return getattr(getattr(self.cap, "read", None), "context_bytes", None)
-
     @property
     def usable_bytes(self) -> int:
         """What tensors may take: the context and the gaps between blocks left out."""
-        context_bytes = self.context_bytes
+        context_bytes = getattr(getattr(self.cap, "read", None), "context_bytes", None)
         if context_bytes is None:
             return int(self.limit_bytes * _WITHOUT_ERROR)
         return max(int((self.limit_bytes - context_bytes) * _WITHOUT_GAPS) - _PAGES_BYTES, 0)
 
-    @property
-    def _planned_bytes(self) -> int:
-        """What the plan's tensors need, if it may be adjusted: more room alone changes nothing."""
-        plan = self.trainer.plan
-        if plan is None or plan.price is None or self.adjuster.keeps_plan:
-            return self.judged_bytes
-        return int(plan.price.peak.allocated_bytes * _WITHIN_PLAN)
+    def settings_for(self, lengths: list[int]) -> StepSettings:
+        """Returns how a batch of rows of these lengths is run, by the line of memory.
 
-    @property
-    def judged_bytes(self) -> int:
-        """The memory that a failed or successful step had available."""
-        return self.limit_bytes if self.cap is None else self.usable_bytes
+        What the rehearsal held may be held again, unless the limit has fallen since.
+        """
+        settings, line, packed = self.settings, self.line, self.trainer.executor.packed
+        if line is None or self.cap is None or self.proven is None:
+            return settings
+        rehearsed_under_bytes, proven_bytes = self.proven
+        limit_bytes = self.usable_bytes
+        if self.limit_bytes >= rehearsed_under_bytes:
+            limit_bytes = max(limit_bytes, proven_bytes + 1)  # the line's rounding
+        if self.dials.captured:  # all batches run with the same layers recomputed
+            return self.dials.fitting(
+                settings, self.worst_lengths or lengths, line, limit_bytes, packed=packed
+            )
+        settings = self.dials.fitting(settings, lengths, line, limit_bytes, packed=packed)
+        # Padded rows may hold memory whatever their length (DeBERTa repeats its positions).
+        if self.adapts and packed and line.layer_token_bytes:
+            tokens = pieces_of(lengths, settings.micro_batching, packed=packed).tokens
+            within_bytes = min(limit_bytes, proven_bytes) * _WITHOUT_ERROR
+            fewer = range(settings.recomputed)
+            found = self.dials.recomputing(fewer, settings, tokens, line, within_bytes)
+            return found or settings
+        return settings
 
-    def standing_tensors(self) -> Iterator[Tensor]:
-        """What is there between two steps: weights, gradients, the optimizer's state."""
-        model, optimizer = self.trainer.model, self.trainer.optimizer
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            yield from plain_tensors(tensor)
-            if tensor.grad is not None:
-                yield from plain_tensors(tensor.grad)
-        yield from state_tensors(optimizer)
+    def failed(self, used: StepSettings, pieces: Pieces) -> StepSettings | None:
+        """Returns the settings for the next try, also for later steps; None if there are none."""
+        self.adapts, adapted = False, used.recomputed < self.settings.recomputed
+        if adapted:
+            return self.settings  # what was planned was not tried
+        smaller = self.dials.smaller(used, pieces)
+        if smaller is not None:
+            self.settings = smaller
+        return smaller
 
-    def _smaller(self, model: nn.Module, way: Way, pieces: StepPieces, failed: str) -> Way:
-        if not self.trainer.executor.runs_alone:
+    def _smaller(
+        self, model: nn.Module, used: StepSettings, pieces: Pieces, failed: str
+    ) -> StepSettings:
+        """Returns the settings for the next try; RunStoppedError if nothing is left to change."""
+        trainer = self.trainer
+        if not trainer.executor.runs_alone:
             raise RunStoppedError(
                 t(
                     "out of memory in step {step}: {failed}; the weights are divided among the "
                     "processes, so that none can run its rows again by itself; use smaller "
                     "micro-batches, a shorter --max-length or more processes",
-                    step=self.trainer.state.global_step + 1,
+                    step=trainer.state.global_step + 1,
                     failed=failed,
                 ),
-                self.trainer.checkpoints.last_good,
+                trainer.checkpoints.last_good,
             )
-        smaller = self.adjuster.failed(way, pieces, self.judged_bytes)
-        if smaller is None:
-            self._stop(model, way, failed)
-        assert smaller is not None
-        after = t("once more") if smaller == way else str(smaller)
-        before = str(replace(way, max_tokens=pieces.tokens))
+        smaller = self.failed(used, pieces)
+        if smaller is None and self._floor_tries == _FLOOR_TRIES:
+            self._stop(model, used, failed)
+        after = t("once more") if smaller is None else str(smaller)
+        before = str(replace(used, max_tokens=pieces.tokens))
         self.note(t("out of memory ({failed})", failed=failed), before, after)
-        if smaller == way and is_cuda(self._device):
+        if smaller is not None:
+            return smaller
+        self._floor_tries += 1
+        if is_cuda(self._device):
             time.sleep(_WAIT_SECONDS)
-        return smaller
+        return used
 
-    def _went_well(self) -> None:
-        before = self.adjuster.widest
-        if wider := self.adjuster.succeeded(self.judged_bytes):
-            self.note(t("there is room"), str(before), str(wider))
-
-    def _stop(self, model: nn.Module, way: Way, failed: str) -> None:
+    def _stop(self, model: nn.Module, used: StepSettings, failed: str) -> NoReturn:
         trainer = self.trainer
         step = trainer.state.global_step
         last = trainer.checkpoints.last_good
@@ -615,47 +571,17 @@ class Guard:
                 "{failed}; give it a larger --budget, a shorter --max-length or a smaller "
                 "model",
                 step=step + 1,
-                way=way,
+                way=used,
                 failed=failed,
             ),
             trainer.checkpoints.last_good,
         )
 
-    # ---- what there is to change ----
-
-    def _planned(self) -> Way:
-        limits = self.trainer.executor.micro_batching
-        return Way(limits.max_tokens, limits.max_rows, self.live.recomputed)
-
-    def _abilities(self) -> Abilities:
-        on_cuda = is_cuda(self._device)
-        setup = self.trainer.setup
-        captured = isinstance(self.trainer.executor, GraphedExecutor)
-        return Abilities(
-            splits=not setup.single_micro_batch,
-            depth=self.live.depth,
-            offloads=self.live.offloads,
-            captured=captured,
-            piece_tokens=512 if on_cuda else 32,
-            cut_tokens=_LAUNCHED_TOKENS if captured and setup.make_sink is None else 0,
-        )
-
-    def watch_layers(self) -> None:
-        """Records how far backward has come, if it moves weights (layer_boundaries.py)."""
-        setup = self.trainer.setup
-        sink: Any = setup.sink
-        if self.boundaries is not None or not getattr(sink, "updates_in_backward", False):
-            return
-        if not self.live.depth and stack_problem(setup.model, None):
-            return
-        self.boundaries = LayerBoundaries(setup.model, sink, self._device, self._go_on_smaller)
-        setup.undo.append(self.boundaries.remove)
-
-    def _go_on_smaller(self, tries: int) -> None:
-        """Recomputes all layers, then waits, before a failed backward pass continues."""
-        turns = self.trainer.setup.recomputed
-        if turns is not None:
-            turns.limit = self.live.depth
-        free_memory(self._device)
-        if tries and is_cuda(self._device):
-            time.sleep(_WAIT_SECONDS)
+    def standing_tensors(self) -> Iterator[Tensor]:
+        """Yields what is there between two steps: weights, gradients, the optimizer's state."""
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            yield from plain_tensors(tensor)
+            if tensor.grad is not None:
+                yield from plain_tensors(tensor.grad)
+        yield from state_tensors(optimizer)
