@@ -90,7 +90,7 @@ def translate(message: str, values: Mapping[str, Any], spoken: Language | None =
 
 def template_of(message: str, spoken: Language | None = None) -> str:
     """Returns the sentence with its fields in braces; in English if it has no translation."""
-    if (spoken or language()) != "en":
+    if message and (spoken or language()) != "en":  # the empty message is the catalogue's header
         found = _chinese().gettext(message)
         if found is not message:
             return found

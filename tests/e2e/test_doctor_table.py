@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.doctor.reach import reaches, well_known
+from memfit.doctor.reach import KnownModel, reaches
 from memfit.memory.cards import find_card
 from memfit.waiting import telling
 
 
-def test_a_real_line_is_priced_from_traced_layers_in_order(
+def test_a_real_line_is_the_planners_own_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memfit.waiting._TICK_SECONDS", 0.01)
     monkeypatch.setattr("memfit.waiting._LINE_AFTER_SECONDS", 0.0)
-    models = [one for one in well_known() if one.name == "BERT-tiny"]
+    tiny = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 512}  # fmt: skip
+    models = [KnownModel("BERT-tiny", "prajjwal1/bert-tiny", "bert", tiny)]
     card = find_card("RTX 3050 4GB")
     with telling():
         (row,) = reaches(card, card.total_bytes, models=models)

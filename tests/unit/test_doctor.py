@@ -9,12 +9,12 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.requirements import Requirement
-from planner_fixtures import FormulaPricer
 from rich.cells import cell_len
 from rich.console import Console
 from transformers import GPT2Config, GPT2ForSequenceClassification, TrainingArguments
@@ -36,9 +36,9 @@ from memfit.errors import ConfigError, TraceError
 from memfit.i18n import Message, shown, speaking, t
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
+from memfit.planner.advice import NothingFitsError
 from memfit.planner.this_machine import budget_bytes
-from memfit.planner.workload import Workload
-from memfit.strategies import ORDER, Packing, Setup, Tier
+from memfit.strategies import ORDER, Packing, Setup
 from memfit.strategies.packing.packed_model import REFUSED
 from memfit.units import Budget
 
@@ -295,17 +295,27 @@ def test_without_peft_lora_names_its_command(
     assert found.command == 'pip install "peft>=0.21"'
 
 
-def test_packages_a_strategy_needs_are_known_packages() -> None:
-    needed = {name for kind in ORDER for name in (kind.needs_package, kind.faster_with)}
-    assert needed - {""} == {"peft", "triton"}
-    assert needed - {""} <= set(OPTIONAL)
-
-
 # ---- what a card can train ----
 
 
-def formula(workload: Workload, card: Any) -> FormulaPricer:
-    return FormulaPricer(workload, card)
+def stand_in(task: Any) -> Any:
+    """A planner by a rule: exact needs 16 bytes a parameter, rounding 8, all that is allowed 4."""
+    size = task.workload.config.hidden_size**2 * task.workload.config.num_hidden_layers * 12
+    if task.workload.config.hidden_size == 128:
+        raise TraceError("no rule for an operator of this model")
+    needs = size * (16 if task.exact else 4 if task.allow else 8)
+    seconds, peak = 32 * needs / task.budget_bytes, SimpleNamespace(components={})
+    price = SimpleNamespace(device_bytes=needs, step_seconds=seconds, peak=peak)
+    digest = SimpleNamespace(budget_bytes=task.budget_bytes)
+    plan: Any = SimpleNamespace(price=price, strategies=(Packing(),), digest=digest)
+    if needs > task.budget_bytes:
+        raise NothingFitsError(plan, needs - task.budget_bytes, ())
+    return SimpleNamespace(chosen=plan)
+
+
+def reached(budget: float, *names: str) -> list[Reach]:
+    models = [one for one in well_known() if one.name in names]
+    return list(reaches(find_card("RTX 3060 12GB"), int(budget), models=models, plan=stand_in))
 
 
 def test_well_known_models_have_their_published_sizes() -> None:
@@ -313,9 +323,8 @@ def test_well_known_models_have_their_published_sizes() -> None:
     from memfit.memory.tracing.meta_models import build_on_meta
 
     published = {
-        "BERT-tiny": 4.4, "BERT-base": 109.5, "BERT-large": 335.1,
-        "RoBERTa-base": 124.6, "XLM-R-base": 278.0, "XLM-R-large": 559.9,
-        "DeBERTa-v3-base": 184.4, "ModernBERT-base": 149.6, "ModernBERT-large": 395.8,
+        "BERT-base": 109.5, "BERT-large": 335.1, "XLM-R-base": 278.0, "XLM-R-large": 559.9,
+        "DeBERTa-v3-base": 184.4, "ModernBERT-base": 149.6,
     }  # fmt: skip
     sizes = {}
     for model in well_known():
@@ -325,93 +334,43 @@ def test_well_known_models_have_their_published_sizes() -> None:
     assert sizes == published
 
 
-def test_a_larger_budget_never_trains_less_or_slower() -> None:
-    models = [one for one in well_known() if one.name == "BERT-base"]
-    card = find_card("RTX 3060")
-    rows = [
-        row
-        for budget in (1.5e9, 11e9)
-        for row in reaches(card, int(budget), models=models, host_bytes_free=0, pricer_for=formula)
-    ]
-    small, large = rows
+def test_a_line_is_the_planners_answer_for_each_fidelity() -> None:
+    (small,), (large,) = reached(1e9, "BERT-base"), reached(11e9, "BERT-base")
     assert small.exact
     assert small.rounding
-    assert large.exact
-    assert large.rounding
     assert [cell.fits for cell in (small.exact, small.rounding)] == [False, True]
-    assert [cell.fits for cell in (large.exact, large.rounding)] == [True, True]
-    assert large.rounding.texts_per_second > small.rounding.texts_per_second
+    assert large.exact
+    assert large.exact.fits
     assert large.allowed is small.allowed is None
+    assert small.rounding.strategies == ("packing",)
+    assert small.rounding.texts_per_second == pytest.approx(1e9 / small.rounding.device_bytes)
 
 
 @pytest.fixture(scope="module")
 def tight() -> list[Reach]:
-    """What a gigabyte of an RTX 3060 trains, without host memory."""
-    models = [one for one in well_known() if one.name in ("BERT-base", "BERT-large")]
-    card = find_card("RTX 3060 12GB")
-    return list(reaches(card, 10**9, models=models, host_bytes_free=0, pricer_for=formula))
+    """What a gigabyte of an RTX 3060 trains."""
+    return reached(1e9, "BERT-base", "BERT-large")
 
 
 def test_a_cell_that_does_not_fit_says_what_the_smallest_plan_needs(tight: list[Reach]) -> None:
-    budget = 10**9
     (row,) = (one for one in tight if one.model.name == "BERT-large")
     assert row.exact
     assert row.rounding
     assert not row.exact.fits
-    assert row.exact.device_bytes > row.rounding.device_bytes > budget
+    assert row.exact.device_bytes > row.rounding.device_bytes > 10**9
     assert row.allowed is not None
     assert row.allowed.device_bytes < row.rounding.device_bytes
 
 
-class Untraceable(FormulaPricer):
-    """A model whose operators the trace does not know."""
-
-    def quick(self, candidate: Any) -> Any:
-        raise TraceError(f"no rule for an operator of {candidate}")
-
-
 def test_a_model_that_cannot_be_priced_does_not_stop_the_table() -> None:
-    models = [one for one in well_known() if one.name in ("BERT-tiny", "BERT-base")]
-
-    def pricer(workload: Workload, card: Any) -> FormulaPricer:
-        kind = Untraceable if workload.config.hidden_size == 128 else FormulaPricer
-        return kind(workload, card)
-
-    card = find_card("RTX 3060")
-    tiny, base = reaches(
-        card, card.total_bytes, models=models, host_bytes_free=0, pricer_for=pricer
-    )
-    assert tiny.problem.startswith("no rule for an operator of")
-    assert tiny.exact is tiny.rounding is None
-    assert base.problem == ""
-    assert base.rounding
-    assert base.rounding.fits
-
-
-class Bounded(FormulaPricer):
-    """Knows that no slow tier is faster than the fastest of the usual one."""
-
-    def least_seconds(self, tier: Tier, prices: Any) -> float:
-        return 0.0 if tier is Tier.USUAL else min(one.step_seconds for one in prices)
-
-
-@pytest.mark.parametrize(("budget", "tiers"), [(11e9, {Tier.USUAL}), (1e9, None)])
-def test_slow_tiers_are_priced_only_where_they_could_be_faster(
-    budget: float, tiers: set[Tier] | None
-) -> None:
     models = [one for one in well_known() if one.name == "BERT-base"]
-    card, made = find_card("RTX 3060"), []
-
-    def pricer(workload: Workload, card: Any) -> FormulaPricer:
-        made.append(Bounded(workload, card))
-        return made[-1]
-
-    given = {"models": models, "host_bytes_free": 0}
-    (row,) = reaches(card, int(budget), pricer_for=pricer, **given)
-    (every,) = reaches(card, int(budget), pricer_for=formula, **given)
-    assert row == every
-    priced = {one.tier for one in made[0].prices}
-    assert priced == tiers if tiers is not None else priced > {Tier.USUAL, Tier.RECOMPUTED}
+    tiny = dataclasses.replace(models[0], config={"hidden_size": 128, "num_attention_heads": 2})
+    first, second = reaches(find_card("RTX 3060"), 10**9, models=[tiny, *models], plan=stand_in)
+    assert first.problem.startswith("no rule for an operator of")
+    assert first.exact is first.rounding is None
+    assert second.problem == ""
+    assert second.rounding
+    assert second.rounding.fits
 
 
 # ---- the command ----

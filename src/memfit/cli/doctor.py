@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -65,9 +66,22 @@ def doctor(
         raise typer.Exit(1)
 
 
+_SENTENCES = {
+    "context": N_("{empty_bytes} empty, {loaded_bytes} with the libraries of a training"),
+    "usable": N_(
+        "{reached_bytes} of the {free_bytes} called free could be filled, {refused_bytes} were "
+        "refused; the card has {total_bytes}"
+    ),
+    "cpu": N_(
+        "{fp32_flops} in fp32, {half_flops} in half precision, memory {memory_bytes_per_second}, "
+        "{launch_seconds} an operator"
+    ),
+}
+
+
 def _measure(gpu: str | None, as_json: bool) -> None:
     if gpu is not None:
-        raise ConfigError(t("--measure is for the card of this machine; leave --gpu out"))
+        raise ConfigError("--measure is for the card of this machine; leave --gpu out")
     with console.working():
         from memfit.doctor.measure import WHAT, measure
 
@@ -77,45 +91,19 @@ def _measure(gpu: str | None, as_json: bool) -> None:
         return
     console.show(made.device)
     for name, found in made.found.items():
-        console.show(f"  {_measured(name, found)}")
+        if isinstance(found, dict):
+            text = t(_SENTENCES[name], **{key: _amount(key, one) for key, one in found.items()})
+        else:
+            text = t("yes") if found is True else _amount(name, found)
+        console.show("  " + t("{what}: {found}", what=t(WHAT[name]), found=text))
     for name, reason in made.failed.items():
         console.show("  " + t("{what}: no ({reason})", what=t(WHAT[name]), reason=reason))
     if made.device == "CPU":
         console.show("\n" + t("There is no GPU here: the CPU was measured."))
-    if not made.row:
-        return
-    console.show("\n" + t("Kept for plans on this machine and for plan --gpu."))
-    console.show(t("To help others, paste this into an issue of memfit:") + "\n")
-    console.show(made.pasted())
-
-
-_SENTENCES = {
-    "context": N_("{empty_bytes} empty, {loaded_bytes} with the libraries of a training"),
-    "usable": N_(
-        "{reached_bytes} of the {free_bytes} called free could be filled, {refused_bytes} were "
-        "refused; the card has {total_bytes}"
-    ),
-    "process": N_("{resident_bytes} before any model, {free_bytes} of {total_bytes} free"),
-    "heap": N_(
-        "of {asked_bytes} in small blocks {kept_in_gaps_bytes} stay when every second is freed, "
-        "{kept_after_trim_bytes} after a trim"
-    ),
-    "cpu": N_(
-        "{fp32_flops} in fp32, {half_flops} in half precision, memory {memory_bytes_per_second}, "
-        "{launch_seconds} an operator"
-    ),
-}
-
-
-def _measured(name: str, found: Any) -> str:
-    """One line of what was measured."""
-    from memfit.doctor.measure import WHAT
-
-    if isinstance(found, dict):
-        text = t(_SENTENCES[name], **{key: _amount(key, one) for key, one in found.items()})
-    else:
-        text = t("yes") if found is True else _amount(name, found)
-    return t("{what}: {found}", what=t(WHAT[name]), found=text)
+    if made.row:
+        console.show("\n" + t("Kept for plans on this machine and for plan --gpu."))
+        console.show(t("To help others, paste this into an issue of memfit:") + "\n")
+        console.show(made.pasted())
 
 
 def _amount(name: str, value: float) -> str:
@@ -140,70 +128,54 @@ _FINDINGS = {
 def _show(found: Diagnosis) -> None:
     from memfit.report import terminal
 
-    out = terminal.console()
     here = found.environment
+    versions = []
+    for name in _SHOWN:
+        version = here.package(name).version
+        if version is None:
+            versions.append(t("no {name}", name=name))
+        elif name != "torch":
+            versions.append(f"{name} {version}")
+        elif here.torch.cuda:
+            cuda = here.torch.cuda
+            versions.append(t("torch {version} (CUDA {cuda})", version=version, cuda=cuda))
+        else:
+            versions.append(t("torch {version} (no CUDA)", version=version))
     console.show(terminal.listed([f"memfit {here.memfit}", f"Python {here.python}", here.platform]))
-    console.show(terminal.listed(_version(here, name) for name in _SHOWN))
-    for line in _cards(here):
+    console.show(terminal.listed(versions))
+    for line in _machine(here):
         console.show(line)
     for one in found.findings:
         console.show("\n" + t(_FINDINGS[one.kind], text=one.text))
         if one.command:
             console.show(f"    {one.command}")
-    for table in _tables(found):
-        out.print()
-        out.print(table)
+    out = terminal.console()
+    for table in (_packages(here), _strategies(found), _trains(found)):
+        if table is not None:
+            out.print()
+            out.print(table)
     if found.card is None and found.works:
         console.show("\n" + t("What a card can train: memfit doctor --gpu 'RTX 3060'"))
 
 
-def _version(here: Environment, name: str) -> str:
-    version = here.package(name).version
-    if version is None:
-        return t("no {name}", name=name)
-    if name == "torch":
-        kind = (
-            N_("torch {version} (CUDA {cuda})")
-            if here.torch.cuda
-            else N_("torch {version} (no CUDA)")
-        )
-        return t(kind, version=version, cuda=here.torch.cuda)
-    return f"{name} {version}"
-
-
-def _cards(here: Environment) -> list[str]:
-    lines = []
+def _machine(here: Environment) -> Iterator[str]:
+    """The cards, the driver and the host's memory, a line each."""
     for card in here.cards:
-        said = {
-            "name": card.name,
-            "capability": ".".join(map(str, card.capability)),
-            "total": format_both(card.total_bytes),
-            "free": format_bytes(card.free_bytes),
-        }
-        lines.append(
-            t("{name}, compute capability {capability}, {total}, {free} of it free", **said)
+        yield t(
+            "{name}, compute capability {capability}, {total}, {free} of it free",
+            name=card.name,
+            capability=".".join(map(str, card.capability)),
+            total=format_both(card.total_bytes),
+            free=format_bytes(card.free_bytes),
         )
     if here.driver is not None:
-        newest = ".".join(map(str, here.driver.cuda))
-        lines.append(
-            t(
-                "driver {version}, which runs CUDA up to {cuda}",
-                version=here.driver.version,
-                cuda=newest,
-            )
+        yield t(
+            "driver {version}, which runs CUDA up to {cuda}",
+            version=here.driver.version,
+            cuda=".".join(map(str, here.driver.cuda)),
         )
     free, total = format_bytes(here.host_free_bytes), format_both(here.host_bytes)
-    lines.append(t("host memory {total}, {free} of it free", total=total, free=free))
-    return lines
-
-
-def _tables(found: Diagnosis) -> list[RenderableType]:
-    tables = [_packages(found.environment)]
-    if found.strategies:
-        tables.append(_strategies(found))
-    if found.trains:
-        tables.append(_trains(found))
-    return tables
+    yield t("host memory {total}, {free} of it free", total=total, free=free)
 
 
 def _words(*columns: str) -> Table:
@@ -216,7 +188,7 @@ def _words(*columns: str) -> Table:
     return made
 
 
-def _packages(here: Environment) -> RenderableType:
+def _packages(here: Environment) -> Table:
     shown = _words(t("optional package"), t("version"), t("for"))
     for one in here.packages:
         if not one.required:
@@ -225,24 +197,27 @@ def _packages(here: Environment) -> RenderableType:
     return shown
 
 
-def _strategies(found: Diagnosis) -> RenderableType:
+def _strategies(found: Diagnosis) -> Table | None:
+    if not found.strategies:
+        return None
     from memfit.report.formatting import named
 
-    card = found.card
-    where = t("here") if card is None else t("on {card}", card=card.name)
+    where = t("here") if found.card is None else t("on {card}", card=found.card.name)
     shown = _words(t("strategy"), t("fidelity"), where)
     for one in found.strategies:
         ready = t("ready; {note}", note=one.note) if one.note else t("ready")
-        said = one.reason or ready
+        text = one.reason or ready
         shown.add_row(
             named("strategy", one.strategy),
             named("fidelity", one.fidelity),
-            f"{said}\n{one.command}" if one.command else said,
+            f"{text}\n{one.command}" if one.command else text,
         )
     return shown
 
 
-def _trains(found: Diagnosis) -> RenderableType:
+def _trains(found: Diagnosis) -> RenderableType | None:
+    if found.card is None or not found.trains:
+        return None
     from rich.console import Group
     from rich.text import Text
 
@@ -250,39 +225,27 @@ def _trains(found: Diagnosis) -> RenderableType:
     from memfit.report import terminal
     from memfit.report.formatting import named
 
-    assert found.card is not None
-    budget = format_both(found.budget_bytes)
     title = t(
         "What {card} can train in {budget}: batches of {rows} texts of {tokens} tokens",
         card=found.card.name,
-        budget=budget,
+        budget=format_both(found.budget_bytes),
         rows=ROWS,
         tokens=TOKENS,
     )
-    model, allowed = t("model"), t("with --allow")
-    shown = terminal.table(
-        model, named("fidelity", "exact"), named("fidelity", "rounding"), allowed
+    note = t(
+        "memory and texts a second of the fastest plan that fits, predicted; in brackets "
+        "what the smallest would need. exact: the same numbers; rounding: fewer bits, no "
+        "loss of quality that was measured; --allow: another optimizer, LoRA, frozen "
+        "weights, shorter texts. Everywhere else every parameter is trained"
     )
+    fidelities = [named("fidelity", name) for name in ("exact", "rounding")]
+    shown = terminal.table(t("model"), *fidelities, t("with --allow"))
     for one in found.trains:
-        if one.problem:
-            shown.add_row(one.model.name, t("cannot be priced"))
-            continue
-        cells = (_cell(one.exact), _cell(one.rounding), _cell(one.allowed))
-        shown.add_row(one.model.name, *cells)
+        cells = [_cell(cell) for cell in (one.exact, one.rounding, one.allowed)]
+        shown.add_row(one.model.name, *([t("cannot be priced")] if one.problem else cells))
     # Wrapped here: Chinese breaks between its characters, which rich does not know.
     width = min(terminal.console().width, terminal.MAX_WIDTH)
-    head, foot = (
-        "\n".join(wrap(text, width))
-        for text in (
-            title,
-            t(
-                "memory and texts a second of the fastest plan that fits, predicted; in brackets "
-                "what the smallest would need. exact: the same numbers; rounding: fewer bits, no "
-                "loss of quality that was measured; --allow: another optimizer, LoRA, frozen "
-                "weights, shorter texts. Everywhere else every parameter learns"
-            ),
-        )
-    )
+    head, foot = ("\n".join(wrap(text, width)) for text in (title, note))
     return Group(Text(head, style="bold"), shown, Text(foot, style="dim"))
 
 

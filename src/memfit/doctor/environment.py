@@ -139,9 +139,13 @@ def packages(system: str) -> list[Package]:
     """Required ones first, as memfit's metadata lists them."""
     from packaging.requirements import Requirement
 
+    try:
+        lines = importlib.metadata.requires("memfit") or _REQUIRED
+    except importlib.metadata.PackageNotFoundError:
+        lines = _REQUIRED
     required: dict[str, str] = {}
     wanted: dict[str, str] = {}
-    for line in _requirements():
+    for line in lines:
         one = Requirement(line)
         into = wanted if one.marker and "extra" in str(one.marker) else required
         into[one.name] = str(one.specifier)
@@ -188,13 +192,6 @@ def _cards(build: TorchBuild, driver: nvml.Driver | None) -> tuple[Card, ...]:
         free_bytes, total_bytes = nvml.free_and_total_bytes(index)
         found.append(Card(about.name, (about.major, about.minor), total_bytes, free_bytes))
     return tuple(found)
-
-
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires("memfit") or list(_REQUIRED)
-    except importlib.metadata.PackageNotFoundError:
-        return list(_REQUIRED)
 
 
 def _version(name: str) -> str | None:

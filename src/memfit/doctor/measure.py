@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.i18n import N_, t
 from memfit.memory import nvml
@@ -25,7 +25,7 @@ from memfit.memory.cuda_context import (
     load_libraries,
     with_large_handles,
 )
-from memfit.memory.out_of_memory import is_out_of_memory, return_freed_memory
+from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.planner import step_time
 from memfit.units import GIB, MIB
 from memfit.waiting import doing
@@ -38,8 +38,6 @@ _FILLS = 256
 
 _SLOWER = 6.0
 """A piece this many times slower than the others lies in host memory: Windows moved it."""
-
-_HEAP_BYTES, _HEAP_PIECE_BYTES = 192 * MIB, 64 * 1024
 
 WHAT = {
     "context": N_("the CUDA context"),
@@ -59,8 +57,6 @@ WHAT = {
     "launch_seconds": N_("starting kernels"),
     "host_parameters_per_second": N_("updates on the CPU"),
     "row": N_("keeping what was found"),
-    "process": N_("this process' memory"),
-    "heap": N_("what the heap gives back"),
     "cpu": N_("the CPU's speed"),
 }
 
@@ -109,8 +105,11 @@ def _of_card(index: int) -> Measurements:
     made = Measurements(torch.cuda.get_device_name(index))
     made.take("context", lambda: contexts(index))
     made.take("usable", lambda: usable(index))
-    for name, run in _kernels(device).items():
-        made.take(name, run)
+    made.take("fp16", lambda: _half_works(device, torch.float16))
+    made.take("bf16", lambda: _half_works(device, torch.bfloat16))
+    made.take("flash", lambda: _attends(device, SDPBackend.FLASH_ATTENTION))
+    made.take("efficient", lambda: _attends(device, SDPBackend.EFFICIENT_ATTENTION))
+    made.take("triton", lambda: _triton_works(device))
     made.take("fp16_flops", lambda: step_time.product_rate(device, torch.float16))
     if "bf16" in made.found:
         made.take("bf16_flops", lambda: step_time.product_rate(device, torch.bfloat16))
@@ -205,18 +204,6 @@ def _filled(device: torch.device, free_bytes: int, piece_bytes: int) -> Iterator
     yield "full"
 
 
-def _kernels(device: torch.device) -> dict[str, Callable[[], Any]]:
-    from torch.nn.attention import SDPBackend
-
-    return {
-        "fp16": lambda: _half_works(device, torch.float16),
-        "bf16": lambda: _half_works(device, torch.bfloat16),
-        "flash": lambda: _attends(device, SDPBackend.FLASH_ATTENTION),
-        "efficient": lambda: _attends(device, SDPBackend.EFFICIENT_ATTENTION),
-        "triton": lambda: _triton_works(device),
-    }
-
-
 def _half_works(device: torch.device, dtype: torch.dtype) -> bool:
     """A layer forward and backward is finite and near fp32's: a GTX 16xx may give NaN."""
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
@@ -234,10 +221,8 @@ def _half_works(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _attends(device: torch.device, backend: Any) -> bool:
+def _attends(device: torch.device, backend: SDPBackend) -> bool:
     """Attention runs through this kernel, forward and backward."""
-    from torch.nn.attention import sdpa_kernel
-
     shape = (2, 4, 64, 64)
     query, key, value = (
         torch.randn(shape, device=device, dtype=torch.float16, requires_grad=True) for _ in range(3)
@@ -268,7 +253,9 @@ def _describe(made: Measurements, index: int) -> None:
     about = torch.cuda.get_device_properties(index)
     known = match_card(about.name, about.total_memory)
     driver = nvml.driver()
-    made.card = known.name if known is not None else _called(about.name, about.total_memory)
+    plain = about.name.removeprefix("NVIDIA ").removesuffix(" GPU")
+    unlisted = f"{plain.replace(' Laptop GPU', ' Laptop')} {round(about.total_memory / GIB)}GB"
+    made.card = unlisted if known is None else known.name
     made.row = row_of(
         made,
         known,
@@ -347,12 +334,6 @@ def _speeds(made: Measurements) -> Speeds | None:
     return Speeds(half_flops=half, **{name: found[name] for name in names})
 
 
-def _called(name: str, total_bytes: int) -> str:
-    """A name like those of cards.toml for a card it lacks."""
-    plain = name.removeprefix("NVIDIA ").removesuffix(" GPU").replace(" Laptop GPU", " Laptop")
-    return f"{plain} {round(total_bytes / GIB)}GB"
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
@@ -373,46 +354,8 @@ def _inline(value: Any) -> str:
 
 def _of_cpu() -> Measurements:
     made = Measurements("CPU")
-    made.take("process", process_memory)
-    made.take("heap", heap)
     made.take("cpu", _cpu_speeds)
     return made
-
-
-def process_memory() -> dict[str, int]:
-    """What this process holds with all libraries loaded, before any model."""
-    import transformers
-
-    from memfit.training import trainer
-
-    del transformers, trainer
-    memory = psutil.virtual_memory()
-    return {
-        "resident_bytes": psutil.Process().memory_info().rss,
-        "total_bytes": memory.total,
-        "free_bytes": memory.available,
-    }
-
-
-def heap() -> dict[str, int]:
-    """What stays with the process when half, then all, of many small blocks are freed."""
-    process = psutil.Process()
-    return_freed_memory()
-    before = process.memory_info().rss
-    blocks = [bytearray(_HEAP_PIECE_BYTES) for _ in range(_HEAP_BYTES // _HEAP_PIECE_BYTES)]
-    full = process.memory_info().rss
-    kept = blocks[::2]
-    del blocks
-    gaps = process.memory_info().rss
-    trims = return_freed_memory()
-    trimmed = process.memory_info().rss
-    del kept
-    return {
-        "asked_bytes": full - before,
-        "kept_in_gaps_bytes": max(gaps - before - _HEAP_BYTES // 2, 0),
-        "kept_after_trim_bytes": max(trimmed - before - _HEAP_BYTES // 2, 0),
-        "trims": int(trims),
-    }
 
 
 def _cpu_speeds() -> dict[str, float]:
