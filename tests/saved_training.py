@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from memfit import BudgetTrainer
 from memfit.records.scoring import Scoring
-from memfit.run.workflow import save_model
+from memfit.run.save import save_model
 from small_training import collate, model_of
 from strategy_combinations import LENGTHS, SHAPE, Combination
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memfit.report.comparison import Comparison
     from memfit.run.inference import Classifier
     from memfit.run.publish import PushResult
-    from memfit.run.workflow import RunResult
+    from memfit.run.train import RunResult
 
 PathLike = str | os.PathLike[str]
 
@@ -90,8 +90,8 @@ def finetune(
     script as in a notebook.
     """
     from memfit.run.launching import ranks_to_start, train_on_ranks
-    from memfit.run.prepare import is_begun, is_finished, resumed_config, with_absolute_paths
-    from memfit.run.workflow import finished_run, train_classifier
+    from memfit.run.resume import is_begun, is_finished, resumed_config, with_absolute_paths
+    from memfit.run.train import finished_run, train_classifier
 
     made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
     given = {

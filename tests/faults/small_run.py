@@ -27,7 +27,7 @@ from small_training import STEPS_AN_EPOCH, collate, model_of, texts
 EPOCHS = 3
 STEPS = EPOCHS * STEPS_AN_EPOCH
 _PRELOADED = [
-    "memfit.cli", "memfit.run.workflow", "memfit.training.trainer", "memfit.data", "memfit.planner",
+    "memfit.cli", "memfit.run.train", "memfit.training.trainer", "memfit.data", "memfit.planner",
     "memfit.report.page", "datasets", "sklearn.metrics", "matplotlib.pyplot", "peft",
     "transformers.models.bert.modeling_bert",
 ]  # fmt: skip

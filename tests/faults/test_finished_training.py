@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,8 @@ from small_run import same_weights
 from transformers import AutoModelForSequenceClassification
 
 from memfit.cli import run
-from memfit.run import workflow
+from memfit.run import train
 from memfit.training import saving
-from memfit.training.checkpoints import problem_with
 from memfit.training.trainer import BudgetTrainer
 
 STEPS = 7  # an epoch
@@ -91,7 +88,7 @@ def test_an_evaluation_that_fails_leaves_the_model(
     def broken(*_: Any) -> None:
         raise ValueError("no such metric")
 
-    monkeypatch.setattr(workflow, "evaluate_predictions", broken)
+    monkeypatch.setattr(train, "evaluate_predictions", broken)
     output = tmp_path / "out"
     capsys.readouterr()
     assert run(words_for(by_plan, output)) == 1
@@ -118,32 +115,6 @@ def test_a_save_that_fails_half_way_leaves_no_model_that_looks_finished(
     assert not (output / "model.safetensors").exists()
 
 
-def test_the_last_checkpoint_gets_its_name_beside_the_saving_of_the_model(
-    tmp_path: Path, by_plan: list[str], whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    last = tmp_path / "out" / "checkpoints" / f"checkpoint-{STEPS}"
-    begun, may_go_on = threading.Event(), threading.Event()
-    write, save = saving.write_manifest, workflow.save_model
-
-    def slow_manifest(folder: Path) -> Path:
-        if folder.name == last.name:
-            begun.set()
-            assert may_go_on.wait(60)
-        return write(folder)
-
-    def seen(trainer: BudgetTrainer, *args: Any) -> None:
-        assert begun.wait(60)
-        assert not last.exists()
-        may_go_on.set()
-        save(trainer, *args)
-
-    monkeypatch.setattr(saving, "write_manifest", slow_manifest)
-    monkeypatch.setattr(workflow, "save_model", seen)
-    assert run(words_for(by_plan, tmp_path / "out")) == 0
-    assert not problem_with(last)
-    assert same_weights(tmp_path / "out" / "model.safetensors", whole / "model.safetensors")
-
-
 def test_a_last_checkpoint_that_cannot_be_sealed_leaves_the_model(
     tmp_path: Path,
     by_plan: list[str],
@@ -159,23 +130,3 @@ def test_a_last_checkpoint_that_cannot_be_sealed_leaves_the_model(
     said = capsys.readouterr().err
     assert f"checkpoint-{STEPS} could not be written: the disk is full" in said
     assert_model_is_kept(tmp_path / "out", whole, said)
-
-
-@pytest.mark.parametrize("more", [["--save-total-limit", "1"], ["--report-to", "tensorboard"]])
-def test_a_last_checkpoint_that_others_look_at_has_its_name_before_they_do(
-    tmp_path: Path, by_plan: list[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
-) -> None:
-    """With one checkpoint to keep the Trainer compares folders; a tracker may upload the last."""
-    if "tensorboard" in more:
-        pytest.importorskip("tensorboard")
-    write, threads = saving.write_manifest, []
-
-    def noted(folder: Path) -> Path:
-        threads.append(threading.current_thread())
-        time.sleep(0.2)
-        return write(folder)
-
-    monkeypatch.setattr(saving, "write_manifest", noted)
-    words = [*by_plan, "--epochs", "2", "--quiet", "--output-dir", str(tmp_path / "out"), *more]
-    assert run(words) == 0
-    assert set(threads) == {threading.main_thread()}

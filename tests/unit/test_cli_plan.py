@@ -22,9 +22,8 @@ from memfit.planner.advice import Alternatives, NothingFitsError, alternatives
 from memfit.planner.pricing import pricer as compose
 from memfit.planner.search import Planning
 from memfit.records import results
-from memfit.report import plan_terminal
+from memfit.report import plan_json, plan_terminal
 from memfit.report.plan_terminal import difference_in_words, settings_in_words
-from memfit.run import prepare
 from memfit.strategies import (
     BY_NAME,
     ActivationOffload,
@@ -139,12 +138,12 @@ def test_a_run_takes_its_steps_and_its_evaluations(made: Planning) -> None:
     assert price is not None
     price = dataclasses.replace(price, step_seconds=0.5)
     workload = dataclasses.replace(task(num_train_epochs=2, eval_strategy="epoch"), eval_rows=320)
-    found = prepare.run_seconds(workload, price)
+    found = plan_json.run_seconds(workload, price)
     assert found.training == pytest.approx(2 * 219 * 0.5)  # 6,988 rows in steps of 32
     assert found.evaluations == 2
     assert found.evaluation == pytest.approx(2 * 10 * 0.5 / 3)  # ten forward passes each
     short = dataclasses.replace(task(max_steps=10), eval_rows=320)
-    assert prepare.run_seconds(short, price).total == pytest.approx(5.0)
+    assert plan_json.run_seconds(short, price).total == pytest.approx(5.0)
 
 
 def test_nothing_fits_shows_the_smallest_plan_against_the_budget() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from memfit import BudgetTrainer
 from memfit.records.scoring import Scoring
-from memfit.run import workflow
+from memfit.run import save
 from memfit.strategies import Lora, LowBitAdamW, Packing, Strategy
 from small_training import collate, wide_model, wide_texts
 
@@ -109,7 +109,7 @@ def test_merged_adapters_are_saved_with_the_bits_they_were_trained_in(tmp_path: 
     masters = optimizer.fp32_state_dict(trainer.model)
     trainer.processing_class = _NoTokenizer()
     (tmp_path / "model").mkdir()
-    workflow.save_model(trainer, tmp_path / "model", Scoring())
+    save.save_model(trainer, tmp_path / "model", Scoring())
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert all(value.dtype == torch.float32 for value in saved.values())
     name = "bert.encoder.layer.1.attention.self.query"

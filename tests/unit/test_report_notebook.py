@@ -19,7 +19,7 @@ from memfit.records.results import RunSummary, kept_messages, read_evaluation, r
 from memfit.report.notebook import notebook_html
 from memfit.report.page import write_report
 from memfit.report.view import read_plan
-from memfit.run.workflow import RunResult
+from memfit.run.train import RunResult
 from memfit.strategies import Checkpointing, Packing
 
 

@@ -96,10 +96,10 @@ def _plan(
     run = RunConfig.build(config, **options)
     with console.working():
         from memfit.planner.advice import NothingFitsError, alternatives
-        from memfit.report import plan_terminal, terminal
-        from memfit.run import prepare
+        from memfit.report import plan_json, plan_terminal, terminal
+        from memfit.run.prepare import prepare_to_plan
 
-        prepared = prepare.prepare_to_plan(run, gpu, place)
+        prepared = prepare_to_plan(run, gpu, place)
         with doing(t("planning …")):
             try:
                 made = prepared.plan()
@@ -112,10 +112,10 @@ def _plan(
     if target is not None:
         made.chosen.write(target, language())
     if as_json:
-        console.show_json(prepare.as_json(prepared, made, other))
+        console.show_json(plan_json.planning_json(run.model.model, prepared.task, made, other))
     else:
         assert made.chosen.price is not None
-        seconds = prepare.run_seconds(prepared.workload, made.chosen.price)
+        seconds = plan_json.run_seconds(prepared.workload, made.chosen.price)
         name = Path(run.model.model).name
         view = plan_terminal.plan_view(
             made, other, seconds, name, planned_seconds=time.perf_counter() - began
@@ -129,11 +129,11 @@ def _plan(
 
 def _nothing_fits(prepared: Prepared, error: NothingFitsError, as_json: bool) -> DoesNotFitError:
     """Shows the smallest plan; the sentence itself is the error's."""
-    from memfit.report import plan_terminal, terminal
-    from memfit.run import prepare
+    from memfit.report import plan_json, plan_terminal, terminal
 
     if as_json:
-        console.show_json(prepare.missing_json(prepared, error))
+        model = prepared.config.model.model
+        console.show_json(plan_json.nothing_fits_json(model, prepared.task, error))
     else:
         terminal.console().print(plan_terminal.smallest_view(error.smallest, error.notes))
     return DoesNotFitError(error.text(language()))
@@ -149,18 +149,21 @@ def _check(
 ) -> None:
     with console.working():
         from memfit.planner import plans
-        from memfit.run import prepare
+        from memfit.report import plan_json
+        from memfit.run.choose_plan import does_not_fit_sentence
+        from memfit.run.prepare import prepare_to_plan
+        from memfit.run.resume import stored_options
 
         plan = plans.Plan.read(Path(path))
-        stored, card, there = prepare.stored_options(plan.run)
+        stored, card, there = stored_options(plan.run)
         run = RunConfig.build(config, **{**stored, **options})
-        prepared = prepare.prepare_to_plan(run, gpu or card, place if gpu else there)
+        prepared = prepare_to_plan(run, gpu or card, place if gpu else there)
         with doing(t("planning …")):
             checked = plans.check(plan, prepared.task)
     if as_json:
-        console.show_json(prepare.checked_json(prepared, checked))
+        console.show_json(plan_json.checked_json(run.model.model, prepared.task, checked))
     if not checked.fits:
-        raise DoesNotFitError(prepare.does_not_fit_sentence(checked, path))
+        raise DoesNotFitError(does_not_fit_sentence(checked, path))
     if as_json:
         return
     price = checked.plan.price

@@ -46,7 +46,7 @@ from memfit.ladders.rungs import (
 )
 from memfit.models.loading import check_model_folder
 from memfit.records.results import versions
-from memfit.run.prepare import with_absolute_paths
+from memfit.run.resume import with_absolute_paths
 from memfit.units import parse_budget
 from memfit.waiting import doing
 

@@ -1,5 +1,5 @@
 """One run: prepared, planned, trained, evaluated, saved, published, used.
 
-`prepare` comes before any weights, `workflow` goes from the table to the result folder, `inference`
-uses what was trained, `publish` uploads it.
+`train` goes from the table to the result folder, `resume` goes on with a run that was stopped,
+`inference` uses what was trained, `publish` uploads it.
 """

@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
 from memfit.i18n import N_, language, shown, t
+from memfit.memory.device import kind_of
 from memfit.printing import encodable, printable
 from memfit.records.results import OutputClaim
 from memfit.records.run_log import RunLog
 from memfit.report.formatting import averaging_sentence, named, together
-from memfit.units import format_both
+from memfit.run.summary import (
+    class_weights_sentence,
+    data_warnings_of,
+    parameters,
+    predicted_peak,
+)
+from memfit.units import format_both, percent
 from memfit.waiting import make_way
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
     from rich.console import Console
 
     from memfit.planner.candidates import PlanTask
     from memfit.planner.plans import Plan
     from memfit.records.scoring import Scoring
+    from memfit.run.prepare import Prepared
+    from memfit.run.train import Training, TrainingRun
     from memfit.training.trainer import BudgetTrainer
 
 
@@ -78,6 +84,36 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def announce(run: TrainingRun, prepared: Prepared, training: Training) -> None:
+    """Says what will be done, before it is."""
+    from memfit.report import terminal
+
+    trainer, chosen, task = training.trainer, training.chosen, prepared.task
+    text, line = prepared.text, terminal.fact_line
+    run.say(terminal.data_summary(text.counts, prepared.tokens.lengths, text.labels.task))
+    if warnings := data_warnings_of(prepared):
+        run.say(terminal.warnings_list(warnings))
+    run.say(line("model", model_sentence(run.config.model.model, trainer)))
+    run.say(line("budget", budget_sentence(task)))
+    if chosen.plan is not None:
+        sentence = plan_sentence(chosen.plan)
+        if chosen.cached:
+            sentence = t("{plan}; kept from an earlier run", plan=sentence)
+        run.say(line("plan", sentence))
+    run.say(line("batch", batch_sentence(trainer)))
+    if weights := class_weights_sentence(prepared):
+        run.say(line("weights", weights))
+    run.say(line("metric", metric_sentence(prepared.scoring, trainer)))
+    if (peak := predicted_peak(training)) is not None:
+        sentence = t(
+            "{needs} at the peak by prediction, {share} of the budget",
+            needs=format_both(peak.device_bytes),
+            share=percent(peak.device_bytes / max(task.budget_bytes, 1)),
+        )
+        name = "memory" if kind_of(trainer.args.device) == "cpu" else "gpu_memory"
+        run.say(line(name, sentence))
+
+
 def model_sentence(model: str, trainer: BudgetTrainer) -> str:
     """Its name, its parameters, and how many of them learn where not all do."""
     total, learning = parameters(trainer)
@@ -87,12 +123,6 @@ def model_sentence(model: str, trainer: BudgetTrainer) -> str:
         else N_("{model}, {total} parameters, {learning} of them learn")
     )
     return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
-
-
-def parameters(trainer: BudgetTrainer) -> tuple[int, int]:
-    """All parameters of the model, and those that learn."""
-    both = [(item.numel(), item.requires_grad) for item in trainer.model.parameters()]
-    return sum(count for count, _ in both), sum(count for count, learns in both if learns)
 
 
 def budget_sentence(task: PlanTask) -> str:
@@ -153,13 +183,6 @@ def plan_sentence(plan: Plan) -> str:
     return t("{fidelity}: {strategies}", fidelity=fidelity, strategies=t(", ").join(names))
 
 
-def device_name(device: torch.device) -> str:
-    """The card's name, or the processor's kind."""
-    from memfit.memory.device import name_of
-
-    return name_of(device)
-
-
 @contextlib.contextmanager
 def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
     """A run that does not finish leaves word of how it ended, and its page.
@@ -167,21 +190,22 @@ def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
     With `watch` the page is served while the run trains; its address is said even when quiet,
     since it was asked for.
     """
-    with _served(claim.path) if watch else contextlib.nullcontext():
+    from memfit.report.page import write_report
+    from memfit.run.serving import watching
+
+    served = (
+        watching(claim.path, voice(quiet=False), language()) if watch else contextlib.nullcontext()
+    )
+    with served:
         try:
             yield
         except BaseException as error:
             if claim.kept:
                 how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
                 RunLog(claim.path).ended(how, _why(error))
-                _write_report(claim.path)
+                with contextlib.suppress(Exception):  # the error that is being raised says more
+                    write_report(claim.path)
             raise
-
-
-def _served(folder: Path) -> contextlib.AbstractContextManager[None]:
-    from memfit.run.serving import watching
-
-    return watching(folder, voice(quiet=False), language())
 
 
 def _why(error: BaseException) -> str:
@@ -191,11 +215,3 @@ def _why(error: BaseException) -> str:
         return ""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def _write_report(folder: Path) -> None:
-    """What went wrong is the error that is being raised, not what its page fails over."""
-    from memfit.report.page import write_report
-
-    with contextlib.suppress(Exception):
-        write_report(folder)

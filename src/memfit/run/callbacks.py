@@ -353,3 +353,23 @@ class StopAfterStep(TrainerCallback):
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Takes the signals for as long as it lasts."""
         return handled(self.ask)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observers:
+    """The callbacks of one training, for what is read from them afterwards."""
+
+    elapsed: KeepElapsed
+    record: RecordRun
+    stop: StopAfterStep
+    stop_early: StopEarly | None
+    bar: TrainerCallback | None
+    timed: TimeSteps = dataclasses.field(default_factory=TimeSteps)
+    probe: MeasureOneStep = dataclasses.field(default_factory=MeasureOneStep)
+
+    def in_order(self) -> list[TrainerCallback]:
+        """Steps are timed before others wait at their end, and kept before a stop ends the run."""
+        every = (
+            self.bar, self.timed, self.elapsed, self.record, self.stop, self.probe, self.stop_early
+        )  # fmt: skip
+        return [callback for callback in every if callback is not None]

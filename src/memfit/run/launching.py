@@ -55,7 +55,7 @@ def train_on_ranks(
         raise OutputError(t("no output folder given; name one with --output-dir"))
     reason = cannot_fork() if in_notebook() else None
     if in_notebook() and reason is None:
-        from memfit.run.workflow import train_classifier
+        from memfit.run.train import train_classifier
 
         how: dict[str, Any] = {"resume": resume, "quiet": quiet, "watch": watch, "plan": plan}
         fork_ranks(count, partial(train_classifier, config, callbacks=callbacks, **how))

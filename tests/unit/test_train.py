@@ -25,7 +25,9 @@ from memfit.planner.workload import Workload
 from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
-from memfit.run.prepare import Choosing, prepare, resumed_config, with_absolute_paths
+from memfit.run.choose_plan import PlanSource, choose_plan
+from memfit.run.prepare import prepare
+from memfit.run.resume import resumed_config, with_absolute_paths
 from memfit.strategies import Checkpointing, FullySharded, Packing
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
@@ -217,12 +219,11 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
         config = RunConfig.build(settings, **options)
         task = prepare(config.asked, tmp_path / "new").task
         folder = RunFolder(tmp_path / "new")
-        choosing = Choosing(
-            config=config.asked, task=task, folder=folder, say=said.append, named=config.named_plan
-        )
-        made = choosing.choose()
-        assert made is not None
-        return made.candidate
+        source = PlanSource(config=config.asked, folder=folder, named=config.named_plan)
+        made = choose_plan(source, task)
+        said.extend(made.notes)
+        assert made.plan is not None
+        return made.plan.candidate
 
     assert chosen(batch_size=4) != slower
     assert "planned anew, not by [plan] of the settings: other settings" in said.pop()
@@ -244,9 +245,7 @@ def test_a_run_of_several_ranks_resumes_on_one_with_nothing_divided(
     digest = digest_of(task.workload, task.budget_bytes, task.card)
     begun = Candidate((Packing(), FullySharded()), MicroBatching(max_tokens=64))
     Plan(candidate=begun, digest=digest).write(folder.plan)
-    choosing = Choosing(
-        config=config, task=task, folder=folder, say=print, checkpoint=folder.path / "any"
-    )
-    made = choosing.choose()
+    source = PlanSource(config=config, folder=folder, checkpoint=folder.path / "any")
+    made = choose_plan(source, task).plan
     assert made is not None
     assert made.candidate == Candidate((Packing(),), MicroBatching(max_tokens=64))

@@ -1,0 +1,135 @@
+"""Plans as JSON for `memfit plan --json`, and the time a planned run takes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from memfit.records.results import RunSeconds
+
+if TYPE_CHECKING:
+    from memfit.planner.advice import Alternatives, NothingFitsError
+    from memfit.planner.candidates import PlanTask, Price
+    from memfit.planner.plans import Checked
+    from memfit.planner.search import Planning
+    from memfit.planner.workload import Workload
+
+_FORWARD_SHARE = 1 / 3
+"""A forward pass against a training step, whose backward takes twice as long."""
+
+
+def run_seconds(workload: Workload, price: Price) -> RunSeconds:
+    """Every step of every epoch, and every evaluation."""
+    args = workload.args
+    steps = math.ceil(workload.steps_per_epoch * args.num_train_epochs)
+    if args.max_steps > 0:
+        steps = args.max_steps
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    every = args.eval_steps or args.logging_steps or 1
+    every = max(round(every * steps) if every < 1 else round(every), 1)
+    epochs = max(round(steps / workload.steps_per_epoch), 1)
+    count = {"no": 0, "epoch": epochs, "steps": steps // every}.get(strategy, 0)
+    each = workload.eval_rows / workload.effective_rows * price.step_seconds * _FORWARD_SHARE
+    return RunSeconds(
+        training=steps * price.step_seconds,
+        evaluation=count * each if workload.eval_rows else 0.0,
+        evaluations=count if workload.eval_rows else 0,
+    )
+
+
+def planning_json(
+    model: str, task: PlanTask, planning: Planning, other: Alternatives | None
+) -> dict[str, Any]:
+    """The plan, the other candidates, and what else could be done."""
+    price = planning.chosen.price
+    assert price is not None
+    seconds = run_seconds(task.workload, price)
+    return {
+        **_task_json(model, task),
+        "chosen": planning.chosen.as_json(),
+        "candidates": [candidate.as_json() for candidate in planning.candidates],
+        "training_seconds": seconds.training,
+        "evaluation_seconds": seconds.evaluation,
+        "total_seconds": seconds.total,
+        "alternatives": {} if other is None else _alternatives_json(other),
+        "left_out": planning.left_out,
+        "notes": [note.sentence() for note in planning.notes],
+        "considered": planning.considered,
+        "traced": planning.traced,
+        "planning_seconds": planning.seconds,
+    }
+
+
+def nothing_fits_json(model: str, task: PlanTask, error: NothingFitsError) -> dict[str, Any]:
+    """The smallest plan, the bytes it misses the budget by, and what would help."""
+    return {
+        **_task_json(model, task),
+        "chosen": None,
+        "candidates": [],
+        "smallest": error.smallest.as_json(),
+        "missing_bytes": error.missing_bytes,
+        "helps": [
+            {
+                "kind": help_.kind,
+                "value": help_.value,
+                "device_peak_bytes": help_.device_bytes,
+                "sentence": help_.decision.sentence(),
+            }
+            for help_ in error.helps
+        ],
+        "notes": [note.sentence() for note in error.notes],
+    }
+
+
+def checked_json(model: str, task: PlanTask, checked: Checked) -> dict[str, Any]:
+    """Whether a plan fits, and the bytes it misses the budget by."""
+    return {
+        **_task_json(model, task),
+        "fits": checked.fits,
+        "missing_bytes": checked.missing_bytes,
+        "changed": list(checked.changed),
+        "plan": checked.plan.as_json(),
+    }
+
+
+def _task_json(model: str, task: PlanTask) -> dict[str, Any]:
+    workload = task.workload
+    return {
+        "model": model,
+        "card": "cpu" if task.card is None else task.card.name,
+        "budget_bytes": task.budget_bytes,
+        "rows": len(workload.lengths),
+        "ranks": workload.ranks,
+        "effective_batch": workload.effective_rows,
+        "steps_per_epoch": workload.steps_per_epoch,
+    }
+
+
+def _alternatives_json(other: Alternatives) -> dict[str, Any]:
+    more = other.more
+    return {
+        "allow": [
+            {
+                "name": allowed.name,
+                "fits": allowed.fastest is not None,
+                **_price_json(allowed.fastest or allowed.smallest),
+            }
+            for allowed in other.allow
+        ],
+        "more_budget": None
+        if more is None
+        else {"budget_bytes": more.budget_bytes, **_price_json(more.price)},
+        "smaller_models": [
+            {"layers": model.layers, "width": model.width, **_price_json(model.price)}
+            for model in other.smaller
+        ],
+    }
+
+
+def _price_json(price: Price) -> dict[str, Any]:
+    return {
+        "fidelity": str(price.candidate.fidelity),
+        "strategies": [strategy.name for strategy in price.candidate.strategies],
+        "device_peak_bytes": price.device_bytes,
+        "step_seconds": price.step_seconds,
+    }

@@ -1,0 +1,112 @@
+"""Goes on with a run that a folder holds: its settings, its last checkpoint, its result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.config import RunConfig
+from memfit.errors import OutputError
+from memfit.i18n import t
+from memfit.records.results import RunFolder
+from memfit.report.terminal import fact_line
+
+if TYPE_CHECKING:
+    from memfit.memory.cards import CardPlace
+    from memfit.training.checkpoints import Search
+
+# These change how the run is done, or what happens where it could not have gone on.
+RESUME_MAY_CHANGE = ("budget:", "gpus:", "output_dir:", "on_nan:", "plan.")
+
+
+def is_begun(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that can be resumed."""
+    return RunFolder(Path(output_dir)).config.is_file()
+
+
+def is_finished(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run that came to its end; its summary is written last."""
+    return RunFolder(Path(output_dir)).summary.is_file()
+
+
+def resumed_config(
+    output_dir: str, config: str | os.PathLike[str] | None, options: dict[str, Any]
+) -> RunConfig:
+    """The stored configuration; options given beside it must agree with it."""
+    stored_file = RunFolder(Path(output_dir)).config
+    if not stored_file.is_file():
+        raise OutputError(
+            t(
+                "there is no run to resume in {folder}; leave --resume out to start one",
+                folder=output_dir,
+            )
+        )
+    stored = RunConfig.from_toml(stored_file)
+    given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
+    changed = [
+        difference
+        for difference in given.differences(stored)
+        if not difference.startswith(RESUME_MAY_CHANGE)
+    ]
+    if changed:
+        raise OutputError(
+            t(
+                "--resume continues the run in {folder} as it was begun, but now {changed}; "
+                "leave that out, or start anew in another --output-dir",
+                folder=output_dir,
+                changed="; ".join(changed),
+            )
+        )
+    return given
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Local paths in full, so that run.toml reruns from anywhere."""
+
+    def absolute(path: str) -> str:
+        local = Path(path).expanduser()
+        return os.path.abspath(local) if local.exists() else path  # a hub id stays as it is
+
+    data, model = config.data, config.model
+    checked = absolute(data.validation_file) if data.validation_file else None
+    return replace(
+        config,
+        data=replace(data, path=absolute(data.path), validation_file=checked),
+        model=replace(model, model=absolute(model.model)),
+        plan=None if config.plan is None else os.path.abspath(Path(config.plan).expanduser()),
+        output_dir=os.path.abspath(Path(config.output_dir).expanduser())
+        if config.output_dir
+        else None,
+    )
+
+
+def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, CardPlace | None]:
+    """The run a plan's file is for, as options, the card it was made for, and where that is."""
+    from memfit.memory.cards import CardPlace
+
+    options: dict[str, Any] = {}
+    for key, value in run.items():
+        if key in ("data", "model", "training") and isinstance(value, Mapping):
+            options |= value
+        elif key not in ("gpu", "place", "output_dir", "plan"):
+            options[key] = value
+    gpu, place = run.get("gpu"), run.get("place")
+    there = CardPlace.read(place) if isinstance(place, Mapping) else None
+    return options, None if gpu is None else str(gpu), there
+
+
+def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
+    """Finds the checkpoint to go on from; damaged ones are named, never quietly started over."""
+    from memfit.training.checkpoints import newest_good, nothing_good, tidy
+
+    tidy(folder.checkpoints_dir)
+    found = newest_good(folder.checkpoints_dir)
+    if found.good is None and found.passed_over:
+        why = nothing_good(folder.checkpoints_dir, found)
+        raise OutputError(t("{why}; start anew in another --output-dir", why=why))
+    for note in found.notes():
+        say(fact_line("note", note))
+    return found
