@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.graph_cache import GraphCache, GraphMemory, TokenBuckets
-from memfit.engine.layer_boundaries import LayerBoundaries
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, Trim, split
 from memfit.engine.packed_batch import (
     PackedBatch,
@@ -30,8 +29,7 @@ from memfit.engine.packed_batch import (
     text_lengths,
     weighted_loss,
 )
-from memfit.engine.step_state import Buffers, preserved_rng
-from memfit.errors import DataError, MemfitError
+from memfit.errors import DataError
 from memfit.i18n import t
 from memfit.memory.device import is_cuda
 from memfit.memory.out_of_memory import retrying
@@ -44,10 +42,6 @@ class GradientSink(Protocol):
     """
 
     @property
-    def phases(self) -> tuple[str, ...]:
-        """The backward passes of a step, by name."""
-
-    @property
     def hooked(self) -> bool:
         """Whether gradients reach it by hooks on the parameters."""
 
@@ -56,28 +50,8 @@ class GradientSink(Protocol):
         """Whether its work can be captured in a CUDA graph."""
 
     @property
-    def updates_in_backward(self) -> bool:
-        """Whether weights or moments change before backward has ended."""
-
-    @property
-    def launches_first(self) -> bool:
-        """Whether the training's first step must not be replayed from a graph."""
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer it feeds."""
-
-    @property
     def loss_scale(self) -> Any:
         """The fp16 loss scale; None without one."""
-
-    @property
-    def touched(self) -> bool:
-        """Whether this step has changed anything that cannot be taken back."""
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Starts a step of this many micro-batches."""
@@ -85,7 +59,7 @@ class GradientSink(Protocol):
     def prepare(self, index: int) -> None:
         """Does the host's part before a micro-batch."""
 
-    def arm(self, index: int, phase: str = "apply") -> None:
+    def arm(self, index: int) -> None:
         """Expects the gradients of a micro-batch."""
 
     def end_backward(self) -> None:
@@ -99,21 +73,6 @@ class GradientSink(Protocol):
 
     def without_effect(self) -> AbstractContextManager[None]:
         """Leaves everything as it was after whole steps inside."""
-
-
-class LayerwiseSink(GradientSink, Protocol):
-    """A sink that updates layer by layer, so that a failed backward pass can be resumed."""
-
-    by_layers: bool
-
-    def pass_boundary(self) -> None:
-        """Makes the updates of the layers that backward is through with."""
-
-    def has_settled(self, p: Tensor) -> bool:
-        """Whether backward will not be asked for this parameter's gradient again."""
-
-    def drop_unsettled(self) -> None:
-        """Forgets the gradients received since the last boundary."""
 
 
 def _sum_of(losses: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
@@ -243,47 +202,29 @@ class SinkExecutor(StepExecutor):
 
     sink: Callable[[], GradientSink]
     """Gives the sink once the optimizer is made."""
-    single: bool = False
-    """Whether several micro-batches would need another update rule, which is not allowed."""
-    boundaries: LayerBoundaries | None = None
-    """How a backward pass that moves weights is finished when it fails."""
-    buffers: Buffers = field(default_factory=Buffers)
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """Backward into the sink; the optimizer's step then ends what is begun here."""
         weighted = self.weighted(parts)
-        self._check(len(weighted))
         sink = self.sink()
         sink.begin(max(len(weighted), 1))
-        for phase in sink.phases:
-            losses = []
-            with self._counting(model, phase == sink.phases[-1]):
-                for index, (part, share) in enumerate(weighted):
-                    sink.arm(index, phase)
-                    losses.append(self.micro_step(model, part, share))
-                    self._end_backward(sink)
-                if not weighted:  # the other ranks have rows
-                    sink.arm(0, phase)
-                    self._end_backward(sink)
+        losses = []
+        for index, (part, share) in enumerate(weighted):
+            sink.arm(index)
+            losses.append(self.micro_step(model, part, share))
+            sink.end_backward()
+        if not weighted:  # the other ranks have rows
+            sink.arm(0)
+            sink.end_backward()
         # Gradients may be with other ranks by now: what is left of the step must not fail.
         with retrying(next(model.parameters()).device) if self.ranks.together else nullcontext():
             return _sum_of(losses, model)
 
-    def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
-        """As in the base; a backward that fails after weights moved continues where it failed."""
-        if self.boundaries is None:
-            return super().micro_step(model, part, share)
-        return self.boundaries.run(
-            lambda: self.forward(model, part, share), self.backward, self.contexts
-        )
-
     def rehearse(self, model: nn.Module, batch: Batch) -> None:
         """Every gradient is dropped where a sink would take it."""
-        weighted = self.weighted(self.split(batch))
-        self._check(len(weighted))
         with self.sink().rehearsal():
-            for part, share in weighted:
-                super().micro_step(model, part, share)
+            for part, share in self.weighted(self.split(batch)):
+                self.micro_step(model, part, share)
 
     def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
         """Runs the update too, with its gate shut."""
@@ -293,33 +234,6 @@ class SinkExecutor(StepExecutor):
                 self.run(model, batch)
                 sink.finish()
                 model.zero_grad()
-
-    def _end_backward(self, sink: GradientSink) -> None:
-        if sink.updates_in_backward:
-            with retrying(sink.optimizer.clock.device):
-                sink.end_backward()
-        else:
-            sink.end_backward()
-
-    @contextmanager
-    def _counting(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        """Gives a pass that only measures the same dropout as the pass that follows."""
-        with ExitStack() as around:
-            if not is_last:
-                around.enter_context(preserved_rng())
-                around.enter_context(self.buffers.preserved(model))
-            yield
-
-    def _check(self, count: int) -> None:
-        if self.single and count > 1:
-            raise MemfitError(
-                t(
-                    "a step of {count} micro-batches would lose its sum: gradients are "
-                    "released as they come; keep them (gradients='kept8') or let whole "
-                    "batches fit",
-                    count=count,
-                )
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,14 +254,11 @@ class GraphedExecutor(SinkExecutor):
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
         weighted = self.weighted(parts)
-        self._check(len(weighted))
         sink = self.sink()
         shared = self.ranks.world_size > 1
         several = len(weighted) > 1 or shared  # ranks do not meet inside a graph
         if not sink.capturable or not weighted or (several and not sink.hooked):
             # Gradients left in `.grad` would be the graph's own memory, written anew each time.
-            return super().run_parts(model, parts)
-        if shared and sink.updates_in_backward:
             return super().run_parts(model, parts)
         if not all(padded_on_the_right(part.inputs) for part, _ in weighted):
             # Such a batch stays padded; graphs are of packed ones.
@@ -371,10 +282,7 @@ class GraphedExecutor(SinkExecutor):
 
     def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
         """One step more than asked for until a graph is there: the first is launched."""
-        if self.sink().launches_first:
-            return self.rehearse(model, batch)
         super().dress(model, batch, steps if self._graph_memory().is_warm else steps + 1)
-        return None
 
     def on_stream(self) -> AbstractContextManager[None]:
         """The stream of the graphs."""
@@ -402,7 +310,7 @@ class GraphedExecutor(SinkExecutor):
         if name not in self._caches:
             bodies: dict[str, Callable[[PackedBatch], torch.Tensor]] = {
                 "whole": lambda inputs: self._whole_step(model, inputs),
-                "micro": lambda inputs: self._micro(model, inputs, 0),
+                "micro": lambda inputs: self._micro(model, inputs),
             }
             self._caches[name] = GraphCache(bodies[name], self._graph_memory())
         return self._caches[name]
@@ -434,35 +342,21 @@ class GraphedExecutor(SinkExecutor):
         """
         sink = self.sink()
         sink.begin(1)
-        for phase in sink.phases:
-            with self._counting(model, phase == sink.phases[-1]):
-                loss = self._micro(model, inputs, 0, phase)
+        loss = self._micro(model, inputs)
         sink.finish()
         model.zero_grad()  # gives kept gradients back to the graph's pool
         return loss
 
-    def _micro(
-        self, model: nn.Module, inputs: PackedBatch, index: int, phase: str = "apply"
-    ) -> torch.Tensor:
+    def _micro(self, model: nn.Module, inputs: PackedBatch) -> torch.Tensor:
         sink = self.sink()
-        sink.arm(index, phase)
-
-        def forward() -> torch.Tensor:
+        sink.arm(0)
+        with self.contexts():
             outputs: Any = model(**inputs.inputs(labels=False))
             assert inputs.labels is not None
-            return weighted_loss(
+            loss = weighted_loss(
                 outputs.logits.float(), inputs.labels, inputs.row_weight, self.problem_type
             )
-
-        def backward(loss: torch.Tensor) -> None:
             total: torch.Tensor = loss if sink.loss_scale is None else sink.loss_scale.apply(loss)
             total.backward()  # type: ignore[no-untyped-call]
-
-        if self.boundaries is None or sink.capturing:
-            with self.contexts():
-                loss = forward()
-                backward(loss)
-        else:
-            loss = self.boundaries.run(forward, backward, self.contexts)
-        self._end_backward(sink)
+        sink.end_backward()
         return loss.detach()

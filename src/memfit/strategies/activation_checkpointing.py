@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -43,19 +43,13 @@ from memfit.strategies.planning import (
     TracePart,
 )
 
-# BERT and its family, ALBERT and DistilBERT call the MLP half through a method of this name.
-_MLP_METHODS = ("feed_forward_chunk", "ff_chunk")
-
-# ModernBERT, Qwen, Llama, GPT-2 have it as a module.
-_MLP_MODULES = ("mlp", "ffn")
-
 # A decoder's cache would take in the same keys a second time; nothing reads it in training.
 _NO_CACHE = {"past_key_values": None, "layer_past": None, "use_cache": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing(Strategy):
-    """The first `layers` layers (None: all), or their MLP halves, are recomputed in backward."""
+    """The first `layers` layers (None: all) are recomputed in backward."""
 
     name = "checkpointing"
     title = N_("recomputing layers")
@@ -67,16 +61,11 @@ class Checkpointing(Strategy):
     is_stock = True
 
     layers: int | None = None
-    part: Literal["layer", "mlp"] = "layer"
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
             raise ConfigError(
                 Message("at least 1 layer must be recomputed, not {layers}", layers=self.layers)
-            )
-        if self.part not in ("layer", "mlp"):
-            raise ConfigError(
-                Message("a layer's part is 'layer' or 'mlp', not {part}", part=repr(self.part))
             )
 
     @property
@@ -92,14 +81,9 @@ class Checkpointing(Strategy):
         recomputed = bool(asked.workload.args.gradient_checkpointing)
         if recomputed or asked.given("gradient_checkpointing"):
             return so_far
-        counts = [*range(1, asked.depth), None]
-        options = list(so_far)
-        if asked.works(cls()):
-            options += [(cls(count),) for count in counts]
-        # Where a layer has no such half, layers are still recomputed: nothing is left out.
-        if not asked.judge((cls(part="mlp"),)):
-            options += [(cls(count, "mlp"),) for count in counts]
-        return options
+        if not asked.works(cls()):
+            return so_far
+        return [*so_far, *((cls(count),) for count in [*range(1, asked.depth), None])]
 
     def is_pointless(self, beside: Combination) -> bool:
         return beside.effects.keeps_nothing
@@ -107,33 +91,18 @@ class Checkpointing(Strategy):
     def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
         return Tier.RECOMPUTED
 
-    @property
-    def is_rare(self) -> bool:
-        return self.part != "layer"
-
     def for_layers(self, count: int | None) -> Checkpointing:
         return replace(self, layers=count)
 
     def in_words(self) -> str:
-        if self.part == "mlp":
-            if self.layers is None:
-                return t("the MLP half of every layer recomputed")
-            return t("the MLP half of {layers} recomputed", layers=layers_in_words(self.layers))
         if self.layers is None:
             return t("every layer recomputed")
         return t("{layers} recomputed", layers=layers_in_words(self.layers))
 
     def explain(self, plan: PlanFigures) -> str:
-        fields = layer_figures(self, self.layers, plan)
-        if self.part == "mlp":
-            return Message(
-                "recomputes the MLP half of {count} of {depth} layers: saves {saved}, "
-                "costs {cost} of the step",
-                **fields,
-            )
         return Message(
             "recomputes {count} of {depth} layers: saves {saved}, costs {cost} of the step",
-            **fields,
+            **layer_figures(self, self.layers, plan),
         )
 
     def stock_arguments(self) -> dict[str, Any]:
@@ -146,24 +115,14 @@ class Checkpointing(Strategy):
         stock = getattr(unwrap(setup.model), "is_gradient_checkpointing", False)
         if stock or setup.args.gradient_checkpointing:
             return Message("gradient_checkpointing is on and recomputes every layer already")
-        if problem := stack_problem(setup.model, self.layers):
-            return problem
-        if self.part == "mlp" and not all(map(mlp_half, stack_of(setup.model).layers)):
-            name = type(unwrap(setup.model)).__name__
-            return Message(
-                "the layers of {name} have no MLP half that is called as one; take part='layer'",
-                name=name,
-            )
-        return ""
+        return stack_problem(setup.model, self.layers)
 
     def change(self, setup: Setup) -> None:
         stack = stack_of(setup.model)
         turns = Turns(stack.depth if self.layers is None else self.layers)
         setup.undo.append(stack.base.register_forward_pre_hook(turns.restart).remove)
         for layer in stack.layers:
-            targets = mlp_half(layer) if self.part == "mlp" else [(layer, "__call__")]
-            for module, method in targets:
-                setup.undo.append(wrap(module, _recomputing(turns), method))
+            setup.undo.append(wrap(layer, _recomputing(turns)))
         setup.recomputed = turns
 
 
@@ -176,21 +135,6 @@ def layer_figures(strategy: Strategy, layers: int | None, plan: PlanFigures) -> 
     """Returns the fields of a sentence about a strategy for some layers."""
     count = plan.depth if layers is None else layers
     return {"count": str(count), "depth": str(plan.depth), **plan.saves(strategy)}
-
-
-def mlp_half(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """What to call around to have a layer's MLP half: modules and their methods."""
-    methods = [
-        (module, method)
-        for module in layer.modules()
-        for method in _MLP_METHODS
-        if callable(getattr(type(module), method, None))
-    ]
-    if methods:
-        return methods
-    modules = [getattr(layer, name, None) for name in _MLP_MODULES]
-    # A bare linear layer under such a name is not the whole half.
-    return [(m, "__call__") for m in modules if isinstance(m, nn.Module) and any(m.children())]
 
 
 def _recomputing(turns: Turns) -> Callable[..., Any]:

@@ -100,8 +100,6 @@ class Setup:
     """Whether the low-bit optimizer's state lies in host memory."""
     gradients_on_host: bool = False
     """Whether gradients that wait in 8 bits lie there, too."""
-    single_micro_batch: bool = False
-    """Whether the sink would lose the sum of several micro-batches."""
     stock_loss: bool = True
     """Whether the loss is the model's own, for the labels of the batch."""
     sees_inputs: bool = False

@@ -69,7 +69,7 @@ class CudaGraphs(Strategy):
         effects = beside.effects
         if effects.copies or not effects.packs or not effects.state_bytes:
             return True
-        if beside.ranks > 1 and (effects.releases or not effects.takes_gradients):
+        if beside.ranks > 1 and not effects.takes_gradients:
             return True
         # Graphs do not parse the setting anew, so small workspaces cost nothing beside them.
         return not effects.small_workspaces and SmallWorkspace() in beside.offered

@@ -119,8 +119,6 @@ class Effects:
     """Low-bit optimizer state of each parameter."""
     takes_gradients: bool = False
     """No gradient stays in `.grad` until the update."""
-    releases: bool = False
-    """A layer's gradients are used up as soon as backward has passed the next layer."""
     passes: int = 1
     """How often a micro-batch runs in a step."""
     state_on_host: bool = False

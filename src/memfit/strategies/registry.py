@@ -227,22 +227,19 @@ def asked_together(
     A question builds a model, so the planner asks for many at once.
     """
     layers: Option = (Packing(), Checkpointing())
-    halves: Option = (Packing(), Checkpointing(part="mlp"))
     if not cuda:
-        return [(layers, ()), (halves, ())]
+        return [(layers, ())]
     layers = (*layers, FusedLayers()) if triton else layers
-    halves = (*halves, ActivationOffload())
+    offloads: Option = (Packing(), ActivationOffload())
     if exact:
-        return [(layers, ()), (halves, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
+        return [(layers, ()), (offloads, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
     stored, kept = usual_update(half)
     slower: Option = (GradientRelease("host"),)
-    if ranks == 1:
-        slower = (GradientRelease("two_pass"), *slower)
     hosted = OptimizerOffload(True, "bfloat16")
     return [
         ((*layers, stored, kept, CudaGraphs()), (LowBitAdamW(16, half), *slower)),
         ((stored, kept, StateOffload(gradients=True)), (StateOffload(),)),
-        (halves, ()),
+        (offloads, ()),
         ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
     ]
 

@@ -98,7 +98,7 @@ def plan_runs(workload: Workload, candidate: Candidate, layers: Sequence[Any]) -
     count = len(layers)
     ends = boundaries(workload, candidate, count)
     if len(ends) == 1:
-        least = _SHORT_OFFLOADED if _is_away(candidate) else 2 + candidate.effects.releases
+        least = _SHORT_OFFLOADED if _is_away(candidate) else 2
         depths = plan_depths(list(layers), least=least)
         if depths is None:
             return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -21,12 +21,9 @@ import torch
 from torch import nn
 
 from memfit.engine.exchange import IN_FLIGHT_BYTES
-from memfit.engine.executors import GraphedExecutor, SinkExecutor, StepExecutor
-from memfit.engine.layer_boundaries import LayerBoundaries
+from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.loss import counted_labels
 from memfit.engine.micro_batches import MicroBatch, trimming_for
-from memfit.errors import ConfigError
-from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.memory.stock_estimate import Recorder
@@ -36,7 +33,6 @@ from memfit.memory.tracing.counting import Counting, StepCounts
 from memfit.memory.tracing.fake_tensors import FakeTracker
 from memfit.memory.tracing.meta_models import children_first, empty_like, materialize
 from memfit.memory.tracing.traced_device import TracedDevice
-from memfit.models.layer_stack import stack_problem
 from memfit.planner.candidates import Candidate
 from memfit.planner.pricing.traced_setup import (
     Batch,
@@ -54,7 +50,6 @@ from memfit.planner.workload import Workload
 from memfit.strategies import Setup
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients
-from memfit.strategies.lowbit.releasing_sinks import FLUSH_BYTES, ReleasedGradients
 
 
 def use_traced_sinks(setup: Setup) -> None:
@@ -113,23 +108,6 @@ def send_alike(sink: LowBitSink, tracker: FakeTracker, large_bytes: int) -> None
         exchange.landed, exchange.finish = landing, finishing
 
 
-def layer_boundaries(
-    setup: Setup, sink: LowBitSink, tracker: FakeTracker, large_bytes: int
-) -> LayerBoundaries | None:
-    """What lets a released backward go on where it failed; BudgetTrainer has it in every run.
-
-    `large_bytes` are those of all the gradients the sink will be handed at full depth.
-    """
-    if not isinstance(sink, ReleasedGradients):
-        return None
-    found = None
-    if not stack_problem(setup.model, None):
-        found = LayerBoundaries(setup.model, sink, setup.device, lambda _: None)
-    if large_bytes > FLUSH_BYTES and (found is None or sink.is_together):
-        _gather_alike(sink, tracker)
-    return found
-
-
 def begin(sink: LowBitSink, tracker: FakeTracker, parts: int) -> None:
     """All that lives as long as the run is made now; the step says it once more."""
     sink.begin(parts)
@@ -144,30 +122,6 @@ def kept_gradients(sink: LowBitSink) -> list[torch.Tensor]:
     kept = getattr(sink, "_kept", {})
     on_host = getattr(sink, "_host", {})
     return [t for coded in kept.values() for t in (coded.codes, coded.scales)] + [*on_host.values()]
-
-
-def _gather_alike(sink: ReleasedGradients, tracker: FakeTracker) -> None:
-    """Every layer holds as many gathered gradients as any may, until the end of backward.
-
-    They are let go whenever enough are gathered, which falls elsewhere in each layer; a trace of
-    a few layers must not depend on where. What is gathered at most is counted all the time.
-    """
-    watched: Any = sink
-    watched._flush_bytes = 1
-    take, end = sink.take, sink.end_backward
-    gathered: list[torch.Tensor] = []
-
-    def gathering(p: torch.Tensor, grad: torch.Tensor) -> None:
-        if not gathered:
-            gathered.append(torch.empty(FLUSH_BYTES, dtype=torch.uint8))
-            tracker.tag(iter(gathered), Component.GRADIENTS)
-        take(p, grad)
-
-    def ending() -> None:
-        gathered.clear()
-        end()
-
-    watched.take, watched.end_backward = gathering, ending
 
 
 @dataclass(frozen=True)
@@ -326,20 +280,8 @@ class TracedRun:
             use_traced_sinks(setup)
             self._optimizer = setup.make_optimizer(groups, setup.args)
             if isinstance(setup.sink, LowBitSink):
-                if setup.single_micro_batch and self._rows.parts > 1:
-                    raise ConfigError(
-                        Message(
-                            "a step of {count} micro-batches would lose its sum: "
-                            "gradients are released as they come",
-                            count=self._rows.parts,
-                        )
-                    )
                 prepare_sink(setup.sink, self._tracker)
-                found = layer_boundaries(setup, setup.sink, self._tracker, self._large_bytes)
-                if found is None:  # at a boundary all that was sent is waited for
-                    send_alike(setup.sink, self._tracker, self._large_bytes)
-                assert isinstance(self._executor, SinkExecutor)
-                self._executor = replace(self._executor, boundaries=found)
+                send_alike(setup.sink, self._tracker, self._large_bytes)
                 begin(setup.sink, self._tracker, self._rows.parts)
 
     def _step(self) -> None:
@@ -347,7 +289,6 @@ class TracedRun:
         if isinstance(self._executor, GraphedExecutor) and self._is_graphed(len(parts)):
             self._graphed_step(self._executor, parts)
         else:
-            # A sink of two passes runs its one micro-batch twice: one part all the same.
             self._cuts = iter(("", "micro_more") if len(parts) > 1 else ())
             with contextlib.ExitStack() as self._stack:
                 self._stack.enter_context(self._part("micro"))
@@ -376,7 +317,7 @@ class TracedRun:
         """As GraphedExecutor decides: ranks do not meet inside a graph."""
         sink: Any = self.setup.sink
         shared = self.setup.ranks.together
-        if not sink.capturable or (shared and sink.updates_in_backward):
+        if not sink.capturable:
             return False
         return bool(sink.hooked or (parts == 1 and not shared))
 

@@ -1,21 +1,17 @@
 """Where gradients go between backward and the low-bit optimizer; sinks that keep them all.
 
-    sink       bytes a parameter      global norm   micro-batches      fidelity
-    kept       2                      yes           any                rounding
-    kept8      1.02                   yes           any                rounding
-    host       0 (2 on the host)      yes           any                rounding
-    two_pass   0 (a second backward)  yes           one                rounding
-    release    0                      predicted     into the moments   optimizer; rounding if one
-                                                                       micro-batch is not clipped
+    sink    bytes a parameter
+    kept    2
+    kept8   1.02
+    host    0 (2 on the host)
 
 Every sink runs the same loop, and none ever waits for the host:
 
     sink.begin(micro_batches)
-    for phase in sink.phases:
-        for index in range(micro_batches):
-            sink.arm(index, phase)
-            loss.backward()
-            sink.end_backward()
+    for index in range(micro_batches):
+        sink.arm(index)
+        loss.backward()
+        sink.end_backward()
     sink.measure()              # the global norm; no large weight has moved for it
     sink.finish()               # or optimizer.step(): the updates
 
@@ -61,13 +57,10 @@ class LowBitSink(ABC):
     Attaching one replaces the optimizer's former sink; `.step()` then ends the step.
     """
 
-    name: ClassVar[str]
-    phases: ClassVar[tuple[str, ...]] = ("apply",)
-    micro_batches: ClassVar[bool] = True
     hooked: ClassVar[bool] = True
+    """Whether gradients reach it by hooks on the parameters."""
     capturable: ClassVar[bool] = True
-    updates_in_backward: ClassVar[bool] = False
-    """Whether weights or moments change before backward has ended."""
+    """Whether its work can be captured in a CUDA graph."""
 
     def __init__(
         self,
@@ -82,7 +75,6 @@ class LowBitSink(ABC):
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale
-        self.phase = "apply"
         self._norm = GlobalNorm(optimizer)
         self._begun, self._armed, self._measured = False, False, False
         self._count = 1
@@ -94,49 +86,26 @@ class LowBitSink(ABC):
         self._is_last, self._exchanged = True, False
         self._summed: dict[Tensor, None] = {}
         """The parameters whose gradient over all ranks was taken in this step."""
-        self.touched = False
-        """Whether this step has changed anything that `abandon` cannot take back."""
         optimizer.sink = self
         if self.hooked:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     self._watch(p)
 
-    @classmethod
-    def fidelity(cls, *, max_grad_norm: float, micro_batches: int) -> str:  # noqa: ARG003
-        """The fidelity of training through this sink."""
-        return "rounding"
-
     @property
     def norm(self) -> Tensor:
         """The last step's global gradient norm before clipping, a device scalar."""
         return self._norm.total
 
-    @property
-    def launches_first(self) -> bool:
-        """Whether the training's first step must not be replayed from a graph."""
-        return False
-
-    @property
-    def measures(self) -> bool:
-        """Whether `norm` will be this step's."""
-        return True
-
     # ---------------------------------------------------------------------- the loop
 
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Start a step. `replayed` says that graphs will run the hooks, not Python."""
-        if micro_batches > 1 and not self.micro_batches:
-            raise ValueError(
-                f"gradient sink {self.name!r} takes one micro-batch a step, not {micro_batches}; "
-                "use kept8, host or kept"
-            )
         self._count = micro_batches
         self._begun, self._armed, self._measured = True, replayed, False
         self._exchanged = False
         if self._exchange is not None and self._exchange.begin(self._exchanged_alone()):
             self._summed.clear()
-        self.touched = False
         self._taken.clear()
         self.prepare(0)
         # A capture counts nothing, so there is nothing to take back.
@@ -149,13 +118,12 @@ class LowBitSink(ABC):
     def prepare(self, index: int) -> None:
         """The host's part before micro-batch `index`: once before each replay of a graph."""
         if not self.capturing:
-            self.optimizer.prepare_step(first=index == 0, last=index == self._count - 1)
+            self.optimizer.prepare_step(first=index == 0)
 
-    def arm(self, index: int, phase: str = "apply") -> None:
+    def arm(self, index: int) -> None:
         """Before the backward of micro-batch `index`: count, and draw fresh noise."""
         if not self._begun:
             self.begin()
-        self.phase = phase
         self._armed = True
         self._taken.clear()
         self.prepare(index)
@@ -221,8 +189,6 @@ class LowBitSink(ABC):
 
     def abandon(self) -> None:
         """Back to before `begin`: what was gathered is dropped, the counters are set back."""
-        if self.touched:
-            raise RuntimeError("weights have moved in this step; it can only be finished")
         if self._begun and self._counted is not None:
             self.optimizer.clock.counters.copy_(self._counted)
         self._begun, self._armed, self._measured = False, False, False
@@ -257,7 +223,6 @@ class LowBitSink(ABC):
             with self.optimizer.shut():
                 yield
         finally:
-            self.touched = False
             self.abandon()
             self.norm.copy_(before)
             if self.loss_scale is not None and scale is not None:
@@ -286,11 +251,6 @@ class LowBitSink(ABC):
     def _settle(self) -> None:
         """Make the updates of large parameters that are still due."""
 
-    def _next_micro_batch(self) -> None:
-        """A gradient came a second time: another micro-batch has begun without `arm`."""
-        self.end_backward()
-        self.arm(1, self.phase)
-
     # -------------------------------------------------------------------- shared parts
 
     @property
@@ -312,10 +272,11 @@ class LowBitSink(ABC):
             p.grad = None  # of a step that is run again: the others have it already
             return
         if not self._armed:
-            self.arm(0, self.phases[0])
+            self.arm(0)
         self.optimizer.ensure_state(p)
-        if p in self._taken:
-            self._next_micro_batch()
+        if p in self._taken:  # a second time: another micro-batch has begun without `arm`
+            self.end_backward()
+            self.arm(1)
         self._taken.add(p)
         if not self.optimizer.is_small(p) and p.grad is not None:
             if p.grad.is_sparse:
@@ -386,24 +347,18 @@ class LowBitSink(ABC):
 
     def _decide(self) -> None:
         """The global norm, then clipping times the inverse loss scale, and the gate."""
-        if self.measures:
-            self._norm.sum(self.loss_scale)
-        self._set_scale(self.norm)
-        if self.loss_scale is not None:
-            torch.logical_and(
-                torch.isfinite(self.norm), self.optimizer.open, out=self.optimizer.gate
-            )
-
-    def _set_scale(self, norm: Tensor) -> None:
-        """What gradients are multiplied by if their norm is this; an unknown norm clips nothing."""
+        self._norm.sum(self.loss_scale)
         scale = self.optimizer.grad_scale
         if self.max_grad_norm > 0:
-            clip = (self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0)
-            scale.copy_(torch.where(norm > 0, clip, 1.0))
+            clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp_(max=1.0)
+            scale.copy_(torch.where(self.norm > 0, clip, 1.0))
         else:
             scale.fill_(1.0)
         if self.loss_scale is not None:
             scale.div_(self.loss_scale.value)
+            torch.logical_and(
+                torch.isfinite(self.norm), self.optimizer.open, out=self.optimizer.gate
+            )
 
     def _has_gradients(self) -> bool:
         groups = self.optimizer.param_groups
@@ -437,7 +392,6 @@ class KeptGradients(LowBitSink):
     Micro-batches add up in the gradient's own dtype. The step frees them.
     """
 
-    name = "kept"
     hooked = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -463,7 +417,7 @@ class KeptGradients(LowBitSink):
         if replayed and micro_batches > 1:
             raise ValueError(
                 "a replayed backward overwrites the gradients of the micro-batch before; "
-                "use the sink kept8"
+                "use KeptInt8"
             )
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -474,9 +428,9 @@ class KeptGradients(LowBitSink):
             self._watched.watch(self.optimizer.large)
             self._watched.armed = False
 
-    def arm(self, index: int, phase: str = "apply") -> None:
+    def arm(self, index: int) -> None:
         """As in the base; the last micro-batch's gradients are summed where they lie."""
-        super().arm(index, phase)
+        super().arm(index)
         if self._watched is not None:
             self._watched.armed = self._is_last
 
@@ -517,8 +471,6 @@ class KeptInt8(LowBitSink):
     Each is rounded stochastically, so the kept sum is unbiased; the norm is taken of the
     sum before it is rounded.
     """
-
-    name = "kept8"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -30,7 +30,6 @@ class HostGradients(LowBitSink):
     stream; at most a few gradients are on the card at any time.
     """
 
-    name = "host"
     capturable = False
 
     def __init__(

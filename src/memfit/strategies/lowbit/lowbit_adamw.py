@@ -229,4 +229,4 @@ def _into_sink(executor: StepExecutor, setup: Setup) -> StepExecutor:
         executor.backward(loss if scale is None else scale.apply(loss))
 
     fields = {**vars(executor), "backward": backward}
-    return SinkExecutor(**fields, sink=sink, single=setup.single_micro_batch)
+    return SinkExecutor(**fields, sink=sink)

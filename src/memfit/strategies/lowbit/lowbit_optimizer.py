@@ -214,17 +214,17 @@ class LowBitOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------- stepping
 
-    def prepare_step(self, *, first: bool = True, last: bool = True) -> None:
+    def prepare_step(self, *, first: bool = True) -> None:
         """Bring what the host decides (learning rates, decay) to the device.
 
         A sink's `prepare` calls it, before each replay of a captured graph; while one is
-        captured it does nothing. `first` and `last` say which micro-batch of the step follows.
+        captured it does nothing. `first`: the step's first micro-batch follows.
         """
         if self.clock.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         self.init_state()
         rows = [self.param_groups[row["group"]] for row in self._rows]
-        self.clock.write(rows, first=first, last=last)
+        self.clock.write(rows, first=first)
 
     def begin_step(self) -> None:
         """Count the step (or one micro-batch of it) on the device, before its first update."""
@@ -255,11 +255,9 @@ class LowBitOptimizer(Optimizer):
         self.stepping = False
         return loss
 
-    def scalars(self, *, part: bool = False) -> StepScalars:
-        """What the kernels read from the device, for a whole step or one micro-batch of it."""
-        clock = self.clock
-        hyper = clock.part if part else clock.whole
-        return StepScalars(hyper, clock.key, self.grad_scale, self.gate)
+    def scalars(self) -> StepScalars:
+        """What the kernels read from the device."""
+        return StepScalars(self.clock.hyper, self.clock.key, self.grad_scale, self.gate)
 
     @property
     def small(self) -> list[SmallParameters]:
@@ -296,25 +294,21 @@ class LowBitOptimizer(Optimizer):
         )
 
     @torch.no_grad()
-    def update(
-        self, p: Tensor, grad: Tensor | CodedGradient, start: int = 0, *, part: bool = False
-    ) -> None:
+    def update(self, p: Tensor, grad: Tensor | CodedGradient, start: int = 0) -> None:
         """Step one large parameter (elements `start` onwards) with this gradient."""
         if not self.keeps(p):
             return
         kernels = pick_kernels(self.backend, p)
-        kernels.update(self.lowbit_state(p), grad, self.scalars(part=part), start)
+        kernels.update(self.lowbit_state(p), grad, self.scalars(), start)
 
     @torch.no_grad()
-    def update_many(
-        self, work: list[tuple[Tensor, Tensor | CodedGradient]], *, part: bool = False
-    ) -> None:
+    def update_many(self, work: list[tuple[Tensor, Tensor | CodedGradient]]) -> None:
         """Step several large parameters in few launches."""
         work = [(p, grad) for p, grad in work if self.keeps(p)]
         if work:
             kernels = pick_kernels(self.backend, work[0][0])
             states = [(self.lowbit_state(p), grad) for p, grad in work]
-            kernels.update_many(states, self.scalars(part=part))
+            kernels.update_many(states, self.scalars())
 
     # ------------------------------------------------------------ saving and exporting
 

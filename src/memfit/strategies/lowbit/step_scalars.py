@@ -33,25 +33,18 @@ class StepClock:
         self._born = torch.zeros(0, dtype=torch.int64, device=device)
         self._given = torch.zeros(0, 5, dtype=torch.float64, device=device)
         self._written: dict[tuple[int, int], float] = {}
-        self._ends = (True, True)
-        self._part_of_step = torch.ones(Hyper.COLUMNS, dtype=torch.bool, device=device)
-        self._idle = torch.zeros(Hyper.COLUMNS, device=device)
-        self._idle[[Hyper.KEEP1, Hyper.KEEP2, Hyper.SHRINK]] = 1.0
-        self.whole = torch.zeros(0, Hyper.COLUMNS, device=device)
-        self.part = torch.zeros(0, Hyper.COLUMNS, device=device)
+        self._counts = True
+        self.hyper = torch.zeros(0, Hyper.COLUMNS, device=device)
         self.key = torch.zeros((), dtype=torch.int32, device=device)
 
     def add_row(self, born: int = 0) -> int:
         """A row for parameters that take their first step after step `born`."""
         self._born = torch.cat([self._born, self._born.new_tensor([born])])
         self._given = torch.cat([self._given, self._given.new_zeros(1, 5)])
-        self.whole = torch.cat([self.whole, self.whole.new_zeros(1, Hyper.COLUMNS)])
-        self.part = self.whole.clone()
+        self.hyper = torch.cat([self.hyper, self.hyper.new_zeros(1, Hyper.COLUMNS)])
         return self._born.numel() - 1
 
-    def write(
-        self, rows: Sequence[Mapping[str, Any]], *, first: bool = True, last: bool = True
-    ) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]], *, first: bool = True) -> None:
         """Bring each row's learning rate, betas, eps and decay to the device where they changed.
 
         A fill carries its value in the launch: no host memory that the next step could
@@ -63,13 +56,9 @@ class StepClock:
                 if self._written.get((row, column)) != value:
                     self._given[row, column].fill_(value)
                     self._written[row, column] = value
-        if (first, last) != self._ends:
-            self._ends = (first, last)
+        if first != self._counts:
+            self._counts = first
             self._increments[0].fill_(int(first))
-            for column in (Hyper.KEEP1, Hyper.KEEP2):
-                self._part_of_step[column].fill_(first)
-            for column in (Hyper.STEP_SIZE, Hyper.SHRINK):
-                self._part_of_step[column].fill_(last)
 
     def advance(self) -> None:
         """Before a micro-batch: count the step with the first, draw fresh noise with each."""
@@ -79,8 +68,6 @@ class StepClock:
     def derive(self) -> None:
         """Coefficients and noise key from the counters and what the host wrote.
 
-        `whole` is an undivided step. `part` is one micro-batch of a step that adds up in
-        the moments: they decay with the first and the weights move with the last.
         torch's own AdamW takes 1 - beta in double precision, so it is done here too.
         """
         age = self.counters[0] - self._born
@@ -88,8 +75,7 @@ class StepClock:
         step_size = lr / (1 - beta1**age)
         root_factor = (1 - beta2**age).rsqrt()
         columns = (beta1, 1 - beta1, beta2, 1 - beta2, step_size, root_factor, eps, 1 - lr * decay)
-        self.whole.copy_(torch.stack(columns, dim=1))
-        torch.where(self._part_of_step, self.whole, self._idle, out=self.part)
+        self.hyper.copy_(torch.stack(columns, dim=1))
         seeded = self.counters[1].to(torch.int32) + _mixed(self.seed)
         self.key.copy_(hash_int32(hash_int32(seeded)))
 
@@ -233,11 +219,6 @@ class GlobalNorm:
             self._slots = torch.cat([self._slots, self._slots.new_zeros(1)])
         return self._slots[self._slot_of[key]]
 
-    @property
-    def slots(self) -> Tensor:
-        """All norms of this step, 0 where none was measured yet."""
-        return self._slots
-
     def measure(self, p: Tensor, grad: Tensor) -> None:
         """A large parameter's norm into its slot."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.slot(p))
@@ -258,36 +239,3 @@ class GlobalNorm:
         torch.linalg.vector_norm(self._slots, out=self.total)
         if loss_scale is not None:
             self.total.div_(loss_scale.value)
-
-
-class NormPrediction:
-    """The global norm guessed in the middle of backward, from the parameters seen so far.
-
-    A hard batch makes all gradients large together, so the total is the usual total times
-    how far the norms seen so far exceed their usual ones. On a pre-trained encoder the
-    guessed clipping factor spreads 11 % around the true one over 200 steps; not clipping spreads
-    31 %, clipping by the norm of the step before 36 %.
-    """
-
-    FORGET = 0.1
-
-    def __init__(self, device: torch.device) -> None:
-        self.usual = torch.zeros(0, device=device)
-        self.usual_total = torch.zeros((), device=device)
-
-    def guess(self, slots: Tensor) -> Tensor:
-        """The total norm, or 0 as long as nothing is usual."""
-        if self.usual.numel() != slots.numel():
-            return torch.zeros_like(self.usual_total)
-        squares = slots.square()
-        expected = torch.where(squares > 0, self.usual, 0.0).sum()
-        return torch.where(expected > 0, (self.usual_total * squares.sum() / expected).sqrt(), 0.0)
-
-    def learn(self, slots: Tensor, total: Tensor, valid: Tensor) -> None:
-        """After a step: move what is usual a tenth of the way; not after an overflow."""
-        if self.usual.numel() != slots.numel():
-            self.usual = torch.zeros_like(slots)
-            self.usual_total.zero_()
-        pace = torch.where(self.usual_total > 0, self.FORGET, 1.0) * valid
-        for usual, new in ((self.usual, slots), (self.usual_total, total)):
-            usual.lerp_(torch.where(valid, new.square(), 0.0), pace)
