@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from memfit._compat import find_moved_modules
 from memfit._version import __version__
 
 # name -> module; loaded on first use, so that importing memfit imports no torch.
@@ -27,9 +26,6 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
-
-
-find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,14 +8,9 @@ torch that memfit uses, each with the reason.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memfit.i18n import N_, t
@@ -147,46 +142,6 @@ def without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss(model, inputs, return_outputs)
 
     return call
-
-
-MOVED_MODULES: Mapping[str, str] = {
-    "memfit.arguments": "memfit.config.training_arguments",
-    "memfit.evaluation": "memfit.records.evaluation",
-}
-"""Modules of 0.1 that files still name: `training_args.bin` names the module of its class."""
-
-
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module under the name it had in 0.1."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> importlib.machinery.ModuleSpec | None:
-        """None for every name that has not moved."""
-        if fullname not in MOVED_MODULES:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Returns the module itself, not a copy: its classes must be the same ones."""
-        module = importlib.import_module(MOVED_MODULES[spec.name])
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """The module has run already; only its own spec is put back."""
-        spec = module.__spec__
-        if spec is not None and spec.loader_state is not None:
-            module.__spec__ = spec.loader_state
-
-
-def find_moved_modules() -> None:
-    """Lets files written by 0.1 be read."""
-    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())
 
 
 def is_in_bad_fork() -> bool:

@@ -181,12 +181,6 @@ def _chinese() -> gettext.NullTranslations:
         return gettext.NullTranslations()
 
 
-def add_catalogue(compiled: Path) -> None:
-    """Adds another package's Chinese sentences; those memfit has itself stay."""
-    with compiled.open("rb") as file:
-        _chinese().add_fallback(gettext.GNUTranslations(file))
-
-
 def _is_newer(source: Path, compiled: Path) -> bool:
     """Returns whether memfit.po has changed since it was compiled; an installed memfit has none."""
     try:

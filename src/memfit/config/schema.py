@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from memfit._compat import OLD_FIELDS, modernize
 from memfit.config import files
-from memfit.config.plugins import strategy_plugins
 from memfit.config.training_fields import (
     MEANT,
     SECRET_FIELDS,
@@ -216,8 +215,7 @@ class RunConfig:
             )
         _check_choice("on_nan", self.on_nan, ON_NAN)
         for name in sorted(self.allowed):
-            if name not in ALLOWABLE:
-                _check_choice("allow", name, (*ALLOWABLE, *strategy_plugins()))
+            _check_choice("allow", name, ALLOWABLE)
         if self.exact and self.allow:
             raise ConfigError(
                 "--exact and --allow {allow} exclude each other; choose one", allow=self.allow

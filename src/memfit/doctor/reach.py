@@ -56,10 +56,10 @@ class Readiness:
 def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Readiness]:
     """Every strategy of the registry, in its order; on `card` where one is given."""
     from memfit.memory.cards import TRITON_FROM
-    from memfit.strategies import all_strategies
+    from memfit.strategies import ORDER
 
     judged = []
-    for kind in all_strategies():
+    for kind in ORDER:
         setup = _setup(found, card)
         *beside, strategy = _as_used(kind, "float16" if setup.lacks_bf16 else "bfloat16")
         for one in beside:

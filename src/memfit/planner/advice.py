@@ -27,7 +27,7 @@ from memfit.planner.explain import explain
 from memfit.planner.plans import Decision, Plan, digest_of
 from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
 from memfit.planner.workload import Workload
-from memfit.strategies import Fidelity, Tier, Truncation, all_strategies
+from memfit.strategies import ORDER, Fidelity, Tier, Truncation
 from memfit.units import gb, step_time
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ def reaches(
         if name in asked.allow:
             continue
         wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})
-        ways = _ways(wider, [kind.name for kind in all_strategies() if permission_of(kind) == name])
+        ways = _ways(wider, [kind.name for kind in ORDER if permission_of(kind) == name])
         prices = [pricer.quick(one) for one in ways if one.tier is Tier.USUAL]
         if _fastest(prices, budget_bytes) is None:
             prices = [pricer.quick(one) for one in ways]

@@ -15,7 +15,7 @@ from memfit.planner.plans import Decision
 from memfit.planner.ranks import RankCost, link_bytes_per_second
 from memfit.planner.space import PlanRequest
 from memfit.planner.workload import Workload, batches_of
-from memfit.strategies import Effects, Option, Strategy, all_strategies, called, ordered
+from memfit.strategies import ORDER, Effects, Option, Strategy, called, ordered
 from memfit.units import duration, gb, percent, step_time
 
 _PHASES = {
@@ -203,14 +203,14 @@ class _Explaining:
                 )
                 yield Decision("unused.cannot", said, name)
         missed = self.asked.exact and self.asked.card is not None
-        for kind in all_strategies():
+        for kind in ORDER:
             if missed and kind.missed_if_exact:
                 said = Message(
                     "not used: {name}, because --exact forbids rounding", name=kind.called()
                 )
                 yield Decision("unused.exact", said, kind.name)
         known = self.asked.left_out
-        for kind in all_strategies():
+        for kind in ORDER:
             is_known = self.candidate.get(kind.name) or kind.name in known
             if kind.missed_if_needless and not is_known:
                 yield from self._needless(kind())

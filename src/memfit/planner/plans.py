@@ -29,6 +29,7 @@ from memfit.memory.components import Component
 from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
 from memfit.planner.workload import Workload
 from memfit.strategies import Fidelity, Strategy, by_name, ordered
+from memfit.strategies.retired import current_settings
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -314,7 +315,8 @@ def _strategy(name: str, settings: Any, where: str) -> Strategy:
                 name=name,
             )
         )
-    made: Strategy = _made(by_name(name), settings, f"{where}: {name}")
+    where = f"{where}: {name}"
+    made: Strategy = _made(by_name(name), current_settings(name, settings, where), where)
     return made
 
 

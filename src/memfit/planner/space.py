@@ -22,19 +22,17 @@ from memfit.memory.device import kind_of
 from memfit.planner.candidates import Candidate
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import (
+    ORDER,
     Axis,
     Combination,
     Fidelity,
     Option,
     Strategy,
-    all_strategies,
     asked_together,
-    not_loaded,
     ordered,
 )
 from memfit.strategies.base import CANNOT_BE_USED
 from memfit.strategies.planning import Half
-from memfit.strategies.registry import loses_in_float16
 
 _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches the largest batch may be cut."""
@@ -82,7 +80,7 @@ def permissions() -> tuple[str, ...]:
     """Returns every word for --allow: memfit's own, then those of installed strategies."""
     outside = {
         permission_of(kind): None
-        for kind in all_strategies()
+        for kind in ORDER
         if kind().fidelity > Fidelity.ROUNDING and permission_of(kind) not in ALLOWABLE
     }
     return (*ALLOWABLE, *outside)
@@ -152,10 +150,9 @@ class PlanRequest:
             return False
         if last.fidelity > Fidelity.ROUNDING and not self.allows(type(last)):
             return False
-        reason = loses_in_float16(last)
-        if not reason and self._good.issuperset(strategies):
+        if self._good.issuperset(strategies):
             return True
-        reason = reason or self.judge(strategies)
+        reason = self.judge(strategies)
         if reason:
             self.left_out.setdefault(last.name, _without_name(last.name, reason))
         else:
@@ -168,10 +165,7 @@ class PlanRequest:
         good: set[Strategy] = set()
         triton = self.card is not None and self.card.has_triton
         on_card = self.card is not None
-        ranks = self.workload.ranks
-        groups = asked_together(
-            self.half, cuda=on_card, triton=triton, exact=self.exact, ranks=ranks
-        )
+        groups = asked_together(self.half, cuda=on_card, triton=triton, exact=self.exact)
         for asked, alike in groups:
             if not self.judge(asked):
                 good.update((*asked, *alike))
@@ -193,8 +187,7 @@ def candidates(
 
     Only those with one of the strategies `having` where any are named; each with all of `also`.
     """
-    asked.left_out.update(not_loaded())
-    (free,) = _options(asked, [kind for kind in all_strategies() if kind.axis is Axis.FREE])
+    (free,) = _options(asked, [kind for kind in ORDER if kind.axis is Axis.FREE])
     options = [_options(asked, kinds) for kinds in _axes()]
     offered = frozenset(one for axis in options for option in axis for one in option)
     for chosen in itertools.product(*options):
@@ -213,7 +206,7 @@ def candidates(
 
 def _axes() -> list[list[type[Strategy]]]:
     """Returns the strategies of each axis; those on `OWN` have one each."""
-    every = all_strategies()
+    every = ORDER
     shared = (one for one in Axis if one not in (Axis.OWN, Axis.FREE))
     axes = [[kind for kind in every if kind.axis is axis] for axis in shared]
     return [*axes, *([kind] for kind in every if kind.axis is Axis.OWN)]

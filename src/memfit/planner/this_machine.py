@@ -22,7 +22,6 @@ import psutil
 import torch
 
 from memfit.config import files
-from memfit.config.plugins import plugin_versions
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import MemfitError
@@ -157,7 +156,7 @@ def cache_file(task: PlanTask) -> str:
         "exact": task.exact,
         "allow": sorted(task.allow),
         "reserve": task.reserve_bytes,
-        "installed": {**files.installed_versions(), **plugin_versions()},
+        "installed": files.installed_versions(),
     }
     return f"plan-{files.cache_digest(values)}.json"
 

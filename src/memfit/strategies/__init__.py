@@ -1,7 +1,7 @@
 """Memory techniques, one a file or a folder with its kernels; registry.py is the order.
 
-`base` has the contract. Others import the strategies themselves, `Setup`, `ORDER`, `by_name` and
-`all_strategies` from here.
+`base` has the contract. Others import the strategies themselves, `Setup`, `ORDER` and `by_name`
+from here.
 """
 
 from memfit.strategies.activation_checkpointing import Checkpointing
@@ -25,12 +25,10 @@ from memfit.strategies.planning import Axis, Combination, Effects, Option, Tier,
 from memfit.strategies.registry import (
     BY_NAME,
     ORDER,
-    all_strategies,
     apply_all,
     asked_together,
     by_name,
     called,
-    not_loaded,
     ordered,
     usual_update,
 )
@@ -67,12 +65,10 @@ __all__ = [
     "Tier",
     "TracePart",
     "Truncation",
-    "all_strategies",
     "apply_all",
     "asked_together",
     "by_name",
     "called",
-    "not_loaded",
     "ordered",
     "usual_update",
 ]

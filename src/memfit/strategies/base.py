@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import psutil
@@ -224,10 +223,6 @@ class Strategy(ABC):
     shrinks: ClassVar[tuple[str, ...]]
     conflicts: ClassVar[frozenset[str]] = frozenset()
     """Names of strategies it cannot stand beside."""
-    follows: ClassVar[str] = ""
-    """The strategy it is applied after, of one from outside; the registry orders memfit's own."""
-    catalogue: ClassVar[Path | None] = None
-    """The compiled catalogue (.mo) with its sentences in Chinese, of one from outside."""
     needs_package: ClassVar[str] = ""
     """The optional package it cannot work without."""
     faster_with: ClassVar[str] = ""

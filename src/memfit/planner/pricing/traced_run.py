@@ -342,7 +342,7 @@ class TracedRun:
                 sink.begin(len(parts), replayed=True)
                 sink.prepare(0)
                 with self.setup.ranks.apart():
-                    executor._micro(self.setup.model, static, 0)
+                    executor._micro(self.setup.model, static)
 
     def _update(self) -> None:
         setup = self.setup

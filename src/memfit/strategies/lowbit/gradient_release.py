@@ -34,7 +34,7 @@ from memfit.units import gb
 Mode = Literal["kept8", "host"]
 
 USED_UP_IN_BACKWARD = N_(
-    "gradients are no longer used up inside backward: instead of {mode} take 'kept8', or 'host' "
+    "gradients are no longer used up inside backward: instead of {value} take 'kept8', or 'host' "
     "to have none on the card"
 )
 
@@ -71,7 +71,7 @@ class GradientRelease(Strategy):
 
     def __post_init__(self) -> None:
         if self.mode in ("two_pass", "release"):
-            raise ConfigError(Message(USED_UP_IN_BACKWARD, mode=repr(self.mode)))
+            raise ConfigError(Message(USED_UP_IN_BACKWARD, value=repr(self.mode)))
         if self.mode not in _IN_WORDS:
             raise ConfigError(
                 Message("there is no way {mode} of keeping gradients", mode=repr(self.mode))
