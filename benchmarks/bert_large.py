@@ -50,43 +50,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "args": {"bf16": True, "gradient_checkpointing": True, "optim": "adafactor"}, "steps": 60,
     },
     "bf16, packed": {"args": {"bf16": True}, "strategies": ["Packing()"], "steps": 80},
-    "24-bit, release, graphs, not fused": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()"],
-    },
-    "24-bit, release, recompute, graphs, not fused": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": [
-            "Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()",
-        ],
-    },
     "24-bit, 8-bit gradients clipped, recompute, graphs, not fused": {
         "strategies": [
             "Packing()", "Checkpointing()", "LowBitAdamW()", "GradientRelease('kept8')",
             "CudaGraphs()",
         ],
     },
-    "16-bit, release, recompute, graphs, not fused": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": [
-            "Packing()", "Checkpointing()", "LowBitAdamW(16)", "GradientRelease()", "CudaGraphs()",
-        ],
-    },
-    "24-bit, release, graphs": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": [
-            "Packing()", "FusedLayers()", "LowBitAdamW()", "GradientRelease()", "CudaGraphs()",
-        ],
-    },
     "24-bit, kept and clipped, graphs": {
         "strategies": ["Packing()", "FusedLayers()", "LowBitAdamW()", "CudaGraphs()"],
-    },
-    "24-bit, release, graphs, under 4 GB": {
-        "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000,
-        "strategies": [
-            "Packing()", "FusedLayers()", "Checkpointing(16)", "LowBitAdamW()",
-            "GradientRelease()", "CudaGraphs()",
-        ],
     },
     "24-bit, 8-bit gradients clipped, recompute, graphs": {
         "strategies": [
@@ -94,43 +65,11 @@ RUNS: dict[str, dict[str, Any]] = {
             "GradientRelease('kept8')", "CudaGraphs()",
         ],
     },
-    "24-bit, release, recompute, graphs": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": [
-            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW()",
-            "GradientRelease()", "CudaGraphs()",
-        ],
-    },
-    "16-bit, release, recompute, graphs": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": [
-            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW(16)",
-            "GradientRelease()", "SmallWorkspace()", "CudaGraphs()",
-        ],
-    },
-    "16-bit, release, recompute": {
-        "args": {"max_grad_norm": 0.0}, "steps": 80,
-        "strategies": ["Packing()", "Checkpointing()", "LowBitAdamW(16)", "GradientRelease()"],
-    },
-    "16-bit, release, recompute, activations offloaded": {
-        "args": {"max_grad_norm": 0.0}, "steps": 60,
-        "strategies": [
-            "Packing()", "FusedLayers(4)", "Checkpointing()", "ActivationOffload()",
-            "LowBitAdamW(16)", "GradientRelease()", "SmallWorkspace()",
-        ],
-    },
     "everything offloaded": {
         "steps": 45,
         "strategies": [
             "Packing()", "Checkpointing()", "ActivationOffload()",
             "OptimizerOffload(weights=True, dtype='bfloat16')", "SmallWorkspace()",
-        ],
-    },
-    "XLM-R-large, 16-bit, release, recompute, under 4 GB": {
-        "args": {"max_grad_norm": 0.0}, "cap_bytes": 4_000_000_000, "model": "xlmr", "steps": 80,
-        "strategies": [
-            "Packing()", "FusedLayers()", "Checkpointing()", "LowBitAdamW(16)",
-            "GradientRelease()", "SmallWorkspace()",
         ],
     },
 }  # fmt: skip

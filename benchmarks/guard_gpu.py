@@ -41,10 +41,10 @@ WAYS: dict[str, dict[str, Any]] = {
         ],
     },
     "graphs": {
-        "max_grad_norm": 0.0,
+        "max_grad_norm": 1.0,
         "strategies": [
             "Packing()", "FusedLayers()", "Checkpointing(16)", "LowBitAdamW()",
-            "GradientRelease()", "CudaGraphs()",
+            "GradientRelease('kept8')", "CudaGraphs()",
         ],
     },
 }  # fmt: skip

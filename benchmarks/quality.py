@@ -17,8 +17,7 @@ What cards without bfloat16 do, against the stock Trainer in fp32, scored on hal
     MEMFIT_ACT_AS=T4 python benchmarks/quality.py --variants no-bf16 --test-share 0.5 --seeds 0-4 \
         --narrow 0.6 --most-seeds 12 --jobs 8 --deadline 300 --out F.json --model …
 
-What loses more than 0.3 points there is written into strategies/registry.py: FLOAT16_POINTS, and
-the planner leaves it out. `--narrow` adds seeds to a model until no interval is wider.
+`--narrow` adds seeds to a model until no interval is wider.
 """
 
 from __future__ import annotations
@@ -63,29 +62,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "24-bit masters, gradients on the host, clipped": {
         "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease('host')"],
     },
-    "24-bit masters, two passes, clipped": {
-        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease('two_pass')"],
-    },
     "24-bit masters of fp16, clipped": {
         "strategies": ["Packing()", "LowBitAdamW(dtype='float16')"],
     },
     "optimizer on the host, bf16 weights": {
         "strategies": ["Packing()", "OptimizerOffload(dtype='bfloat16')"],
     },
-    "24-bit masters, release": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease()"],
-    },
-    "24-bit masters, release, clipped by a predicted norm": {
-        "strategies": ["Packing()", "LowBitAdamW()", "GradientRelease(clip='predicted')"],
-    },
     "16-bit stochastic, clipped": {"strategies": ["Packing()", "LowBitAdamW(16)"]},
     "16-bit stochastic, 8-bit gradients, clipped": {
         "strategies": ["Packing()", "LowBitAdamW(16)", "GradientRelease('kept8')"],
-    },
-    "16-bit stochastic, release": {
-        "args": {"max_grad_norm": 0.0},
-        "strategies": ["Packing()", "LowBitAdamW(16)", "GradientRelease()"],
     },
     "fp32 AdamW, not clipped": {"args": {"max_grad_norm": 0.0}},
     "Adafactor": {"args": {"optim": "adafactor"}},

@@ -72,10 +72,6 @@ CASES: dict[str, dict[str, Any]] = {
     "large 24-bit graphs": {
         "shape": "large", "strategies": ["Packing()", "LowBitAdamW()", "CudaGraphs()"],
     },
-    "large two_pass graphs": {
-        "shape": "large",
-        "strategies": [*_LOWBIT, "GradientRelease('two_pass')", "CudaGraphs()"],
-    },
     "large host gradients": {
         "shape": "large", "steps": 24, "strategies": [*_LOWBIT, "GradientRelease('host')"],
     },

@@ -41,7 +41,6 @@ WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "kept": ((LowBitAdamW(),), CUT),
     "kept8": ((LowBitAdamW(), GradientRelease("kept8"), Packing()), CUT),
     "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
-    "release": ((LowBitAdamW(), GradientRelease(clip="predicted")), None),
     "divided": ((FullySharded(), Checkpointing(), Packing()), CUT),
     "divided_whole": ((FullySharded(),), None),
     "divided_half": ((HalfPrecision(), FullySharded(), Checkpointing()), CUT),

@@ -65,7 +65,7 @@ def every_combination(clip: float, without: frozenset[str] = frozenset()) -> fro
 def _all_layers(strategy: Strategy) -> Strategy:
     """The same for all layers, and one length of texts."""
     if isinstance(strategy, Checkpointing):
-        return Checkpointing(part=strategy.part)
+        return Checkpointing()
     if isinstance(strategy, ActivationOffload):
         return ActivationOffload()
     return Truncation(8) if isinstance(strategy, Truncation) else strategy

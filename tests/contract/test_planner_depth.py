@@ -67,9 +67,9 @@ def assert_same(found: Segments, expected: Segments) -> None:
 @pytest.mark.parametrize(
     ("strategies", "traced_layers"),
     [
-        ([Packing(), Checkpointing(), LOW, GradientRelease()], (3, 4)),
+        ([Packing(), Checkpointing(), LOW, GradientRelease("kept8")], (3, 4)),
         ([HalfPrecision(), Freezing(6), Checkpointing(7)], (4, 5, 5, 5)),
-        ([Packing(), FusedLayers(), Checkpointing(6), LOW, GradientRelease()], (3, 4, 4)),
+        ([Packing(), FusedLayers(), Checkpointing(6), LOW, GradientRelease("kept8")], (3, 4, 4)),
         ([Packing(), Checkpointing(), ActivationOffload(), LOW], (4, 5)),
         ([Packing(), FusedLayers(), LOW, SmallWorkspace(), CudaGraphs()], (2, 3)),
     ],

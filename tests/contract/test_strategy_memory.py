@@ -63,7 +63,6 @@ RUNS: dict[str, tuple[list[Strategy], MicroBatching, float]] = {
     "packing, split": ([Packing()], SPLIT, 1.0),
     "checkpointing": ([Checkpointing()], WHOLE, 1.0),
     "checkpointing two layers": ([Checkpointing(2)], WHOLE, 1.0),
-    "checkpointing the MLP": ([Checkpointing(part="mlp")], WHOLE, 1.0),
     "half precision": ([HalfPrecision()], WHOLE, 1.0),
     "freezing two layers": ([Freezing(2)], WHOLE, 1.0),
     "freezing the encoder": ([Freezing()], WHOLE, 1.0),
@@ -76,10 +75,8 @@ RUNS: dict[str, tuple[list[Strategy], MicroBatching, float]] = {
     "low-bit, 16 bits": ([LowBitAdamW(16)], WHOLE, 1.0),
     "low-bit, kept in 8 bits": ([LOW, GradientRelease("kept8")], SPLIT, 1.0),
     "low-bit, host": ([LOW, GradientRelease("host")], SPLIT, 1.0),
-    "low-bit, two passes": ([LOW, GradientRelease("two_pass")], WHOLE, 1.0),
-    "low-bit, released": ([LOW, GradientRelease()], WHOLE, 0.0),
-    "low-bit, released, packed, recomputed": (
-        [Packing(), Checkpointing(), LOW, GradientRelease()], WHOLE, 0.0,
+    "low-bit, kept in 8 bits, packed, recomputed": (
+        [Packing(), Checkpointing(), LOW, GradientRelease("kept8")], WHOLE, 1.0,
     ),
     "half precision, packed, recomputed": (
         [Packing(), HalfPrecision(), Checkpointing(2)], WHOLE, 1.0,

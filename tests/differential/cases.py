@@ -47,15 +47,14 @@ SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial
 COLLATORS = ("dynamic", "max_length", "left", "multiple", "maskless")
 EXACT = (
     "Packing()", "FusedAttention()", "Checkpointing()", "Checkpointing(layers=1)",
-    "Checkpointing(part='mlp')", "ActivationOffload(min_bytes=1)", "OptimizerOffload()",
+    "ActivationOffload(min_bytes=1)", "OptimizerOffload()",
     "SmallWorkspace()", "FusedLayers()", "FusedLayers(mlp_pieces=2)",
 )  # fmt: skip
 ROUNDING = (
     "HalfPrecision()", "LowBitAdamW()", "LowBitAdamW(master_bits=16)",
     "OptimizerOffload(dtype='bfloat16')", "StateOffload()",
 )  # fmt: skip
-RELEASES = ("GradientRelease('kept8')", "GradientRelease('host')", "GradientRelease('two_pass')",
-            "GradientRelease()")  # fmt: skip
+RELEASES = ("GradientRelease('kept8')", "GradientRelease('host')")
 OTHER = (
     "Freezing('encoder')", "Freezing('embeddings')", "Freezing(1)", "Lora(rank=2)",
     "SmallStateOptimizer()", "FrozenFeatures()", "Truncation(max_length=8)",
@@ -160,8 +159,6 @@ def drawn(seed: int) -> Case:
     made |= _training(draw)
     made |= _memory(draw, made)
     made |= _run(draw, made)
-    if {"GradientRelease()", "GradientRelease('two_pass')"} & set(made.get("strategies", ())):
-        made |= {"micro_rows": None, "micro_tokens": None}  # such a step is one micro-batch
     if made.get("head") == "module" and made.get("loss") == "smoothing":
         made["loss"] = "model"  # the Trainer asks for a config then
     if made.get("head") == "module" and made.get("loss", "model") != "model":

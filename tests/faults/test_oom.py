@@ -223,18 +223,13 @@ def test_an_update_that_fails_half_way_is_finished_bit_for_bit(tmp_path, optim):
     assert counts(ended[1]) == counts(ended[0])
 
 
-@pytest.mark.parametrize(
-    ("mode", "clip"), [("kept", 1.0), ("kept8", 1.0), ("host", 1.0), ("two_pass", 1.0),
-                       ("release", 0.0)],
-)  # fmt: skip
-def test_low_bit_steps_recover_bit_for_bit_whatever_takes_the_gradients(tmp_path, mode, clip):
-    """Released gradients have moved weights when backward fails: the step is finished then."""
-    whole = mode in ("two_pass", "release")
+@pytest.mark.parametrize("mode", ["kept", "kept8", "host"])
+def test_low_bit_steps_recover_bit_for_bit_whatever_takes_the_gradients(tmp_path, mode):
     sink = [] if mode == "kept" else [GradientRelease(mode)]
     strategies = [Packing(), LowBitAdamW(), *sink]
     fields = {
-        "steps": 16 if whole else 6, "rows": None if whole else 1, "strategies": strategies,
-        "optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": clip,
+        "steps": 6, "rows": 1, "strategies": strategies,
+        "optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0,
     }  # fmt: skip
 
     def model() -> Any:
@@ -244,8 +239,6 @@ def test_low_bit_steps_recover_bit_for_bit_whatever_takes_the_gradients(tmp_path
     faults = Faults(0.9, seed=4, phases=("backward", "backward", "update"))
     ended.append(run(tmp_path, faults, model=model(), **fields))
     assert faults.raised["backward"] > 3
-    if whole:
-        assert ended[1].guard.boundaries.resumed > 0
     assert torch.equal(weights(ended[0]), weights(ended[1]))
     assert counts(ended[1]) == counts(ended[0])
     assert counts(ended[1])["optimizer"] == fields["steps"]

@@ -24,7 +24,6 @@ WAYS = (
     "kept",
     "kept8",
     "host",
-    "release",
     "recomputed",
     "divided",
     "divided_half",

@@ -225,8 +225,7 @@ def test_half_precision_costs_fused_no_more_than_stock(dtype: torch.dtype) -> No
         assert joined_view(weights) is not None
 
 
-@pytest.mark.parametrize("part", ["layer", "mlp"])
-def test_recomputed_layers_draw_the_same_masks(part: Any) -> None:
+def test_recomputed_layers_draw_the_same_masks() -> None:
     model = build(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.0)
     batch = padded_batch(model)
     fuse(model, Seeds())
@@ -234,7 +233,7 @@ def test_recomputed_layers_draw_the_same_masks(part: Any) -> None:
         inputs = packer.pack(batch).to("cuda").inputs()
         _, expected = step(model, inputs)
         setup = setup_of(model)
-        Checkpointing(part=part).apply(setup)
+        Checkpointing().apply(setup)
         _, found = step(model, inputs)
         _, again = step(model, inputs)
     # Flash adds up the queries' gradients in whatever order blocks finish; a mask of another

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SINKS = {
     "kept": [LowBitAdamW()],
     "kept8": [LowBitAdamW(), GradientRelease("kept8")],
-    "two_pass": [LowBitAdamW(), GradientRelease("two_pass")],
-    "release": [LowBitAdamW(), GradientRelease()],
     "fp16": [LowBitAdamW(dtype="float16")],
 }
 
@@ -66,7 +64,7 @@ def train(folder, strategies, clip, *, dropout=0.0, rows=None, **more):
 
 @pytest.mark.parametrize("name", SINKS)
 def test_replayed_steps_train_as_launched_ones(tmp_path, name):
-    clip = 0.0 if name == "release" else 0.5
+    clip = 0.5
     _, launched = train(tmp_path, [Packing(), *SINKS[name]], clip)
     graphs, replayed = train(tmp_path, [Packing(), *SINKS[name], CudaGraphs(64)], clip)
     assert graphs.tokens["whole"]
@@ -85,7 +83,7 @@ def test_micro_batches_are_replayed_too(tmp_path):
 
 def test_every_replay_draws_fresh_dropout(tmp_path):
     row = wide_texts(1)[0]
-    strategies = [Packing(), LowBitAdamW(), GradientRelease(), CudaGraphs(64)]
+    strategies = [Packing(), LowBitAdamW(), GradientRelease("kept8"), CudaGraphs(64)]
     args = {"dropout": 0.3, "rows": [row] * 320}
     graphs, losses = train(tmp_path, strategies, 0.0, **args)
     assert len(set(losses[2:])) == len(losses[2:])
@@ -233,7 +231,7 @@ def test_inputs_whose_shape_changes_are_launched_and_trained_alike(tmp_path):
     assert losses[-1] < 0.3
 
 
-@pytest.mark.parametrize("sink", [(), (GradientRelease("kept8"),), (GradientRelease(),)])
+@pytest.mark.parametrize("sink", [(), (GradientRelease("kept8"),)])
 def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path, sink):
     class Loud(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):  # noqa: ARG002
@@ -242,7 +240,7 @@ def test_an_fp16_overflow_in_a_graph_is_skipped_and_the_run_goes_on(tmp_path, si
     args = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=16, max_steps=30, learning_rate=5e-4,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=3,
-        max_grad_norm=0.0 if GradientRelease() in sink else 1.0,
+        max_grad_norm=1.0,
     )  # fmt: skip
     trainer = BudgetTrainer(
         wide_model(), args, train_dataset=wide_texts(), data_collator=collate, callbacks=[Loud()],

@@ -13,7 +13,6 @@ from torch import nn
 
 from memfit.memory.device import has_triton
 from memfit.strategies.lowbit import lowbit_kernels_torch, number_formats
-from memfit.strategies.lowbit.gradient_release import SINKS
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
     LowBitState,
@@ -36,7 +35,6 @@ KINDS = [
     (torch.float16, False),
     (torch.float32, False),
 ]
-CAPTURABLE = [name for name, sink in SINKS.items() if sink.capturable]
 
 
 # ------------------------------------------------------------------------------ kernels

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
-SHARDED = ("sharded", "sharded_kept", "sharded_kept8", "sharded_host", "sharded_release")
-WAYS = ("plain", "kept", "kept8", "host", "release", "recomputed", "graphs", *SHARDED)
+SHARDED = ("sharded", "sharded_kept", "sharded_kept8", "sharded_host")
+WAYS = ("plain", "kept", "kept8", "host", "recomputed", "graphs", *SHARDED)
 
 
 def start(ranks: int, folder: Path) -> None:

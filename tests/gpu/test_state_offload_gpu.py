@@ -27,9 +27,8 @@ WAYS: dict[str, tuple[list[Strategy], float]] = {
     "kept": ([LowBitAdamW()], 1.0),
     "kept8": ([LowBitAdamW(), GradientRelease("kept8")], 1.0),
     "kept8, 16-bit": ([LowBitAdamW(16), GradientRelease("kept8")], 1.0),
-    "release": ([LowBitAdamW(), GradientRelease()], 0.0),
     "kept8, graphs": ([LowBitAdamW(), GradientRelease("kept8"), CudaGraphs(256)], 1.0),
-    "release, graphs": ([LowBitAdamW(), GradientRelease(), CudaGraphs(256)], 0.0),
+    "kept, graphs": ([LowBitAdamW(), CudaGraphs(256)], 1.0),
 }
 CASES = [(name, False) for name in WAYS] + [(name, True) for name in WAYS if "kept8" in name]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.strategies.lowbit import number_formats
-from memfit.strategies.lowbit.gradient_release import make_sink
-from memfit.strategies.lowbit.gradient_sinks import LowBitSink
+from memfit.strategies.lowbit.gradient_sinks import KeptGradients, KeptInt8, LowBitSink
+from memfit.strategies.lowbit.host_sink import HostGradients
 from memfit.strategies.lowbit.lowbit_kernels import LowBitState, StepScalars, blocks_of
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.number_formats import to_lowbit
@@ -23,6 +23,11 @@ KINDS = [
     (torch.float16, False),
     (torch.float32, False),
 ]
+SINKS: dict[str, type[LowBitSink]] = {
+    "kept": KeptGradients,
+    "kept8": KeptInt8,
+    "host": HostGradients,
+}
 TENSORS = ("weight", "correction", "moment1", "scale1", "moment2", "scale2")
 
 
@@ -66,6 +71,10 @@ def train(
     return losses
 
 
+def make_sink(name: str, optimizer: LowBitOptimizer, **settings: Any) -> LowBitSink:
+    return SINKS[name](optimizer, **settings)
+
+
 def with_sink(
     sink: str, dtype: torch.dtype = torch.bfloat16, **settings: Any
 ) -> tuple[nn.Sequential, LowBitOptimizer, LowBitSink]:
@@ -80,14 +89,13 @@ def run_step(
 ) -> Tensor:
     """The loop of `SinkExecutor`."""
     sink.begin(micro_batches)
-    for phase in sink.phases:
-        parts = zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)
-        for index, (rows, labels) in enumerate(parts):
-            sink.arm(index, phase)
-            loss = loss_of(model, rows, labels, 1 / micro_batches)
-            scale = sink.loss_scale
-            (loss if scale is None else scale.apply(loss)).backward()
-            sink.end_backward()
+    parts = zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)
+    for index, (rows, labels) in enumerate(parts):
+        sink.arm(index)
+        loss = loss_of(model, rows, labels, 1 / micro_batches)
+        scale = sink.loss_scale
+        (loss if scale is None else scale.apply(loss)).backward()
+        sink.end_backward()
     return sink.finish()
 
 

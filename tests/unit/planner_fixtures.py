@@ -218,7 +218,7 @@ class FormulaPricer:
         size = 1.0 if candidate.get("lowbit_adamw") or candidate.get("half_precision") else 2.0
         again = candidate.get("checkpointing")
         count = 0 if again is None else (again.layers or self.layers)
-        saved = 0.0 if again is None else (22 / 24 if again.part == "layer" else 0.4)
+        saved = 0.0 if again is None else 22 / 24
         away = candidate.get("activation_offload")
         gone = 0 if away is None else (away.layers or self.layers)
         whole = self.layers - count * saved - gone * (1 - saved) * 0.9
@@ -230,11 +230,9 @@ class FormulaPricer:
         cut = batches.cut(candidate.micro_batching, packed=packed)
         again = candidate.get("checkpointing")
         count = 0 if again is None else (again.layers or self.layers)
-        share = 0.0 if again is None else (1 / 3 if again.part == "layer" else 0.18)
+        share = 0.0 if again is None else 1 / 3
         work = 1 + share * count / self.layers
         release = candidate.get("gradient_release")
-        if release is not None and release.mode == "two_pass":
-            work *= 2
         half = candidate.get("lowbit_adamw") or candidate.get("half_precision")
         half = half or getattr(candidate.get("optimizer_offload"), "dtype", None)
         rate = 4e14 if half else 5e13

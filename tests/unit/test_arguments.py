@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import subprocess
 import sys
 import warnings
@@ -146,17 +145,3 @@ def test_it_is_transformers_own_in_every_other_way(tmp_path):
 def test_the_names_can_be_asked_for_without_importing_torch():
     code = "import sys, memfit._compat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_arguments_that_0_1_saved_are_still_read(tmp_path):
-    content = pickle.dumps(made(tmp_path, seed=7), protocol=2)
-    new, old = b"memfit.config.training_arguments", b"memfit.arguments"
-    assert new in content
-    read = pickle.loads(content.replace(new, old))
-    assert type(read) is TrainingArguments
-    assert read.seed == 7
-    from memfit import evaluation
-    from memfit.records import evaluation as records_evaluation
-
-    assert evaluation is records_evaluation
-    assert evaluation.__spec__.name == "memfit.records.evaluation"

@@ -106,7 +106,7 @@ def test_other_plans_are_told_by_what_differs(made: Planning) -> None:
 
 def test_a_difference_names_what_is_more_and_then_what_is_left_out() -> None:
     masters = LowBitAdamW(16).in_words()
-    these = {"lowbit_adamw": masters, "checkpointing": Checkpointing(3, "mlp").in_words()}
+    these = {"lowbit_adamw": masters, "checkpointing": Checkpointing(3).in_words()}
     those = {
         "lowbit_adamw": masters,
         "gradient_release": GradientRelease("host").in_words(),

@@ -25,9 +25,9 @@ from memfit.strategies.fused.fused_layers import (
     projecting_layers,
 )
 from memfit.strategies.fused.layer_functions import joined_view
+from memfit.strategies.lowbit.gradient_sinks import KeptInt8
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.number_formats import to_lowbit
-from memfit.strategies.lowbit.releasing_sinks import ReleasedGradients
 from memfit.strategies.offload.optimizer_offload import HostWeights
 from memfit.strategies.packing.packed_model import packed
 
@@ -143,15 +143,14 @@ def test_converted_moved_and_copied_models_are_joined_again() -> None:
 # ---------------------------------------------------------------------------- dropout
 
 
-@pytest.mark.parametrize("part", ["layer", "mlp"])
 @pytest.mark.parametrize("layers", [None, 2])
-def test_recomputation_draws_the_masks_of_the_forward_pass(part: Any, layers: int | None) -> None:
+def test_recomputation_draws_the_masks_of_the_forward_pass(layers: int | None) -> None:
     model = model_of()
     batch = batch_for(model)
     fused(model)
     expected = step(model, batch)
     setup = setup_for(model)
-    Checkpointing(layers=layers, part=part).apply(setup)
+    Checkpointing(layers=layers).apply(setup)
     found = step(model, batch)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -175,8 +174,7 @@ def test_every_pass_draws_other_masks_and_the_seed_repeats_them() -> None:
         assert torch.equal(*(model(**batch).logits for _ in range(2)))
 
 
-@pytest.mark.parametrize("part", ["layer", "mlp"])
-def test_two_passes_before_a_backward_keep_their_masks_apart(part: Any) -> None:
+def test_two_passes_before_a_backward_keep_their_masks_apart() -> None:
     """As a loss of one's own may ask (R-Drop): with a seed a call it also holds recomputed."""
     model = model_of()
     batch = batch_for(model)
@@ -191,7 +189,7 @@ def test_two_passes_before_a_backward_keep_their_masks_apart(part: Any) -> None:
 
     expected = twice()
     setup = setup_for(model)
-    Checkpointing(part=part).apply(setup)
+    Checkpointing().apply(setup)
     assert torch.equal(twice(), expected)
     setup.restore()
 
@@ -238,7 +236,7 @@ def test_frozen_and_adapted_layers_keep_their_projections_as_they_are() -> None:
 
 
 def test_gradients_arrive_one_parameter_at_a_time_whole_and_contiguous() -> None:
-    """As the step inside backward takes them: used, and freed at once."""
+    """As sinks take them: used, and freed at once."""
     model = model_of(**NO_DROPOUT)
     batch = batch_for(model)
     _, expected = step(model, batch)
@@ -268,7 +266,7 @@ def test_the_low_bit_step_inside_backward_trains_fused_layers() -> None:
     optimizer = LowBitOptimizer(
         model.parameters(), lr=5e-3, small_numel=256, remainders=remainders, backend="torch"
     )
-    ReleasedGradients(optimizer)
+    KeptInt8(optimizer)
     torch.manual_seed(0)
     losses = []
     for _ in range(20):

@@ -24,7 +24,7 @@ model = "/home/anna/models/macbert"
 rows = 90
 [strategies]
 packing = {}
-checkpointing = {layers = 9, part = "mlp"}
+checkpointing = {layers = 9}
 [reasons]
 packing = "texts are 40 % of their padded length"
 """
@@ -120,7 +120,7 @@ def test_the_plan_is_in_the_card(run: Path) -> None:
     lines = model_card(run, "anna/reviews", "mit").splitlines()
     assert "What it does to the result: rounding." in lines
     assert "| packing | – | texts are 40 % of their padded length |" in lines
-    assert "| recomputing layers | layers 9, part mlp | – |" in lines
+    assert "| recomputing layers | layers 9 | – |" in lines
 
 
 def test_labels_cannot_break_out_of_their_cell(run: Path) -> None:

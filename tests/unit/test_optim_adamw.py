@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_fixtures import SMALL, batches, flat_masters, flat_weights, lowbit, make_model, train
+from optim_fixtures import (
+    SMALL,
+    batches,
+    flat_masters,
+    flat_weights,
+    lowbit,
+    make_model,
+    make_sink,
+    train,
+)
 from torch import nn
 
-from memfit.strategies.lowbit.gradient_release import make_sink
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.number_formats import to_lowbit
 
@@ -193,7 +201,7 @@ def test_tied_weights_are_updated_once() -> None:
     model = nn.Sequential(embedding, head)
     kept = to_lowbit(model, small_numel=SMALL)
     optimizer = LowBitOptimizer(model.parameters(), lr=1e-2, small_numel=SMALL, remainders=kept)
-    make_sink("release", optimizer)
+    make_sink("host", optimizer)
     before = embedding.weight.detach().float().clone()
     loss = nn.functional.cross_entropy(model(torch.arange(40)).float(), torch.arange(40))
     loss.backward()

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from optim_fixtures import SMALL, batches, flat_masters, flat_weights, lowbit, make_model, train
+from optim_fixtures import (
+    SMALL,
+    batches,
+    flat_masters,
+    flat_weights,
+    lowbit,
+    make_model,
+    make_sink,
+    train,
+)
 from torch import nn
 
 from memfit.strategies.lowbit import lowbit_optimizer
-from memfit.strategies.lowbit.gradient_release import make_sink
 from memfit.strategies.lowbit.lowbit_kernels import BLOCK, SMALL_NUMEL, blocks_of
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.number_formats import join_master, to_lowbit
@@ -28,7 +36,7 @@ def saved(optimizer: LowBitOptimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bits", [24, 16])
-@pytest.mark.parametrize("sink", ["kept", "kept8", "release"])
+@pytest.mark.parametrize("sink", ["kept", "kept8", "host"])
 def test_a_resumed_run_is_bit_equal_noise_included(bits: int, sink: str) -> None:
     data = batches(12)
 

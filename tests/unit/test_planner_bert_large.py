@@ -38,7 +38,7 @@ def holds(chosen: Plan, budget: float) -> None:
     assert max(one.device_bytes for one in chosen.price.phases.values()) <= budget
     assert chosen.fidelity <= Fidelity.ROUNDING
     release = chosen.candidate.get("gradient_release")
-    assert release is None or release.mode in ("kept8", "host", "two_pass")
+    assert release is None or release.mode in ("kept8", "host")
 
 
 @dataclass

@@ -64,13 +64,11 @@ def off(one: Candidate, card: DeviceProfile | None) -> tuple[float, float]:
         candidate(*LAYERS, *KEPT8),
         candidate(*LAYERS, *KEPT8, Checkpointing(3)),
         candidate(*LAYERS, *KEPT8, Checkpointing()),
-        candidate(*LAYERS, *KEPT8, Checkpointing(5, "mlp")),
         candidate(*LAYERS, *KEPT8, Checkpointing(), tokens=1366),
         candidate(*LAYERS, *KEPT8, CudaGraphs(), Checkpointing(3)),
         candidate(*LAYERS, LowBitAdamW()),
         candidate(*LAYERS, LowBitAdamW(16), Checkpointing(4)),
         candidate(*LAYERS, LowBitAdamW(), tokens=1024),
-        candidate(*LAYERS, LowBitAdamW(), GradientRelease("two_pass")),
         candidate(*LAYERS, *KEPT8, ActivationOffload()),
         candidate(*LAYERS, OptimizerOffload(dtype="bfloat16"), Checkpointing(4)),
         # These learn less than the family they follow, and grow as it does.

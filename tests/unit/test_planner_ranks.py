@@ -95,11 +95,8 @@ def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:
         return unavailable_reason(strategies, workload(ranks), CARD)
 
     for refused in (
-        (LOW, GradientRelease("two_pass")),
-        (LOW, GradientRelease(clip="predicted", accumulate=True)),
         (OptimizerOffload(),),
         (Packing(), LOW, CudaGraphs()),
-        (Packing(), LOW, GradientRelease(clip="predicted"), CudaGraphs()),
     ):
         assert not reason(1, *refused)
         assert "processes" in reason(2, *refused) or "ranks" in reason(2, *refused)
@@ -117,7 +114,6 @@ def test_every_candidate_for_ranks_can_be_used_by_them() -> None:
         names = {one.name for one in strategies}
         assert OptimizerOffload.name not in names
         release = next((one for one in strategies if isinstance(one, GradientRelease)), None)
-        assert release is None or release.mode != "two_pass"
         if CudaGraphs.name in names:
             assert release == KEPT8
 

@@ -175,8 +175,6 @@ def test_effective_batch_learning_and_lengths_are_never_changed(budget: float) -
         assert not names & {"freezing", "lora", "truncation", "frozen_features"}
         assert not names & {"small_state_optimizer"}
         assert one.digest.effective_rows == 32
-        release = one.candidate.get("gradient_release")
-        assert release is None or release.mode != "release"
 
 
 @pytest.mark.parametrize(
@@ -200,13 +198,6 @@ def test_unknown_permission_is_refused_with_the_nearest_name(workload: Workload)
 def test_exact_with_permissions_is_refused(workload: Workload) -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         plan(workload, 4e9, exact=True, allow=frozenset({"lora"}))
-
-
-def test_release_needs_no_clipping() -> None:
-    unclipped = task(max_grad_norm=0.0)
-    chosen = plan(unclipped, 2.5e9).chosen
-    assert chosen.candidate.get("gradient_release").mode == "release"
-    assert chosen.fidelity is Fidelity.ROUNDING
 
 
 def test_missing_host_memory_rules_a_plan_out_and_is_said() -> None:

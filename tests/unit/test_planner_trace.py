@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from memfit.engine.micro_batches import MicroBatching, largest_batch
-from memfit.errors import ConfigError
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
@@ -295,7 +294,6 @@ def test_eager_attention_is_priced_and_so_is_its_fused_kernel() -> None:
         ([CudaGraphs()], H200, "packed batches"),
         ([Packing(), LOW, CudaGraphs()], H200, ""),
         ([LOW, HalfPrecision()], H200, "cannot be used together"),
-        ([LOW, GradientRelease()], H200, "max_grad_norm"),
         ([Lora(), Packing()], H200, ""),
         ([Checkpointing(5)], H200, "has 2 layers"),
     ],
@@ -319,12 +317,6 @@ def test_windows_has_no_triton_so_low_bit_updates_take_temporaries() -> None:
     assert "Windows does not have" in unavailable_reason(FusedLayers(), workload(), there)
     installed = replace(there, triton=True)
     assert unavailable_reason(FusedLayers(), workload(), installed) == ""
-
-
-def test_a_step_that_would_lose_its_sum_is_refused() -> None:
-    split = candidate(LOW, GradientRelease("two_pass"), limits=MicroBatching(max_rows=2))
-    with pytest.raises(ConfigError, match="would lose its sum"):
-        trace_step(workload(), split, H200)
 
 
 def test_outside_of_a_trace_nobody_is_told() -> None:

@@ -26,8 +26,6 @@ SINKS: dict[str, list[Any]] = {
     "adamw": [Packing()],
     "kept": [Packing(), LowBitAdamW()],
     "kept8": [Packing(), LowBitAdamW(), GradientRelease("kept8")],
-    "release": [Packing(), LowBitAdamW(), GradientRelease()],
-    "two_pass": [Packing(), LowBitAdamW(), GradientRelease("two_pass")],
     "host": [Packing(), LowBitAdamW(), GradientRelease("host")],
 }
 
@@ -128,7 +126,7 @@ def test_graphs_that_an_evaluation_dropped_are_captured_again(tmp_path, monkeypa
         assert done == expected
 
 
-@pytest.mark.parametrize("name", ["kept", "kept8", "release"])
+@pytest.mark.parametrize("name", ["kept", "kept8"])
 def test_the_update_is_part_of_what_is_tried(tmp_path, name, monkeypatch):
     """A shortage that only the update meets is found before the first step."""
     from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer as Optimizer

@@ -113,7 +113,7 @@ def test_gradients_of_layers_fetched_in_time_are_the_plain_steps(name: str) -> N
         assert torch.equal(our_gradient, gradient)
 
 
-@pytest.mark.parametrize("others", ["checkpointing", "mlp", "activation_offload", "all"])
+@pytest.mark.parametrize("others", ["checkpointing", "activation_offload", "all"])
 def test_weights_away_stand_beside_what_saves_activations(others: str) -> None:
     model = build("bert")
     inputs = batch_for(model)
@@ -121,8 +121,6 @@ def test_weights_away_stand_beside_what_saves_activations(others: str) -> None:
     setup = setup_for(model)
     if others in ("checkpointing", "all"):
         Checkpointing().apply(setup)
-    if others == "mlp":
-        Checkpointing(part="mlp").apply(setup)
     if others in ("activation_offload", "all"):
         ActivationOffload(min_bytes=1).attach(setup, LateLink())
     host = OptimizerOffload(weights=True).attach(setup, LateLink(), LateLink())

@@ -21,8 +21,6 @@ SINKS = {
     "kept": [LowBitAdamW()],
     "kept8": [LowBitAdamW(), GradientRelease("kept8")],
     "host": [LowBitAdamW(), GradientRelease("host")],
-    "two_pass": [LowBitAdamW(), GradientRelease("two_pass")],
-    "release": [LowBitAdamW(), GradientRelease()],
 }
 
 
@@ -111,21 +109,3 @@ def test_without_clipping_the_logged_norm_is_the_gradients(tmp_path: Path, sink:
     assert len(found[1]) == len(ours.state.log_history) - 1 == STEPS
     assert found[1][0] == pytest.approx(found[0][0], rel=0.05)
     assert stock.state.global_step == STEPS
-
-
-def test_micro_batches_added_to_the_moments_have_no_norm_to_log(tmp_path: Path) -> None:
-    from memfit.engine.micro_batches import MicroBatching
-
-    args = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=8, max_steps=STEPS, logging_steps=1,
-        save_strategy="no", max_grad_norm=0.0, report_to="none", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = BudgetTrainer(
-        model_of(), args, collate, texts(), micro_batching=MicroBatching(max_rows=3),
-        strategies=[LowBitAdamW(), GradientRelease(accumulate=True)],
-    )  # fmt: skip
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == STEPS
-    assert not any("grad_norm" in entry for entry in logged)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memfit.engine.exchange import Peers
 from memfit.memory.tracing import traced_device
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
-from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
-from memfit.strategies.lowbit.step_scalars import LossScale
 
 STAGE_NUMEL = 2**22
 """Elements of each of the two device buffers through which gradients come back."""
@@ -25,24 +23,14 @@ IN_FLIGHT_BYTES = 32 * 2**20
 class HostGradients(LowBitSink):
     """Each gradient goes to the host as it is produced and comes back in chunks for the step.
 
-    `dtype` is how it is kept there: the gradient's own by default, fp32 to add up many
-    micro-batches without rounding. Copies run beside the computation, on their own
-    stream; at most a few gradients are on the card at any time.
+    Copies run beside the computation, on their own stream; at most a few gradients are on the card
+    at any time.
     """
 
     capturable = False
 
-    def __init__(
-        self,
-        optimizer: LowBitOptimizer,
-        *,
-        max_grad_norm: float = 0.0,
-        loss_scale: LossScale | None = None,
-        dtype: torch.dtype | None = None,
-        ranks: Peers | None = None,
-    ) -> None:
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, loss_scale=loss_scale, ranks=ranks)
-        self._dtype = dtype
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._host: dict[Tensor, Tensor] = {}
         self._filled: dict[Tensor, None] = {}
         self._side: torch.cuda.Stream | None = None
@@ -135,9 +123,7 @@ class HostGradients(LowBitSink):
 
     def _buffer(self, p: Tensor) -> Tensor:
         if p not in self._host:
-            self._host[p] = torch.empty(
-                p.numel(), dtype=self._dtype or p.dtype, pin_memory=p.is_cuda
-            )
+            self._host[p] = torch.empty(p.numel(), dtype=p.dtype, pin_memory=p.is_cuda)
         return self._host[p]
 
     def _beside(self) -> torch.cuda.StreamContext | nullcontext[None]:
@@ -184,7 +170,5 @@ class TracedHostGradients(HostGradients):
 
     def _buffer(self, p: Tensor) -> Tensor:
         if p not in self._host:
-            self._host[p] = traced_device.hosted(
-                torch.empty(p.numel(), dtype=self._dtype or p.dtype)
-            )
+            self._host[p] = traced_device.hosted(torch.empty(p.numel(), dtype=p.dtype))
         return self._host[p]

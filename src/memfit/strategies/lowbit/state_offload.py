@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
+from memfit.strategies.lowbit.gradient_sinks import KeptInt8
 from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
 from memfit.strategies.planning import (
     Axis,
@@ -25,9 +26,6 @@ from memfit.strategies.planning import (
     widened,
 )
 from memfit.units import gb
-
-_BESIDE = ("", "kept8", "release")
-"""How gradients may wait beside it; the other ways are slow already, or keep none on the card."""
 
 _STATE_BYTES = 3
 """A parameter's correction and two moments."""
@@ -67,7 +65,7 @@ class StateOffload(Strategy):
         def hosted(option: Option) -> list[Option]:
             beside = Combination(option)
             mode = getattr(beside.get("gradient_release"), "mode", "")
-            if not beside.effects.state_bytes or mode not in _BESIDE:
+            if not beside.effects.state_bytes or mode == "host":
                 return []
             places = [cls(), cls(gradients=True)] if mode == "kept8" else [cls()]
             return [(*option, one) for one in places if asked.works(*option, one)]
@@ -75,10 +73,7 @@ class StateOffload(Strategy):
         return widened(so_far, hosted)
 
     def is_pointless(self, beside: Combination) -> bool:
-        if beside.effects.few_learn:
-            return True  # the state is small already
-        again = beside.get("checkpointing")  # whole layers, before the bus is used
-        return again is not None and again.part == "mlp"
+        return beside.effects.few_learn  # the state is small already
 
     def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
         return Tier.STATE_ON_HOST
@@ -115,7 +110,7 @@ class StateOffload(Strategy):
             )
         if reason := setup.lacks_triton:
             return reason
-        if self.gradients and getattr(setup.make_sink, "name", "") != "kept8":
+        if self.gradients and setup.make_sink is not KeptInt8:
             return Message("only gradients of eight bits can be added up there; take kept8")
         # What the host of a card that is not here has free is the planner's to ask.
         if setup.card is not None:
