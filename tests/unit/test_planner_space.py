@@ -21,12 +21,9 @@ from memfit.strategies import (
     Combination,
     Fidelity,
     FusedLayers,
-    HalfPrecision,
-    LowBitAdamW,
     Setup,
     Strategy,
     ordered,
-    registry,
 )
 
 SMALL = bert(4, 64, 500)
@@ -136,7 +133,6 @@ def test_a_strategy_on_its_own_axis_is_used_beside_everything_or_not_at_all(
     class Halved(Strategy):
         name = "halved"
         axis = Axis.OWN
-        follows = "packing"
 
         @property
         def fidelity(self) -> Fidelity:
@@ -156,8 +152,6 @@ def test_a_strategy_on_its_own_axis_is_used_beside_everything_or_not_at_all(
     with_it = [one for one in found if one.get("halved")]
     allowed = [one for one in before if not one.effects.recomputes]
     assert len(with_it) == len(allowed) > 0
-    names_of = [[one.name for one in each.strategies] for each in with_it]
-    assert all(names[names.index("packing") + 1] == "halved" for names in names_of)
 
 
 def test_micro_batches_go_down_to_the_longest_row() -> None:
@@ -189,25 +183,6 @@ def test_worst_batch_has_the_longest_rows() -> None:
     assert cut.worst_tokens == sum(range(991, 1001))
     assert cut.tokens == pytest.approx(5005, rel=0.2)
     assert batches.usual_most_tokens() <= cut.worst_tokens
-
-
-def test_what_loses_too_much_in_float16_is_left_out_on_cards_without_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workload, old = task(SMALL), find_card("T4")
-    assert {"lowbit_adamw"} <= names(every(workload, card=old))
-    monkeypatch.setitem(registry.FLOAT16_POINTS, LowBitAdamW(16, "float16"), -0.4)
-    monkeypatch.setitem(registry.FLOAT16_POINTS, HalfPrecision("float16"), -0.2)
-    used = {strategy for one in every(workload, card=old) for strategy in one.strategies}
-    assert LowBitAdamW(24, "float16") in used
-    assert LowBitAdamW(16, "float16") not in used
-    monkeypatch.setitem(registry.FLOAT16_POINTS, LowBitAdamW(24, "float16"), -0.31)
-    asked = PlanRequest(workload, old, lambda _: "")
-    found = names(list(candidates(asked)))
-    assert "lowbit_adamw" not in found
-    assert "half_precision" in found  # in its place: it loses less
-    assert asked.left_out["lowbit_adamw"] == "in float16 it loses 0.3 points of F1"
-    assert "lowbit_adamw" in names(every(workload))  # bfloat16 is another matter
 
 
 @pytest.mark.parametrize(
