@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -131,11 +132,11 @@ class Comparison:
                     "metrics": view.summary.metrics,
                     "memory": {
                         "budget_bytes": view.summary.memory.budget_bytes,
-                        "predicted_bytes": _peak_bytes(view, "predicted"),
-                        "measured_bytes": _peak_bytes(view, "measured"),
+                        "predicted_bytes": view.peak_bytes("predicted"),
+                        "measured_bytes": view.peak_bytes("measured"),
                     },
                     "seconds": view.summary.seconds,
-                    "rows_a_second": _speed(view),
+                    "rows_a_second": view.median_rows_a_second,
                     "warnings": [one.kind for one in view.summary.warnings],
                 }
                 for index, (name, view) in enumerate(self.runs.items())
@@ -148,10 +149,12 @@ class Comparison:
         target = Path(path).expanduser().absolute()
         if target.is_dir():
             target = target / "comparison.html"
-        if target.is_file() and not _is_ours(target):
-            raise OutputError(
-                t("{path} is not a page of memfit; name another with --output", path=target)
-            )
+        if target.is_file():
+            with target.open(encoding="utf-8", errors="replace") as file:
+                if _MADE_BY_MEMFIT not in file.read(5000):
+                    raise OutputError(
+                        t("{path} is not a page of memfit; name another with --output", path=target)
+                    )
         html = self.page(target.parent)
         try:
             with atomic_writer(target) as file:
@@ -185,73 +188,53 @@ class Comparison:
 
 def compare_runs(folders: Sequence[str | os.PathLike[str]]) -> Comparison:
     """Reads the runs; a folder that holds runs stands for all of them."""
-    found = dict.fromkeys(
-        run
-        for folder in folders
-        for run in _runs_in(Path(os.path.abspath(Path(folder).expanduser())))
-    )
+    found: dict[Path, None] = {}
+    for given in folders:
+        folder = Path(os.path.abspath(Path(given).expanduser()))
+        inside = sorted(folder.iterdir()) if folder.is_dir() and not _is_run(folder) else []
+        # Reading a folder without any run says what is missing.
+        found |= dict.fromkeys([one for one in inside if _is_run(one)] or [folder])
     if len(found) < 2:
         raise ConfigError(t("give at least two runs to compare"))
-    return Comparison(
-        {name: read_view(RunFolder(path)) for name, path in _named(list(found)).items()}
-    )
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    if _is_run(folder) or not folder.is_dir():
-        return [folder]  # reading it says what is missing
-    return sorted(item for item in folder.iterdir() if _is_run(item)) or [folder]
+    names: dict[str, Path] = {}
+    for depth in itertools.count(1):  # as many of their last parts as tell them apart
+        names = {"/".join(folder.parts[-depth:]): folder for folder in found}
+        if len(names) == len(found):
+            break
+    return Comparison({name: read_view(RunFolder(path)) for name, path in names.items()})
 
 
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("summary.json", "run.toml"))
 
 
-def _named(folders: Sequence[Path]) -> dict[str, Path]:
-    """By as many of their last parts as tell them apart."""
-    depth = 1
-    while True:
-        names = {"/".join(folder.parts[-depth:]): folder for folder in folders}
-        if len(names) == len(folders):
-            return names
-        depth += 1
-
-
-def _is_ours(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return _MADE_BY_MEMFIT in file.read(5000)
-
-
 def _shown(name: str, view: RunView, folder: Path | None) -> dict[str, Any]:
-    there = folder is not None and view.folder.report.is_file()
+    """A run as the page's list shows it, with a link to its report."""
+    report, link = view.folder.report, ""
+    if folder is not None and report.is_file():
+        try:
+            link = quote(Path(os.path.relpath(report, folder)).as_posix())
+        except ValueError:  # another drive of Windows
+            link = report.as_uri()
     return {
         "name": clean(name),
         "path": clean(view.folder.path),
         "state": sections.state(view),
         "verdict": sections.verdict(view),
         "warnings": len(view.summary.warnings),
-        "report": _relative(view.folder.report, folder) if there and folder else "",
+        "report": link,
     }
 
 
 def _in_short(name: str, view: RunView) -> tuple[str, str]:
     """The leading metric, the time and the memory of a run."""
-    summary = view.summary
-    facts = [f"{named('metric', key)} {metric(one)}" for key, one in summary.metrics.items()][:1]
+    metrics = view.summary.metrics.items()
+    facts = [f"{named('metric', key)} {metric(value)}" for key, value in metrics][:1]
     if view.seconds:
         facts.append(format_seconds(view.seconds))
-    if peak_bytes := _peak_bytes(view, "measured"):
+    if peak_bytes := view.peak_bytes("measured"):
         facts.append(format_bytes(peak_bytes))
     return clean(name), " · ".join(facts) or "–"
-
-
-def _relative(target: Path, folder: Path) -> str:
-    from urllib.parse import quote
-
-    try:
-        return quote(Path(os.path.relpath(target, folder)).as_posix())
-    except ValueError:  # another drive of Windows
-        return target.as_uri()
 
 
 def _same_rows(views: Sequence[RunView]) -> bool:
@@ -269,13 +252,18 @@ def _same_device(views: Sequence[RunView]) -> bool:
     return not _differs([view.summary.device for view in views])
 
 
-# ---- the lines ----
+def _differs(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+# ---- settings ----
 
 
 def _settings(views: Sequence[RunView]) -> Iterator[Row]:
     for key, values in _differing(views).items():
         name = key.rpartition(".")[2]
-        shown = tuple(terminal.shorten(_setting(name, value), 60) for value in values)
+        words = (_setting(name, value) for value in values)
+        shown = tuple(terminal.shorten(one, 60) for one in words)
         yield Row(name if name in _LIBRARIES else setting_name(name), shown)
 
 
@@ -287,10 +275,8 @@ def _setting(name: str, value: Any) -> str:
 
 def _differing(views: Sequence[RunView]) -> dict[str, list[Any]]:
     """Settings that are not the same in all runs; what a run used, before what it was told."""
-    used = [_used(view) for view in views]
-    told = [_flat(view.config) for view in views]
-    found = {}
-    for group in (used, told):
+    found: dict[str, list[Any]] = {}
+    for group in ([_used(view) for view in views], [_flat(view.config) for view in views]):
         for key in dict.fromkeys(key for one in group for key in one):
             values = [one.get(key) for one in group]
             if key.rpartition(".")[2] not in found and key != "output_dir" and _differs(values):
@@ -299,11 +285,10 @@ def _differing(views: Sequence[RunView]) -> dict[str, list[Any]]:
 
 
 def _used(view: RunView) -> dict[str, Any]:
-    summary = view.summary
-    plan = view.plan
+    summary, plan = view.summary, view.plan
     return {
         "model": summary.model,
-        **{name: value for name, value in summary.training.items() if name != "steps"},
+        **summary.training,
         "steps": view.step,
         "max_length": summary.lengths.get("max_length"),
         "strategies": [one[0] for one in plan.strategies] if plan else None,
@@ -337,14 +322,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else str(value)
 
 
-def _differs(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values)
+# ---- figures ----
 
 
 def _metrics(views: Sequence[RunView]) -> Iterator[Row]:
-    names = dict.fromkeys(name for view in views for name in view.summary.metrics)
     comparable = _same_rows(views) and _same_positive(views)
-    for name in names:
+    for name in dict.fromkeys(name for view in views for name in view.summary.metrics):
         values = [view.summary.metrics.get(name) for view in views]
         best = _best(views, values, lowest=name in _LOWER_IS_BETTER) if comparable else _NONE
         yield Row(named("metric", name), tuple(metric(value) for value in values), best)
@@ -354,56 +337,43 @@ def _metrics(views: Sequence[RunView]) -> Iterator[Row]:
 
 def _memory(views: Sequence[RunView]) -> Iterator[Row]:
     budgets = [view.summary.memory.budget_bytes for view in views]
-    if any(budgets):
-        shown = (format_both(one) if one else None for one in budgets)
-        yield Row(t("budget"), _cells(shown))
+    yield from _row(t("budget"), budgets, format_both)
     for which, title in (("predicted", N_("peak, predicted")), ("measured", N_("peak, measured"))):
-        peaks = [_peak_bytes(view, which) for view in views]
-        if any(peaks):
-            shown = (format_bytes(one) if one else None for one in peaks)
-            yield Row(t(title), _cells(shown), _best(views, peaks, lowest=True))
-    shares = [
-        peak / budget if (peak := _peak_bytes(view, "measured")) and budget else None
-        for view, budget in zip(views, budgets, strict=True)
-    ]
-    if any(shares):
-        yield Row(t("of the budget"), _cells(percent(one) if one else None for one in shares))
-
-
-def _peak_bytes(view: RunView, which: str) -> int | None:
-    peak = getattr(view.summary.memory, which)
-    return peak.device_bytes if peak is not None else None
+        peaks = [view.peak_bytes(which) for view in views]
+        yield from _row(t(title), peaks, format_bytes, _best(views, peaks, lowest=True))
+    measured = [view.peaks.get("measured") for view in views]
+    yield from _row(t("of the budget"), [peak and peak.share for peak in measured], percent)
 
 
 def _time(views: Sequence[RunView]) -> Iterator[Row]:
     comparable = _same_device(views)
     for which in ("train", "total"):
         seconds = [view.summary.seconds.get(which) for view in views]
-        if any(seconds):
-            shown = (format_seconds(one) if one else None for one in seconds)
-            # A run that did not come to its end was not quicker.
-            done = [
-                one if view.state == FINISHED else None
-                for one, view in zip(seconds, views, strict=True)
-            ]
-            best = _best(views, done, lowest=True) if comparable else _NONE
-            yield Row(named("work", which), _cells(shown), best)
-    speeds = [_speed(view) for view in views]
-    if any(speeds):
-        shown = (f"{one:,.3g}" if one else None for one in speeds)
-        best = _best(views, speeds, lowest=False) if comparable else _NONE
-        yield Row(t("rows a second"), _cells(shown), best)
+        # A run that did not come to its end was not quicker.
+        ended = zip(seconds, views, strict=True)
+        done = [one if view.state == FINISHED else None for one, view in ended]
+        best = _best(views, done, lowest=True) if comparable else _NONE
+        yield from _row(named("work", which), seconds, format_seconds, best)
+    speeds = [view.median_rows_a_second for view in views]
+    best = _best(views, speeds, lowest=False) if comparable else _NONE
+    yield from _row(t("rows a second"), speeds, "{:,.3g}".format, best)
 
 
-def _speed(view: RunView) -> float | None:
-    values = [value for _, value in view.rows_a_second]
-    return statistics.median(values) if values else None
+def _row(
+    name: str,
+    values: Sequence[Any],
+    words: Callable[[Any], str],
+    best: frozenset[int] = _NONE,
+) -> Iterator[Row]:
+    """A line of figures; none if no run has the figure."""
+    if any(values):
+        yield Row(name, tuple(words(value) if value else "–" for value in values), best)
 
 
 def _best(
     views: Sequence[RunView], values: Sequence[float | None], *, lowest: bool
 ) -> frozenset[int]:
-    """Where the best value of a model one may use stands; nowhere, if all are the same."""
+    """Where the best value of a usable model stands; nowhere, if all are the same."""
     known = {
         index: value
         for index, (view, value) in enumerate(zip(views, values, strict=True))
@@ -413,7 +383,3 @@ def _best(
         return _NONE
     best = min(known.values()) if lowest else max(known.values())
     return frozenset(index for index, value in known.items() if value == best)
-
-
-def _cells(values: Any) -> tuple[str, ...]:
-    return tuple(value or "–" for value in values)

@@ -10,7 +10,6 @@ import base64
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,19 +40,14 @@ def write_report(run_dir: str | os.PathLike[str], *, lang: str | None = None) ->
 
 
 def render(
-    folder: RunFolder,
-    *,
-    live: bool = False,
-    lang: str | None = None,
-    served: bool = False,
-    ending: Mapping[str, Any] | None = None,
+    folder: RunFolder, *, live: bool = False, lang: str | None = None, served: bool = False
 ) -> str:
     """The page as text; a live one asks for itself again for as long as the run trains.
 
     It speaks `lang`, or what was asked for with --lang, or what the run spoke. `served` pages have
-    a box to try a sentence. `ending` is what the run's last files will say (`read_view`).
+    a box to try a sentence.
     """
-    view = read_view(folder, live=live, ending=ending)
+    view = read_view(folder, live=live)
     with speaking(_spoken(view, lang)):
         return _page(view, live=live and view.state == RUNNING, served=served)
 

@@ -13,8 +13,9 @@ import functools
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -133,69 +134,56 @@ def available() -> bool:
     return True
 
 
+@dataclass
 class Drawing:
-    """One drawing: `axes` inside the with-block, `svg` after it; no global state is left.
+    """A figure with one pair of axes, and what became of it."""
 
-    `name` tells it apart from others in the page, `label` is what a screen reader says.
+    figure: Any
+    axes: Any
+    svg: str = ""
+    frame: Mapping[str, list[float]] = field(default_factory=dict)
+    """Where the axes lie in the drawing, and from where to where they reach."""
+
+
+@contextmanager
+def drawing_of(name: str, label: str, size_inches: tuple[float, float]) -> Iterator[Drawing]:
+    """Draws on the `axes` inside the block; `svg` and `frame` are there after it.
+
+    `name` tells it apart from others in the page, `label` is what a screen reader says. No global
+    state is left.
     """
+    if not available():
+        raise MemfitError(
+            t("drawings need matplotlib; install it with: pip install 'memfit[report]'")
+        )
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    def __init__(self, name: str, label: str, size_inches: tuple[float, float]) -> None:
-        if not available():
-            raise MemfitError(
-                t("drawings need matplotlib; install it with: pip install 'memfit[report]'")
-            )
-        self.name, self.label, self.size_inches = name, label, size_inches
-        self.svg = ""
-        self.frame: dict[str, list[float]] = {}
-        """Where the axes lie in the drawing, and from where to where they reach."""
-        self.axes: Any = None
-        self.figure: Any = None
-
-    def __enter__(self) -> Drawing:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
-        # Element ids are made from the salt; two drawings in one page must not share them.
-        self._style = rc_context({**STYLE, "svg.hashsalt": self.name})
-        self._style.__enter__()
-        self.figure = Figure(figsize=self.size_inches, layout="constrained")
-        self.axes = self.figure.subplots()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if error[0] is None:
-                self.svg = _for_page(self._rendered(), self.label)
-                self.frame = self._frame()
-        finally:
-            self._style.__exit__(*error)
-
-    def _frame(self) -> dict[str, list[float]]:
-        place = self.axes.get_position()
-        width, height = (72 * inches for inches in self.size_inches)  # an SVG's unit is a point
-        box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
-        reach = {"x": self.axes.get_xlim(), "y": self.axes.get_ylim()}
-        return {
-            "box": [round(value, 1) for value in box],
-            **{name: [_short(value) for value in ends] for name, ends in reach.items()},
-        }
-
-    def _rendered(self) -> str:
+    # Element ids are made from the salt; two drawings in one page must not share them.
+    with rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=size_inches, layout="constrained")
+        made = Drawing(figure, figure.subplots())
+        yield made
         out = io.StringIO()
         with warnings.catch_warnings():
             # A Chinese word is not in matplotlib's font, but it is in the page's.
             warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        return out.getvalue()
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        made.svg = _for_page(out.getvalue(), label)
+        place = made.axes.get_position()
+        width, height = (72 * inches for inches in size_inches)  # an SVG's unit is a point
+        box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
+        made.frame = {
+            "box": [round(value, 1) for value in box],
+            "x": [_short(value) for value in made.axes.get_xlim()],
+            "y": [_short(value) for value in made.axes.get_ylim()],
+        }
 
 
 def _for_page(svg: str, label: str) -> str:
     """Without XML header and foreign ids; with the page's colours and font and a spoken name."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = _OWN_ID.sub("", svg)
-    svg = _FONT_FAMILY.sub("", svg)
-    svg = _FONT.sub(r"font-size: \1px", svg)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = _FONT.sub(r"font-size: \1px", _FONT_FAMILY.sub("", _OWN_ID.sub("", svg)))
     for stand_in, colour in _PAGE_COLOURS.items():
         svg = svg.replace(stand_in, colour)
     # The page sets the width; a fixed height would leave a gap on a phone.
@@ -212,7 +200,7 @@ R = TypeVar("R")
 def _drawn_once(draw: Callable[P, R]) -> Callable[P, R]:
     """Draws a picture again only if what it shows has changed: one takes about 0.1 s.
 
-    A live page is drawn every few seconds, and a finished one after its drawings (`run` package).
+    A live page is drawn every few seconds.
     """
     last: dict[Any, tuple[str, R]] = {}
 
@@ -285,7 +273,7 @@ def line_chart(
 
     `by_epoch` the points are over epochs already. The axis ends at the last point or at `until`.
     """
-    with Drawing(name, label, _SIZE_INCHES) as drawing:
+    with drawing_of(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
         for line in lines:
             shown = thin(line.points)
@@ -293,7 +281,13 @@ def line_chart(
             marker = "o" if len(shown) <= 12 else None
             axes.plot(x, y, marker=marker, markersize=3.5, **line.look)
         if best is not None:
-            _mark_best(axes, lines, best)
+            axes.axvline(best, color=INK, linewidth=0.8, alpha=0.5)
+            for line in lines:
+                star = [value for step, value in line.points if step == best][-1:]
+                axes.plot(
+                    [best] * len(star), star, marker="*", markersize=11, color=line.look["color"],
+                    markeredgecolor=PAPER, markeredgewidth=0.8, zorder=3,
+                )  # fmt: skip
         axes.set_xlabel(x_label)
         _from_zero(axes, [*(line.points for line in lines), [(until, 0.0)]], whole=not by_epoch)
         axes.yaxis.set_major_formatter("{x:g}")
@@ -304,27 +298,11 @@ def line_chart(
     return Chart(drawing.svg, _hover(drawing, lines, steps_per_epoch))
 
 
-def _mark_best(axes: Axes, lines: Sequence[Line], best: float) -> None:
-    axes.axvline(best, color=INK, linewidth=0.8, alpha=0.5)
-    for line in lines:
-        found = [value for step, value in line.points if step == best]
-        if found:
-            axes.plot(
-                [best], found[-1:], marker="*", markersize=11, color=line.look["color"],
-                markeredgecolor=PAPER, markeredgewidth=0.8, zorder=3,
-            )  # fmt: skip
-
-
 def _epochs_above(axes: Axes, steps_per_epoch: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    def epoch_at(step: Any) -> Any:
-        return step / steps_per_epoch
-
-    def step_at(epoch: Any) -> Any:
-        return epoch * steps_per_epoch
-
-    above = axes.secondary_xaxis("top", functions=(epoch_at, step_at))
+    scales = (lambda step: step / steps_per_epoch, lambda epoch: epoch * steps_per_epoch)
+    above = axes.secondary_xaxis("top", functions=scales)
     above.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 5, 10]))
     above.xaxis.set_major_formatter(
         FuncFormatter(lambda at, _: t("epoch {number}", number=f"{at:g}") if at > 0 else "")
@@ -363,7 +341,7 @@ def memory_bars(
     """One stacked bar a row, by component, and a line where the budget ends."""
     highest = max([sum(parts.values()) for parts in bars.values()] + [budget_bytes or 0, 1])
     unit_bytes, unit = _unit(highest)
-    with Drawing(name, label, (_SIZE_INCHES[0], 0.9 + 0.72 * len(bars))) as drawing:
+    with drawing_of(name, label, (_SIZE_INCHES[0], 0.9 + 0.72 * len(bars))) as drawing:
         axes: Axes = drawing.axes
         for row, (title, parts) in enumerate(bars.items()):
             begun = 0.0
@@ -404,7 +382,7 @@ def memory_over_time(
         replace(one, points=[(x, y / unit_bytes) for x, y in thin(one.points, highest=True)])
         for one in (now, peak)
     )
-    with Drawing(name, label, _SIZE_INCHES) as drawing:
+    with drawing_of(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
         x, y = [point[0] for point in used.points], [point[1] for point in used.points]
         axes.fill_between(x, y, color=used.look["color"], alpha=0.25, linewidth=0)
@@ -437,7 +415,7 @@ def histogram(
     y_label: str,
 ) -> str:
     """Bars of (first, last, rows), with a line where texts are cut."""
-    with Drawing(name, label, _SIZE_INCHES) as drawing:
+    with drawing_of(name, label, _SIZE_INCHES) as drawing:
         axes: Axes = drawing.axes
         axes.bar(
             [first for first, _, _ in bins],

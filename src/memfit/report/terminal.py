@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.i18n import N_, NP_, language, nt, pt, t
-from memfit.memory.components import MemoryPeak
 from memfit.printing import clean, encodable
-from memfit.report.formatting import averaging_sentence, named, together
+from memfit.report.formatting import averaging_sentence, metric, named, together
+from memfit.report.view import RunView
 from memfit.units import format_bytes, format_seconds, percent
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ _STATUSES = {
     "running": N_("running"),
     "stopped": N_("stopped"),
     "failed": N_("failed"),
-    "waiting": N_("waiting"),
 }
 
 _TASKS = {
@@ -74,13 +73,6 @@ def shorten(text: object, cells: int) -> str:
     line = Text(" ".join(clean(text).split()))
     line.truncate(cells, overflow="ellipsis")
     return line.plain
-
-
-def metric(value: float | None) -> str:
-    """0.9340, 12.71; a dash for what is not a number."""
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if abs(value) <= 1 else f"{value:.4g}"
 
 
 def table(*columns: str, title: str = "") -> Table:
@@ -129,70 +121,46 @@ def metrics_table(evaluation: Evaluation) -> RenderableType:
             each.add_row(Text(shorten(row.name, 32)), *numbers, f"{row.rows:,}")
         parts.append(Padding(each, (1, 0, 0, 0)))
     if 0 < len(evaluation.confusion) <= SMALL_MATRIX:
-        parts.append(Padding(_confusion_table(evaluation), (1, 0, 0, 0)))
+        names = [shorten(row.name, 12) for row in evaluation.classes]
+        matrix = table(t("true ↓ predicted →"), *names)
+        for index, (name, counts) in enumerate(zip(names, evaluation.confusion, strict=True)):
+            cells = (
+                Text(f"{count:,}", style="bold" if column == index else "" if count else "dim")
+                for column, count in enumerate(counts)
+            )
+            matrix.add_row(Text(name), *cells)
+        parts.append(Padding(matrix, (1, 0, 0, 0)))
     return Group(*parts)
-
-
-def _confusion_table(evaluation: Evaluation) -> Table:
-    names = [shorten(row.name, 12) for row in evaluation.classes]
-    matrix = table(t("true ↓ predicted →"), *names)
-    for index, (name, counts) in enumerate(zip(names, evaluation.confusion, strict=True)):
-        cells = (
-            Text(f"{count:,}", style="bold" if column == index else "" if count else "dim")
-            for column, count in enumerate(counts)
-        )
-        matrix.add_row(Text(name), *cells)
-    return matrix
 
 
 def training_result(summary: RunSummary, folder: Path | None = None) -> RenderableType:
     """How a run ended: metrics, time, memory predicted and measured, and where it lies."""
-    facts = _facts()
+    facts, training = _facts(), summary.training
     if summary.metrics:
-        facts.add_row(
-            _padded("result"),
-            metrics_line(summary.metrics, summary.averaging, summary.positive),
-        )
-    facts.add_row(_padded("training"), Text(_training_sentence(summary)))
-    memory = summary.memory
-    for name, peak in (("predicted", memory.predicted), ("measured", memory.measured)):
-        if peak is not None:
-            step = memory.measured_step if name == "measured" else None
-            facts.add_row(_padded(name), _peak_text(peak, step, memory.budget_bytes))
+        line = metrics_line(summary.metrics, summary.averaging, summary.positive)
+        facts.add_row(_padded("result"), line)
+    words = [t(_STATUSES[summary.status]) if summary.status in _STATUSES else summary.status]
+    if training.get("stopped_early"):
+        words.append(t("stopped early"))
+    if (steps := training.get("steps")) is not None:
+        words.append(t("{steps:,} steps", steps=steps))
+    if (epochs := training.get("epochs")) is not None:
+        number = 1 if epochs == 1 else 2
+        words.append(nt("{epochs:g} epoch", "{epochs:g} epochs", number, epochs=round(epochs, 2)))
+    if (seconds := summary.seconds.get("train")) is not None:
+        words.append(format_seconds(seconds))
+    facts.add_row(_padded("training"), Text(listed(words)))
+    for name, peak in RunView(summary=summary).peaks.items():
+        one_step = peak.step is not None
+        kind = N_("{bytes} at the peak of step {step}") if one_step else N_("{bytes} at the peak")
+        said = t(kind, bytes=format_bytes(peak.device_bytes), step=f"{peak.step or 0:,}")
+        if peak.share is not None:
+            said = t("{peak}, {share} of the budget", peak=said, share=percent(peak.share))
+        facts.add_row(_padded(name), Text(said))
     if folder is not None:
         facts.add_row(_padded("model"), Text(str(folder)))
         facts.add_row(_padded("report"), Text(str(folder / "report.html")))
     return facts
-
-
-def _peak_text(peak: MemoryPeak, step: int | None, budget_bytes: int | None) -> Text:
-    kind = N_("{bytes} at the peak") if step is None else N_("{bytes} at the peak of step {step}")
-    said = t(kind, bytes=format_bytes(peak.device_bytes), step=f"{step or 0:,}")
-    if not budget_bytes:
-        return Text(said)
-    share = percent(peak.device_bytes / budget_bytes)
-    return Text(t("{peak}, {share} of the budget", peak=said, share=share))
-
-
-def _training_sentence(summary: RunSummary) -> str:
-    steps, epochs = summary.training.get("steps"), summary.training.get("epochs")
-    seconds = summary.seconds.get("train")
-    words = [status_name(summary.status)]
-    if summary.training.get("stopped_early"):
-        words.append(t("stopped early"))
-    if steps is not None:
-        words.append(t("{steps:,} steps", steps=steps))
-    if epochs is not None:
-        number = 1 if epochs == 1 else 2
-        words.append(nt("{epochs:g} epoch", "{epochs:g} epochs", number, epochs=round(epochs, 2)))
-    if seconds is not None:
-        words.append(format_seconds(seconds))
-    return listed(words)
-
-
-def status_name(status: str) -> str:
-    """What a reader calls the state of a run; itself if there is no name for it."""
-    return t(_STATUSES[status]) if status in _STATUSES else status
 
 
 def listed(words: Iterable[str], mark: str = ", ") -> str:
@@ -206,14 +174,25 @@ def data_summary(
     """What was found, where every row went, how the classes are spread, what `max_length` cuts."""
     facts = _facts()
     if counts.text_column:
-        facts.add_row(t("columns"), Text(_columns_sentence(counts, task)))
-    facts.add_row(t("rows"), Text(_rows_sentence(counts)))
-    # Of the rows, which may have several labels each.
-    total = counts.train_rows
-    shown = list(counts.train_class_counts.items())[:MOST_CLASSES]
-    for index, (name, rows) in enumerate(shown):
-        share = rows / total if total else 0.0
-        line = f"{rows:>7,}  {percent(share):>5}  {shorten(name, 40)}"
+        # text review, label label; single-label; gb18030
+        columns = {
+            N_("text {name}"): counts.text_column,
+            N_("pair {name}"): counts.text_pair_column,
+            N_("label {name}"): counts.label_column,
+            N_("group {name}"): counts.group_column,
+        }
+        words = listed(t(role, name=shorten(name, 60)) for role, name in columns.items() if name)
+        kind = t(_TASKS[task]) if task in _TASKS else task.replace("_", "-")
+        said = listed([part for part in (words, kind, counts.encoding) if part], "; ")
+        facts.add_row(t("columns"), Text(said))
+    train, validation = f"{counts.train_rows:,}", f"{counts.validation_rows:,}"
+    rows = t("{train} to train on, {validation} to validate", train=train, validation=validation)
+    left_out = _left_out(rows, counts.dropped_no_text, counts.dropped_no_label)
+    facts.add_row(t("rows"), Text(left_out))
+    for index, (name, count) in enumerate(list(counts.train_class_counts.items())[:MOST_CLASSES]):
+        # Of the rows, which may have several labels each.
+        share = percent(count / counts.train_rows if counts.train_rows else 0.0)
+        line = f"{count:>7,}  {share:>5}  {shorten(name, 40)}"
         facts.add_row("" if index else t("classes"), Text(line))
     if (more := len(counts.train_class_counts) - MOST_CLASSES) > 0:
         facts.add_row("", Text(t("and {count} more", count=f"{more:,}")))
@@ -232,35 +211,15 @@ def warnings_list(warnings: Sequence[RunWarning]) -> RenderableType:
     return facts
 
 
-def _columns_sentence(counts: DataCounts, task: str) -> str:
-    """text review, label label; single-label; gb18030."""
-    columns = (
-        (N_("text {name}"), counts.text_column),
-        (N_("pair {name}"), counts.text_pair_column),
-        (N_("label {name}"), counts.label_column),
-        (N_("group {name}"), counts.group_column),
-    )
-    words = listed(t(role, name=shorten(name, 60)) for role, name in columns if name)
-    kind = t(_TASKS[task]) if task in _TASKS else task.replace("_", "-")
-    return listed([part for part in (words, kind, counts.encoding) if part], "; ")
-
-
-def _rows_sentence(counts: DataCounts) -> str:
-    train, validation = f"{counts.train_rows:,}", f"{counts.validation_rows:,}"
-    words = t("{train} to train on, {validation} to validate", train=train, validation=validation)
-    return _left_out(words, counts.dropped_no_text, counts.dropped_no_label)
-
-
 def _left_out(rows: str, no_text: int, no_label: int) -> str:
-    if not no_text and not no_label:
+    kinds = {
+        (True, True): N_("{rows}; left out {no_text} without text and {no_label} without label"),
+        (True, False): N_("{rows}; left out {no_text} without text"),
+        (False, True): N_("{rows}; left out {no_label} without label"),
+    }
+    kind = kinds.get((bool(no_text), bool(no_label)))
+    if kind is None:
         return rows
-    kind = (
-        N_("{rows}; left out {no_text} without text and {no_label} without label")
-        if no_text and no_label
-        else N_("{rows}; left out {no_text} without text")
-    )
-    if not no_text:
-        kind = N_("{rows}; left out {no_label} without label")
     return t(kind, rows=rows, no_text=f"{no_text:,}", no_label=f"{no_label:,}")
 
 
@@ -321,8 +280,6 @@ _FACT_NAMES = {
 
 def fact_line(name: str, text: str) -> str:
     """One fact of a run, its name as wide as those of the data's summary above it."""
-    from rich.cells import cell_len
-
     title = t(_FACT_NAMES[name])
     cells = max(cell_len(t("columns")), cell_len(t("classes"))) + 2
     return title + " " * max(cells - cell_len(title), 1) + text

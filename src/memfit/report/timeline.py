@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memfit.i18n import t
 from memfit.memory.components import COMPONENT_NAMES, Component, Event
 from memfit.report.page import fill
-from memfit.report.plots import COMPONENTS, INK, PAPER, Drawing, palette_css
+from memfit.report.plots import COMPONENTS, INK, PAPER, drawing_of, palette_css
 from memfit.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def draw_timeline(
 ) -> str:
     """Stacked areas over the events, the peak marked."""
     top_bytes = peak.total_bytes + context_bytes
-    with Drawing("memfit", t("Memory over the step, by component"), (9.6, 4.4)) as drawing:
+    with drawing_of("memfit", t("Memory over the step, by component"), (9.6, 4.4)) as drawing:
         axes: Axes = drawing.axes
         unit_bytes, unit = (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
         _areas(axes, shown, context_bytes, unit_bytes)

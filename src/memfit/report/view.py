@@ -150,6 +150,10 @@ class RunView:
             if peak is not None
         }
 
+    def peak_bytes(self, which: str) -> int | None:
+        """All that the device holds at the `predicted` or the `measured` peak."""
+        return self.peaks[which].device_bytes if which in self.peaks else None
+
     @cached_property
     def context_bytes(self) -> int:
         """The CUDA context: device memory outside the allocator, which no sample contains."""
@@ -198,6 +202,12 @@ class RunView:
         ]
 
     @property
+    def median_rows_a_second(self) -> float | None:
+        """The throughput of the whole run."""
+        values = [value for _, value in self.rows_a_second]
+        return statistics.median(values) if values else None
+
+    @property
     def seconds_left(self) -> float | None:
         """By the later half of what was sampled, since the first steps warm up."""
         if self.state != RUNNING or not self.max_steps or len(self.samples) < 4:
@@ -242,23 +252,15 @@ class RunView:
 # ---- reading a folder ----
 
 
-def read_view(
-    folder: RunFolder, *, live: bool = False, ending: Mapping[str, Any] | None = None
-) -> RunView:
-    """Reads everything; OutputError where the folder holds no run.
-
-    `ending` has the `summary` and the `trainer_state` of a run that is about to write them.
-    """
+def read_view(folder: RunFolder, *, live: bool = False) -> RunView:
+    """Reads everything; OutputError where the folder holds no run."""
     recorded = read_log(folder.path)
-    finished = ending is not None or folder.summary.is_file()
-    if ending is not None:
-        summary, trainer_state = RunSummary.from_dict(ending["summary"]), ending["trainer_state"]
-    else:
-        summary = read_summary(folder.path) if finished else _unfinished(folder, recorded)
-        try:
-            trainer_state = folder.trainer_state()
-        except OutputError:  # cut off while it was written
-            trainer_state = {}
+    finished = folder.summary.is_file()
+    summary = read_summary(folder.path) if finished else _unfinished(folder, recorded)
+    try:
+        trainer_state = folder.trainer_state()
+    except OutputError:  # cut off while it was written
+        trainer_state = {}
     history = [one for one in trainer_state.get("log_history") or () if isinstance(one, dict)]
     if not (finished and history):
         last = _last_step(history)
