@@ -97,28 +97,36 @@ def evaluate_predictions(
     # A diverged model would otherwise pass for one that always answers class 0.
     broken_rows = int(np.isnan(logits).reshape(len(logits), -1).any(axis=1).sum())
     if broken_rows:
-        said = {"rows": f"{broken_rows:,}", "count": f"{len(logits):,}"}
         raise MemfitError(
             t(
                 "the model answers {rows} of {count} rows with NaN: the training has diverged; "
                 "lower the learning rate or train in bf16 or fp32 instead of fp16",
-                **said,
+                rows=f"{broken_rows:,}",
+                count=f"{len(logits):,}",
             )
         )
     scoring = scoring_for(labelspace) if scoring is None else scoring
     if labelspace.task == "regression":
         return _regression(logits, labels, scoring)
-    if labelspace.task == "single_label":
-        _check_ids(labels, labelspace.names)
+    names = labelspace.names
+    if labelspace.task == "single_label" and not 0 <= labels.min() <= labels.max() < len(names):
+        raise DataError(
+            t(
+                "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
+                label=int(labels.min() if labels.min() < 0 else labels.max()),
+                most=len(names) - 1,
+                names=", ".join(names[:5]) + ("…" if len(names) > 5 else ""),
+            )
+        )
     evaluate = _single_label if labelspace.task == "single_label" else _multi_label
     scores = probabilities(logits, labelspace.task)
 
     def score(rules: Scoring) -> float:
         said = answers(scores, labelspace, rules)
-        return evaluate(said, labels, labelspace.names, rules).metrics[rules.leads]
+        return evaluate(said, labels, names, rules).metrics[rules.leads]
 
     scoring = with_tuned_threshold(scores, labels, labelspace, scoring, score)
-    return evaluate(answers(scores, labelspace, scoring), labels, labelspace.names, scoring)
+    return evaluate(answers(scores, labelspace, scoring), labels, names, scoring)
 
 
 def compute_metrics_for(
@@ -219,35 +227,27 @@ def _class_rows(
     )
 
 
-def _check_ids(labels: Array, names: Sequence[str]) -> None:
-    if labels.min() >= 0 and labels.max() < len(names):
-        return
-    wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
-    listed = ", ".join(names[:5]) + ("…" if len(names) > 5 else "")
-    said = {"label": wrong, "most": len(names) - 1, "names": listed}
-    raise DataError(
-        t(
-            "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
-            **said,
-        )
-    )
-
-
 def _single_label(
     said: Array, labels: Array, names: tuple[str, ...], scoring: Scoring
 ) -> Evaluation:
     confusion = np.zeros((len(names), len(names)), dtype=np.int64)
     np.add.at(confusion, (labels.astype(np.int64), said), 1)
+    met = confusion.sum(axis=0) + confusion.sum(axis=1)
     classes = _class_rows(confusion.diagonal(), confusion.sum(0), confusion.sum(1), names)
-    if scoring.averaging == "binary":
-        met = tuple(row for row in classes if row.name == scoring.positive)
-    else:  # a class that is neither in the data nor among the answers has no F1 to average
-        met = _where(classes, confusion.sum(axis=0) + confusion.sum(axis=1))
-    metrics = {**_mean(met), "accuracy": float((said == labels).mean())}
+    averaged = [
+        row
+        for row, count in zip(classes, met, strict=True)
+        # A class that is neither in the data nor among the answers has no F1 to average.
+        if (row.name == scoring.positive if scoring.averaging == "binary" else count)
+    ]
+    metrics = {
+        name: float(np.mean([getattr(row, name) for row in averaged]))
+        for name in ("f1", "precision", "recall")
+    }
     return Evaluation(
         task="single_label",
         rows=len(labels),
-        metrics=_led(metrics, scoring),
+        metrics=_led({**metrics, "accuracy": float((said == labels).mean())}, scoring),
         averaging=scoring.averaging,
         positive=scoring.positive,
         why=scoring.why,
@@ -263,17 +263,6 @@ def _led(metrics: Mapping[str, float], scoring: Scoring) -> dict[str, float]:
     usual = ("f1_macro", "f1", "accuracy", "precision", "recall")
     order = [name for name in (scoring.leads, *usual, *metrics) if name in metrics]
     return {name: metrics[name] for name in order}
-
-
-def _where(classes: tuple[ClassRow, ...], met: Array) -> tuple[ClassRow, ...]:
-    return tuple(row for row, count in zip(classes, met, strict=True) if count)
-
-
-def _mean(classes: Sequence[ClassRow]) -> dict[str, float]:
-    return {
-        name: float(np.mean([getattr(row, name) for row in classes]))
-        for name in ("f1", "precision", "recall")
-    }
 
 
 def _multi_label(
@@ -355,7 +344,12 @@ def load(name_or_path: str) -> Metric:
     """A metric by name ('f1') or by the path of its script ('metrics/f1/f1.py'); no hub needed."""
     name = PureWindowsPath(name_or_path).stem  # reads / and \ alike
     if name not in _METRICS:
-        hint = nearest(name, _METRICS)
-        said = {"name": repr(name_or_path), "known": ", ".join(_METRICS), "hint": hint}
-        raise ConfigError(t("there is no metric {name} here; known are {known}.{hint}", **said))
+        raise ConfigError(
+            t(
+                "there is no metric {name} here; known are {known}.{hint}",
+                name=repr(name_or_path),
+                known=", ".join(_METRICS),
+                hint=nearest(name, _METRICS),
+            )
+        )
     return Metric(name)

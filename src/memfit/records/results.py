@@ -12,7 +12,6 @@ checkpoints/       for --resume
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from memfit._version import __version__
 from memfit.config.files import leftovers, plain, read_json, write_json
 from memfit.errors import OutputError
-from memfit.i18n import Message, message_of, t
+from memfit.i18n import N_, Message, message_of, t
 from memfit.memory.components import MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.run_warnings import RunWarning, warnings_from
@@ -143,27 +142,22 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The configuration that reruns it."""
         return self.path / "run.toml"
 
     @property
     def plan(self) -> Path:
-        """How it is trained, and why."""
         return self.path / "plan.toml"
 
     @property
     def summary(self) -> Path:
-        """Metrics, times, memory."""
         return self.path / "summary.json"
 
     @property
     def evaluation(self) -> Path:
-        """Per-class rows and mistakes."""
         return self.path / "evaluation.json"
 
     @property
     def report(self) -> Path:
-        """The page."""
         return self.path / "report.html"
 
     @property
@@ -215,19 +209,28 @@ def claim_output_folder(
     A run that fails before `keep()` leaves the disk as it found it.
     """
     folder = Path(path)
-    _remove_leftovers(folder)
+    for item in leftovers(folder, _WRITTEN):  # what a killed run left half written
+        with suppress(OSError):
+            _remove(item)
     before = _entries(folder)
     if resume:
-        _check_resumable(folder, before)
-    elif occupied := sorted(before - _NOT_A_RUN):
-        if _looks_like_run(before):
+        if "run.toml" not in before and "checkpoints" not in before:
             raise OutputError(
                 t(
-                    "the output folder {folder} already holds another run; name another "
-                    "--output-dir, or continue it with --resume",
+                    "there is no run to resume in {folder}; leave --resume out to start one, or "
+                    "name the folder of the interrupted run with --output-dir",
                     folder=folder,
                 )
             )
+    elif before & {"run.toml", "summary.json", "checkpoints", "model.safetensors"}:
+        raise OutputError(
+            t(
+                "the output folder {folder} already holds another run; name another "
+                "--output-dir, or continue it with --resume",
+                folder=folder,
+            )
+        )
+    elif occupied := sorted(before - _NOT_A_RUN):
         raise OutputError(
             t(
                 "the output folder {folder} already holds files ({names}); name another "
@@ -236,24 +239,15 @@ def claim_output_folder(
                 names=", ".join(occupied[:3]),
             )
         )
-    made = _make(folder)
+    made = [item for item in (folder, *folder.parents) if not item.exists()]
     claim = OutputClaim(folder)
     try:
+        _check_writable(folder)
         yield claim
     except BaseException:
         if not claim.kept and not resume:
             _clean(folder, before, made)
         raise
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Removes what a killed run left half written."""
-    for item in leftovers(folder, _WRITTEN):
-        with suppress(OSError):
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink()
 
 
 def _entries(folder: Path) -> set[str]:
@@ -262,46 +256,20 @@ def _entries(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except NotADirectoryError:
-        raise OutputError(
-            t(
-                "the output folder {folder} is or lies under a file; name another --output-dir",
-                folder=folder,
-            )
-        ) from None
+        kind = N_("the output folder {folder} is or lies under a file; name another --output-dir")
+        raise OutputError(t(kind, folder=folder)) from None
     except OSError as error:
-        raise OutputError(
-            t(
-                "cannot read the output folder {folder}: {reason}; name another --output-dir",
-                folder=folder,
-                reason=error.strerror,
-            )
-        ) from None
+        kind = N_("cannot read the output folder {folder}: {reason}; name another --output-dir")
+        raise OutputError(t(kind, folder=folder, reason=error.strerror)) from None
 
 
-def _looks_like_run(names: set[str]) -> bool:
-    return bool(names & {"run.toml", "summary.json", "checkpoints", "model.safetensors"})
-
-
-def _check_resumable(folder: Path, names: set[str]) -> None:
-    if "run.toml" not in names and "checkpoints" not in names:
-        raise OutputError(
-            t(
-                "there is no run to resume in {folder}; leave --resume out to start one, or "
-                "name the folder of the interrupted run with --output-dir",
-                folder=folder,
-            )
-        )
-
-
-def _make(folder: Path) -> list[Path]:
-    """Creates the folder now, so that a place one may not write to fails before anything loads."""
-    made = [item for item in (folder, *folder.parents) if not item.exists()]
+def _check_writable(folder: Path) -> None:
+    """Creates the folder, so that a place nobody may write to fails before anything loads."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        _clean(folder, _entries(folder) if folder.is_dir() else set(), made)
         raise OutputError(
             t(
                 "cannot write to the output folder {folder}: {reason}; name another with "
@@ -310,22 +278,24 @@ def _make(folder: Path) -> list[Path]:
                 reason=error.strerror,
             )
         ) from None
-    return made
 
 
 def _clean(folder: Path, before: set[str], made: list[Path]) -> None:
     """Removes what is new in the folder, then the folders made for it, deepest first."""
-    if folder.is_dir():
-        for item in folder.iterdir():
-            if item.name in before:
-                continue
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item, ignore_errors=True)
-            else:
-                item.unlink(missing_ok=True)
+    for item in folder.iterdir() if folder.is_dir() else ():
+        if item.name not in before:
+            with suppress(OSError):
+                _remove(item)
     for item in made:
         with suppress(OSError):
             item.rmdir()
+
+
+def _remove(item: Path) -> None:
+    if item.is_dir() and not item.is_symlink():
+        shutil.rmtree(item)
+    else:
+        item.unlink(missing_ok=True)
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: RunSummary) -> Path:
@@ -397,11 +367,6 @@ def config_digest(toml_text: str) -> str:
 
 def versions() -> dict[str, str]:
     """What the run was made with; packages that are not installed are left out."""
-    return dict(_versions())
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
     found = {"memfit": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +51,7 @@ class Recorded:
     @property
     def step(self) -> int:
         """The last step known of."""
-        return max([sample.step for sample in self.samples[-1:]] + [0])
+        return self.samples[-1].step if self.samples else 0
 
     @property
     def seconds(self) -> float:
@@ -94,40 +95,27 @@ def read_log(folder: Path) -> Recorded:
     except OSError:
         return found
     for line in text.splitlines():
-        try:
-            values = json.loads(line)
-            _take(found, values)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            continue
+        with suppress(ValueError, TypeError, AttributeError, KeyError):
+            _take(found, json.loads(line))
     return found
 
 
 def _take(found: Recorded, values: dict[str, Any]) -> None:
     if "begun" in values:
-        _begin(found, values)
+        # The run begins, or goes on from a checkpoint: what came after that is done again.
+        step = int(values.get("step") or 0)
+        found.begun = dict(values["begun"])
+        found.max_steps = values.get("max_steps")
+        found.ended = found.why = found.ended_at = ""
+        found.samples = [sample for sample in found.samples if sample.step <= step]
+        found.logged = [entry for entry in found.logged if entry.get("step", 0) <= step]
     elif "logged" in values:
-        entry = values["logged"]
-        if isinstance(entry, dict):
-            found.logged.append(entry)
+        if isinstance(values["logged"], dict):
+            found.logged.append(values["logged"])
     elif "ended" in values:
         found.ended, found.why = str(values["ended"]), str(values.get("why") or "")
         found.ended_at = str(values.get("at") or "")
     else:
-        found.samples.append(
-            Sample(
-                int(values["step"]),
-                float(values["seconds"]),
-                int(values["now_bytes"]),
-                int(values["peak_bytes"]),
-            )
-        )
-
-
-def _begin(found: Recorded, values: dict[str, Any]) -> None:
-    """The run begins, or goes on from a checkpoint: what came after that is done again."""
-    step = int(values.get("step") or 0)
-    found.begun = dict(values["begun"])
-    found.max_steps = values.get("max_steps")
-    found.ended = found.why = found.ended_at = ""
-    found.samples = [sample for sample in found.samples if sample.step <= step]
-    found.logged = [entry for entry in found.logged if entry.get("step", 0) <= step]
+        step, seconds = int(values["step"]), float(values["seconds"])
+        sizes = int(values["now_bytes"]), int(values["peak_bytes"])
+        found.samples.append(Sample(step, seconds, *sizes))
