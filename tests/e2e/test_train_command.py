@@ -131,7 +131,7 @@ def test_before_training_it_says_what_it_will_do(
     said = captured.err
     assert "216 to train on, 24 to validate" in said
     assert "max_length 20 cuts" in said
-    assert "24,226 parameters, 66 of them learn" in said
+    assert "24,226 parameters, 66 of them trainable" in said
     assert "2.15 GB (2.00 GiB)" in said
     assert "8 rows a step" in said
     total = said.index("training: 6 steps, about ")

@@ -125,7 +125,7 @@ def test_for_a_person_it_draws_the_bar_the_rules_and_the_phases(
     words = ["--model", str(config_only), "--freeze", "encoder", "--gpu", "T4"]
     assert run(["estimate", *words, "--timeline", str(page)]) == 0
     shown = capsys.readouterr()
-    assert f"{PARAMETERS:,} parameters, 130 of them learn" in shown.out
+    assert f"{PARAMETERS:,} parameters, 130 of them trainable" in shown.out
     assert "fits on T4 16GB" in shown.out
     assert "Peak of a step" in shown.out
     for words_shown in ("4 B a parameter", "8 B a parameter (AdamW)", "the rest"):

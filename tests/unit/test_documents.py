@@ -275,7 +275,7 @@ def test_settings_that_change_the_fidelity_are_named(generated: dict[Path, str])
 
 def test_refusals_are_told_in_the_strategys_own_words(generated: dict[Path, str]) -> None:
     page = generated[GENERATED / "optimizer_offload.md"]
-    assert "- no weight learns, so there is no optimizer state" in page
+    assert "- no weight is trainable, so there is no optimizer state" in page
     assert "| a CPU | on a cpu device the optimizer is in host memory already |" in page
 
 

@@ -26,7 +26,7 @@ from memfit.errors import DataError
 from memfit.strategies.frozen_features import FeatureHead, cached_features
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:only the classification head learns"),
+    pytest.mark.filterwarnings("ignore:only the classification head is trainable"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
 ]
 every_family = pytest.mark.parametrize("family", FAMILIES)

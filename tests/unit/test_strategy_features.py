@@ -35,7 +35,7 @@ from memfit.strategies.frozen_features import cached_features
 from sentences import SENTENCES
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:only the classification head learns"),
+    pytest.mark.filterwarnings("ignore:only the classification head is trainable"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
 ]
 
@@ -206,7 +206,7 @@ def test_an_encoder_that_learns_again_is_not_cheated_with_old_features(tmp_path)
         strategy.apply(setup)
     setup.data_for(rows, collate)
     model.bert.pooler.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"pooler\.dense\.weight learns again"):
+    with pytest.warns(UserWarning, match=r"pooler\.dense\.weight is trainable again"):
         dataset, _ = setup.data_for(rows, collate)
     assert dataset is rows
 

@@ -30,7 +30,7 @@ from sentences import SENTENCES
 BERT_HEAD = {"classifier.weight", "classifier.bias"}
 HEAD_SEED = 1
 """A fresh head that by chance is not right from the start."""
-quietly = pytest.mark.filterwarnings("ignore:only the classification head learns")
+quietly = pytest.mark.filterwarnings("ignore:only the classification head is trainable")
 
 
 # ---- what learns ----
@@ -208,7 +208,7 @@ def test_what_would_freeze_nothing_or_everything_is_refused():
         Freezing("encoder").apply(setup_of(frozen))
     headless = build()
     headless.classifier.requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing is left that learns"):
+    with pytest.raises(ConfigError, match="no trainable weight is left"):
         Freezing("encoder").apply(setup_of(headless))
     assert learning(headless)
     with pytest.raises(ConfigError, match="more than the 2 layers"):

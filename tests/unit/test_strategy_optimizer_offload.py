@@ -228,7 +228,7 @@ CASES: list[tuple[Callable[[], Setup], OptimizerOffload, str]] = [
     (
         lambda: setup_for(build("bert").requires_grad_(False)),
         OptimizerOffload(),
-        "no weight learns",
+        "no weight is trainable",
     ),
 ]
 

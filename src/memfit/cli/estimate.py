@@ -51,7 +51,7 @@ def estimate(
     max_length: Annotated[int, typer.Option(help="Tokens a row, padding included.")] = 128,
     padding: Annotated[
         bool | None,
-        typer.Option(help="Whether batches hold padding; so they do with more than one row."),
+        typer.Option(help="Pad batches (default: yes for more than one row)."),
     ] = None,
     num_labels: Annotated[int, typer.Option(help="Outputs of the classification head.")] = 2,
     task: Annotated[
@@ -150,7 +150,7 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
     kind = (
         N_("{count} parameters")
         if learn == found.parameters
-        else N_("{count} parameters, {learning} of them learn")
+        else N_("{count} parameters, {learning} of them trainable")
     )
     console.show(t(kind, count=f"{found.parameters:,}", learning=f"{learn:,}"))
     if device is not None:

@@ -61,7 +61,7 @@ def predict(
     With --output the rows stream, and a command that was stopped goes on when it is given again.
     """
     if bool(texts) == (file is not None):
-        raise ConfigError("give either sentences or --file, not both and not neither")
+        raise ConfigError("give either sentences or --file")
     if output is not None and file is None:
         raise ConfigError("--output goes with --file; sentences are answered on the screen")
     if gpus is not None:

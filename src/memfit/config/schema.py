@@ -125,12 +125,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained, and which of its weights learn."""
+    """Which model is trained, and which of its weights are trainable."""
 
     model: str = option("A hub id, modelscope:org/name, or a folder with the model's files.")
     from_scratch: bool = option("Train from random weights.", default=False)
     freeze: str | None = option(
-        "Weights that do not learn: encoder, embeddings, or a number of layers.", default=None
+        "Weights to freeze: encoder, embeddings, or a number of layers.", default=None
     )
     lora: int | None = option("Train LoRA adapters of this rank only.", default=None)
     attn_implementation: str | None = option(f"One of {', '.join(ATTENTION)}.", default=None)

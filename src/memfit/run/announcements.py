@@ -120,7 +120,7 @@ def model_sentence(model: str, trainer: BudgetTrainer) -> str:
     kind = (
         N_("{model}, {total} parameters")
         if learning == total
-        else N_("{model}, {total} parameters, {learning} of them learn")
+        else N_("{model}, {total} parameters, {learning} of them trainable")
     )
     return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
 

@@ -37,7 +37,7 @@ class Freezing(Strategy):
 
     name = "freezing"
     title = N_("freezing")
-    reason = "weights that do not learn need no gradient, no optimizer state and no activations"
+    reason = "frozen weights need no gradient, no optimizer state and no activations"
     shrinks = ("gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"lora"})
     axis = Axis.LEARNING
@@ -110,7 +110,7 @@ class Freezing(Strategy):
         if not any(one.requires_grad for one in setup.model.parameters()):
             _let_learn(learning)
             raise ConfigError(
-                Message("with the {what} frozen nothing is left that learns", what=self.what)
+                Message("with the {what} frozen no trainable weight is left", what=self.what)
             )
         if self.what == "encoder":
             self._set_learning_rate(setup)
@@ -124,8 +124,8 @@ class Freezing(Strategy):
             change_arguments(setup, learning_rate=HEAD_LEARNING_RATE)
             _say(
                 t(
-                    "only the classification head learns: learning_rate is {rate:g} instead of "
-                    "{given:g}, at which it would learn nothing",
+                    "only the classification head is trainable: learning_rate is {rate:g} instead "
+                    "of {given:g}, at which it would learn nothing",
                     rate=HEAD_LEARNING_RATE,
                     given=given,
                 )
@@ -133,8 +133,8 @@ class Freezing(Strategy):
         elif given < _TOO_LOW_FOR_A_HEAD:
             _say(
                 t(
-                    "only the classification head learns, and at learning_rate={given:g} it learns "
-                    "next to nothing; {rate:g} suits a head",
+                    "only the classification head is trainable, and at learning_rate={given:g} it "
+                    "learns next to nothing; {rate:g} suits a head",
                     rate=HEAD_LEARNING_RATE,
                     given=given,
                 )

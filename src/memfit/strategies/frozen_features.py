@@ -422,7 +422,7 @@ class FrozenFeatures(Strategy):
             return Message("{name} is no transformers model", name=type(model).__name__)
         if learning := _first_that_learns(base_of(model)):
             return Message(
-                "{learning} of the encoder still learns; freeze the whole encoder first",
+                "{learning} of the encoder is still trainable; freeze the whole encoder first",
                 learning=learning,
             )
         if setup.args.neftune_noise_alpha is not None:
@@ -466,7 +466,12 @@ class _FeatureCache:
             _say(t("a streamed dataset goes through the frozen encoder in every epoch"))
             return dataset, collator
         if learning := _first_that_learns(base_of(self._model)):
-            _say(t("{learning} learns again: texts go through the whole model", learning=learning))
+            _say(
+                t(
+                    "{learning} is trainable again: texts go through the whole model",
+                    learning=learning,
+                )
+            )
             return dataset, collator
         if id(dataset) not in self._known:
             self._known[id(dataset)] = (dataset, self._features(dataset, collator))

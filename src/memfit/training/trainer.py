@@ -342,7 +342,7 @@ class BudgetTrainer(transformers.Trainer):
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
                 t(
-                    "no parameter of the model can learn: every requires_grad is False; "
+                    "no parameter of the model is trainable: every requires_grad is False; "
                     "leave at least the classification head unfrozen"
                 )
             )

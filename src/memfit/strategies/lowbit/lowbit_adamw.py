@@ -139,7 +139,9 @@ class LowBitAdamW(Strategy):
                 "it stores the weights themselves in half precision; leave bf16 and fp16 off"
             )
         if not any(p.requires_grad and p.dtype == torch.float32 for p in setup.model.parameters()):
-            return Message("no float32 weight learns, so there is nothing to store in fewer bits")
+            return Message(
+                "no float32 weight is trainable, so there is nothing to store in fewer bits"
+            )
         if self.dtype == "bfloat16" and setup.lacks_bf16:
             return Message("{reason}; take dtype='float16'", reason=setup.lacks_bf16)
         return setup.refuses(self.dtype)

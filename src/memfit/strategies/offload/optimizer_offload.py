@@ -335,7 +335,7 @@ class OptimizerOffload(Strategy):
         if self.dtype is not None and args.bf16:
             return Message("it stores the weights themselves in bfloat16; leave bf16 off")
         if not any(p.requires_grad for p in setup.model.parameters()):
-            return Message("no weight learns, so there is no optimizer state")
+            return Message("no weight is trainable, so there is no optimizer state")
         if self.dtype is not None and setup.lacks_bf16:
             return Message("{reason}; leave dtype out", reason=setup.lacks_bf16)
         return self._weights_stay(setup) if self.weights else ""
