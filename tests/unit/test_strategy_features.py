@@ -284,7 +284,7 @@ def test_the_reasons_are_said():
     strategy = FrozenFeatures()
     learns = strategy.unavailable(setup_of(build()))
     assert learns == (
-        "embeddings.word_embeddings.weight of the encoder still learns; "
+        "embeddings.word_embeddings.weight of the encoder is still trainable; "
         "freeze the whole encoder first"
     )
     noisy = setup_of(frozen(), neftune_noise_alpha=5.0)
@@ -292,7 +292,7 @@ def test_the_reasons_are_said():
     asks = setup_of(frozen(), include_for_metrics=["inputs"])
     assert "ask for the texts' tokens" in strategy.unavailable(asks)
     assert "no transformers model" in strategy.unavailable(setup_of(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError, match="still learns"):
+    with pytest.raises(ConfigError, match="still trainable"):
         strategy.apply(setup_of(build()))
     with pytest.raises(ConfigError, match="at least 1 token"):
         FrozenFeatures(0)

@@ -98,7 +98,7 @@ def test_a_lora_model_trains_its_adapters_with_the_whole_batchs_gradient(tmp_pat
 
 def test_a_model_in_which_nothing_can_learn_is_refused(tmp_path):
     model = bert().requires_grad_(False)
-    with pytest.raises(ModelError, match="no parameter of the model can learn"):
+    with pytest.raises(ModelError, match="no parameter of the model is trainable"):
         trainer_of(tmp_path, model).train()
 
 
