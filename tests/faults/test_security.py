@@ -18,6 +18,7 @@ import memfit
 from memfit.cli import run
 from memfit.errors import ModelError, OutputError
 from memfit.printing import clean, escaped_json, printable, without_tokens
+from memfit.records.results import claim_output_folder
 from memfit.training.checkpoints import MANIFEST, newest_good, problem_with, write_manifest
 
 SOURCE = Path(memfit.__file__).parent
@@ -316,6 +317,22 @@ def test_a_link_in_the_place_of_unfinished_work_loses_nothing_behind_it(tmp_path
     trainer_in(run_dir, max_steps=1).train()
     assert [item.name for item in precious.iterdir()] == ["thesis.txt"]
     assert [item.name for item in run_dir.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_run_whose_checkpoints_are_a_link_is_not_resumed(tmp_path: Path) -> None:
+    """Old checkpoints would be removed behind the link."""
+    precious, run_dir = tmp_path / "precious", tmp_path / "run"
+    (precious / "checkpoint-1").mkdir(parents=True)
+    (precious / "checkpoint-1" / "thesis.txt").write_text("years")
+    run_dir.mkdir()
+    (run_dir / "run.toml").write_text("")
+    (run_dir / "checkpoints").symlink_to(precious)
+    with (
+        pytest.raises(OutputError, match="checkpoints is a link to somewhere else"),
+        claim_output_folder(run_dir, resume=True),
+    ):
+        pass
+    assert (precious / "checkpoint-1" / "thesis.txt").is_file()
 
 
 def test_a_best_checkpoint_that_lies_elsewhere_is_not_loaded(begun: Path, tmp_path: Path) -> None:

@@ -222,6 +222,12 @@ def claim_output_folder(
                     folder=folder,
                 )
             )
+        if (linked := RunFolder(folder).checkpoints_dir).is_symlink():
+            raise OutputError(  # a resumed run removes old checkpoints there
+                "{path} is a link to somewhere else; put the folder itself in its place, or start "
+                "anew in another --output-dir",
+                path=linked,
+            )
     elif before & {"run.toml", "summary.json", "checkpoints", "model.safetensors"}:
         raise OutputError(
             t(

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -46,7 +46,7 @@ def write_manifest(folder: Path) -> Path:
 
     The data, then the list, then the folders: after this a power cut loses nothing.
     """
-    paths = sorted(_files(folder))
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     # Digests and disks need no interpreter: the files are read and flushed side by side.
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = list(pool.map(_entry, paths))
@@ -72,7 +72,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def problem_with(folder: Path) -> str:
-    """Why the folder is not what its manifest says, in words; empty where it is."""
+    """Returns why the folder is not what its manifest says; empty if it is."""
     if folder.is_symlink():
         return t("it is a link to somewhere else")
     try:
@@ -104,7 +104,7 @@ def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
         sizes = {"bytes": f"{size_bytes:,}", "whole": f"{entry['bytes']:,}"}
         return t("{file} has {bytes} of its {whole} bytes", file=name, **sizes)
     with path.open("rb") as file:
-        if _digest(file) != entry["sha256"]:
+        if _digest(file) != entry.get("sha256"):
             return t("{file} does not match its checksum", file=name)
     return ""
 
@@ -119,18 +119,15 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     stated = values.pop("sha256", None)
     if stated != _own_digest(values):
         raise ValueError("it does not match its own checksum")
-    files = values.get("files")
-    if not isinstance(files, dict) or not all(_is_entry(item) for item in files.values()):
+    files: Any = values.get("files")
+    entries = files.values() if isinstance(files, dict) else [None]
+    if not all(isinstance(e, dict) and isinstance(e.get("bytes"), int) for e in entries):
         raise ValueError("it is not a list of files that memfit wrote")
     for name in files:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
             raise ValueError(f"it names {name!r}, which is outside the checkpoint")
-    return files
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and "sha256" in entry
+    return dict(files)
 
 
 def sync_directory(folder: Path) -> None:
@@ -142,10 +139,6 @@ def sync_directory(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (item for item in folder.rglob("*") if item.is_file() and item.name != MANIFEST)
 
 
 def _digest(file: Any) -> str:
@@ -201,14 +194,9 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 def newest_good(output_dir: str | Path) -> Search:
     """Looks from the newest on; every byte of the one that is taken has been read."""
-    found = checkpoints_in(output_dir)
-    if found and all(_is_foreign(item) for item in found):
-        whole = [item for item in found if not state_problem(item)]
-        return Search(whole[0] if whole else None, tuple(_passed_over(found, whole)))
     passed_over: list[tuple[Path, str]] = []
-    for item in found:
-        problem = damage(item)
-        if not problem:
+    for item in checkpoints_in(output_dir):
+        if not (problem := damage(item)):
             return Search(item, tuple(passed_over))
         passed_over.append((item, problem))
     return Search(None, tuple(passed_over))
@@ -223,11 +211,6 @@ def damage(checkpoint: Path) -> str:
 def newest_listed(output_dir: str | Path) -> Path | None:
     """The newest that has a manifest, unread: for a sentence, not to go on from."""
     return next((item for item in checkpoints_in(output_dir) if (item / MANIFEST).is_file()), None)
-
-
-def _passed_over(found: list[Path], whole: list[Path]) -> Iterator[tuple[Path, str]]:
-    for item in found[: found.index(whole[0])] if whole else found:
-        yield item, state_problem(item)
 
 
 def _is_foreign(checkpoint: Path) -> bool:
@@ -257,11 +240,11 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
         found = Path(wanted)
         if not found.is_dir():
             raise NoCheckpointError(
-                t("Can't find a valid checkpoint at {path}: there is no such folder", path=wanted)
+                "Can't find a valid checkpoint at {path}: there is no such folder", path=wanted
             )
         if problem := damage(found.resolve()):
             raise OutputError(
-                t("{path} is not a complete checkpoint: {problem}", path=wanted, problem=problem)
+                "{path} is not a complete checkpoint: {problem}", path=wanted, problem=problem
             )
     elif wanted.good is None:
         raise NoCheckpointError(nothing_good(output_dir, wanted))
@@ -308,27 +291,26 @@ def _warn(message: str) -> None:
 def record_micro_batching(
     folder: str | Path, micro_batching: MicroBatching, effective_rows: int
 ) -> None:
-    """Write how the batches were run, since dropout's numbers depend on it, and their rows."""
+    """Writes how the batches were run, since dropout's numbers depend on it, and their rows."""
     ours = {"micro_batching": asdict(micro_batching), "effective_rows": effective_rows}
-    content = json.dumps(ours, indent=2)
-    (Path(folder) / _OURS).write_text(content + "\n", encoding="utf-8")
+    (Path(folder) / _OURS).write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded_micro_batching(checkpoint: str | Path) -> MicroBatching | None:
-    """How the batches of this checkpoint were run; nothing where another Trainer wrote it."""
-    path = Path(checkpoint) / _OURS
-    if not path.is_file():
-        return None
-    return MicroBatching(**json.loads(path.read_text(encoding="utf-8"))["micro_batching"])
+    """Returns how this checkpoint's batches were run; None if another Trainer wrote it."""
+    recorded = _recorded(checkpoint).get("micro_batching")
+    return None if recorded is None else MicroBatching(**recorded)
 
 
 def recorded_rows(checkpoint: str | Path) -> int | None:
-    """Rows of each step of this checkpoint's training; None where that is not known."""
-    path = Path(checkpoint) / _OURS
-    if not path.is_file():
-        return None
-    rows: int | None = json.loads(path.read_text(encoding="utf-8")).get("effective_rows")
+    """Returns the rows of each step of this checkpoint's training; None if not known."""
+    rows: int | None = _recorded(checkpoint).get("effective_rows")
     return rows
+
+
+def _recorded(checkpoint: str | Path) -> dict[str, Any]:
+    path = Path(checkpoint) / _OURS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 _REPLACED, _REMOVED = "replaced-", "removed-"

@@ -15,7 +15,6 @@ and one command goes on from there once there is room.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import dataclasses
 import json
@@ -24,14 +23,12 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
@@ -79,53 +76,47 @@ def check_savable(trainer: TrainerParts, *, saves_model: bool = False) -> int:
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     writes_none = trainer.args.save_strategy == SaveStrategy.NO
-    if writes_none and not _is_exported(model):
+    exported = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
+    if writes_none and not exported:
         return 0  # how such a model is kept in the end is its owner's business
-    with _named("model"):
-        size_bytes = _model_bytes(model)
+    with _named(N_("the model")):
+        size_bytes = _model_bytes(model, exported=exported)
     folder = Path(str(trainer.args.output_dir))
     if saves_model:  # adapters are merged into it
         whole = (*model.parameters(), *model.buffers())
         _check_room(folder, sum(tensor.nbytes for tensor in whole), _NO_ROOM_FOR_MODEL)
     if writes_none:
         return 0
-    for part, content in _parts(trainer):
+    for part, content in _pickled_parts(trainer):
         with _named(part):
             size_bytes += _serialised_bytes(content())
-    size_bytes += _state_bytes(trainer)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            with _named(N_("the state of the callback {name}"), name=type(callback).__name__):
+                size_bytes += len(json.dumps(callback.state()))
+    with _named(N_("the Trainer's state")):
+        size_bytes += len(json.dumps(dataclasses.asdict(trainer.state)))
     _check_room(folder, size_bytes, _NO_ROOM_FOR_CHECKPOINT)
     return size_bytes
 
 
-def _parts(trainer: TrainerParts) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The parts that the Trainer pickles, by their names in messages."""
-    yield "arguments", lambda: trainer.args
+def _pickled_parts(trainer: TrainerParts) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the parts that the Trainer pickles, by their names in messages."""
+    yield N_("what the training arguments hold"), lambda: trainer.args
     if trainer.args.save_only_model:
         return
-    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
-    if optimizer is not None:
-        yield "optimizer", optimizer.state_dict
-    if schedule is not None:
-        yield "schedule", schedule.state_dict
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    if scaler is not None:
-        yield "scaler", scaler.state_dict
-    yield "random", lambda: [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    for part, owner in (
+        (N_("the optimizer's state"), trainer.optimizer),
+        (N_("the learning rate schedule's state"), trainer.lr_scheduler),
+        (N_("the loss scale"), getattr(trainer.accelerator, "scaler", None)),
+    ):
+        if owner is not None:
+            yield part, owner.state_dict
+    states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    yield N_("the state of the random numbers"), lambda: states
 
 
-def _state_bytes(trainer: TrainerParts) -> int:
-    """The Trainer's own state, with what callbacks keep in it."""
-    kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-    size_bytes = 0
-    for callback in kept:
-        with _named("callback", name=type(callback).__name__):
-            size_bytes += len(json.dumps(callback.state()))
-    with _named("state"):
-        size_bytes += len(json.dumps(dataclasses.asdict(trainer.state)))
-    return size_bytes
-
-
-def _model_bytes(model: nn.Module) -> int:
+def _model_bytes(model: nn.Module, *, exported: bool) -> int:
     """Weights as safetensors writes them, beside a configuration that becomes JSON."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
@@ -136,30 +127,19 @@ def _model_bytes(model: nn.Module) -> int:
             raise TypeError(f"{name} is of {tensor.dtype}, which safetensors does not know")
     if hasattr(model, "peft_config"):  # of adapters only what learns is saved
         return sum(tensor.nbytes for _, tensor in named if tensor.requires_grad)
-    if not _is_exported(model):
-        _check_nothing_shared(model)
+    if not exported:  # save_pretrained handles a weight with two names, safetensors does not
+        owners: dict[nn.Parameter, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (owner := owners.setdefault(parameter, name)) != name:
+                raise ValueError(
+                    f"{owner} and {name} are one weight, and the model is no PreTrainedModel that "
+                    "knows it"
+                )
     return sum(tensor.nbytes for _, tensor in named)
 
 
-def _is_exported(model: nn.Module) -> bool:
-    """Whether it is saved by `save_pretrained`."""
-    return isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
-
-
-def _check_nothing_shared(model: nn.Module) -> None:
-    """Refuses a weight with two names: save_pretrained handles such pairs, safetensors does not."""
-    owners: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in owners:
-            raise ValueError(
-                f"{owners[parameter]} and {name} are one weight, and the model is no "
-                "PreTrainedModel that knows it"
-            )
-        owners[parameter] = name
-
-
 def _serialised_bytes(content: Any) -> int:
-    """How large the file would be."""
+    """Returns how large torch.save's file would be."""
     counter = _Counter()
     with torch.serialization.skip_data():
         torch.save(content, counter)  # type: ignore[arg-type]  # it writes and seeks, no more
@@ -191,18 +171,6 @@ class _Counter:
         pass
 
 
-_PARTS = {
-    "model": N_("the model"),
-    "arguments": N_("what the training arguments hold"),
-    "optimizer": N_("the optimizer's state"),
-    "schedule": N_("the learning rate schedule's state"),
-    "scaler": N_("the loss scale"),
-    "random": N_("the state of the random numbers"),
-    "callback": N_("the state of the callback {name}"),
-    "state": N_("the Trainer's state"),
-}
-
-
 @contextmanager
 def _named(part: str, **fields: str) -> Iterator[None]:
     """An error inside names this part of the checkpoint."""
@@ -211,16 +179,17 @@ def _named(part: str, **fields: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        lines = (str(error).strip() or type(error).__name__).splitlines()
-        what = t(_PARTS[part], **fields)
-        raise SaveError(
-            t(
-                "{what} cannot be saved, so no training was begun: {reason}; mend it, or write "
-                "no checkpoints with --save-strategy no",
-                what=what,
-                reason=lines[0].rstrip(" .:"),
-            )
-        ) from error
+        what = t(
+            "{what} cannot be saved, so no training was begun: {reason}; mend it, or write "
+            "no checkpoints with --save-strategy no",
+            what=t(part, **fields),
+            reason=_first_line(error),
+        )
+        raise SaveError(what) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" .:")
 
 
 _NO_ROOM_FOR_MODEL = N_(
@@ -238,8 +207,8 @@ def _check_room(folder: Path, size_bytes: int, otherwise: str) -> None:
     there = next(one for one in (folder, *folder.resolve().parents) if one.exists())
     free_bytes = shutil.disk_usage(there).free
     if size_bytes > free_bytes:
-        sizes = {"needs": format_bytes(size_bytes), "free": format_bytes(free_bytes)}
-        raise OutputError(t(otherwise, folder=there, **sizes))
+        needs, free = format_bytes(size_bytes), format_bytes(free_bytes)
+        raise OutputError(otherwise, folder=there, needs=needs, free=free)
 
 
 _STATE_FILE = "trainer_state.json"
@@ -273,14 +242,10 @@ class CheckpointSaver:
         """Whether the checkpoint is to be uploaded once it has its name."""
         self.loading_best = False
         """Whether the weights are half replaced by the best ones."""
-        self.seals_last_later = False
-        """The last step's checkpoint gets its checksums and its name beside what follows the
-        training; `settle` waits for them."""
         self._last_good: Path | None = None
         self._damaged: tuple[Path, ...] = ()
         self._written: Path | None = None
         """The checkpoint this process wrote last."""
-        self._sealing: Future[None] | None = None
 
     @property
     def last_good(self) -> Path | None:
@@ -297,34 +262,39 @@ class CheckpointSaver:
     def save(self, folder: Path, write: Callable[[], None], check: Callable[[], None]) -> Path:
         """Has a checkpoint written by the Trainer; `check` raises to keep it from being written."""
         trainer, state = self._trainer, self._trainer.state
+        final = folder / f"checkpoint-{state.global_step}"
+        best_before = state.best_model_checkpoint
         with doing(t("writing a checkpoint …")):
-            self.settle()
             self._with_room(check)
-            final = folder / f"checkpoint-{state.global_step}"
-            best_before = state.best_model_checkpoint
-            with self._undone_if_it_fails(final, best_before):
+            try:
                 self._with_room(lambda: self._write_beside(final, write))
+                if trainer.args.should_save:
+                    write_manifest(place_for(final))
+                    publish(final)
+            except BaseException as error:
+                self._written = None
+                state.best_model_checkpoint = best_before
+                with contextlib.suppress(OSError):
+                    tidy(final.parent)
+                if isinstance(error, MemfitError) or not isinstance(error, Exception):
+                    raise
+                what = t(
+                    "{name} could not be written: {reason}",
+                    name=final.name,
+                    reason=why_not_written(error, final.parent),
+                )
+                raise SaveError(what, self.last_good) from error
             self._written = final  # by one rank for all: they hold the same weights
             if trainer.args.should_save:
-                last = state.global_step >= state.max_steps
-                if self.seals_last_later and last and not self.push_due:
-                    pool = ThreadPoolExecutor(1, "memfit-sealing")
-                    speaking = contextvars.copy_context()  # an error is said in the run's language
-                    self._sealing = pool.submit(speaking.run, self._seal, final, best_before)
-                    pool.shutdown(wait=False)
-                else:
-                    self._seal(final, best_before)
+                self._last_good = final
+                self._damaged = tuple(item for item in self._damaged if item != final)
+                self._rotate(final)
             trainer.accelerator.wait_for_everyone()
         return final
 
     def folder_for(self, folder: str) -> str:
         """Where the Trainer writes what belongs into this folder: beside it, until it is whole."""
         return str(place_for(Path(folder) / "x").parent) if self.writing else folder
-
-    def settle(self) -> None:
-        """Waits until the last checkpoint has its name. Raises, each time, why it has none."""
-        if self._sealing is not None:
-            self._sealing.result()
 
     def _with_room(self, work: Callable[[], None]) -> None:
         try:
@@ -338,58 +308,25 @@ class CheckpointSaver:
 
     def _write_beside(self, final: Path, write: Callable[[], None]) -> None:
         """Makes the Trainer write everything into the folder of unfinished checkpoints."""
-        trainer = self._trainer
+        trainer, state = self._trainer, self._trainer.state
         if trainer.args.should_save:
             tidy(final.parent)
         trainer.accelerator.wait_for_everyone()
         self.writing, self.push_due = True, False
+        # The CRC takes as long as the writing. The manifest has a stronger checksum of each file.
+        crc = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
         try:
-            with _without_crc():
-                write()
+            write()
         finally:
             self.writing = False
+            torch.serialization.set_crc32_options(crc)
         trainer.accelerator.wait_for_everyone()  # every rank has written its random state
-        self._note_best(final)
-
-    def _note_best(self, final: Path) -> None:
-        """Writes the best checkpoint's final path into the state, on every rank."""
-        state = self._trainer.state
-        named = final.with_name(f"checkpoint-{state.best_global_step}")
-        if named.is_dir() or named == final:
-            state.best_model_checkpoint = str(named)
-            if self._trainer.args.should_save:
+        best = final.with_name(f"checkpoint-{state.best_global_step}")
+        if best.is_dir() or best == final:  # its path after the renaming, on every rank
+            state.best_model_checkpoint = str(best)
+            if trainer.args.should_save:
                 state.save_to_json(str(place_for(final) / _STATE_FILE))
-
-    def _seal(self, final: Path, best_before: str | None) -> None:
-        """Lists the files with their checksums, brings them to the disk, gives the folder its name.
-
-        Needs no device and, for most of its time, no interpreter.
-        """
-        with self._undone_if_it_fails(final, best_before):
-            write_manifest(place_for(final))
-            publish(final)
-        self._last_good = final
-        self._damaged = tuple(item for item in self._damaged if item != final)
-        self._rotate(final)
-
-    @contextlib.contextmanager
-    def _undone_if_it_fails(self, final: Path, best_before: str | None) -> Iterator[None]:
-        """Removes what a failed save left, and says why it failed."""
-        try:
-            yield
-        except BaseException as error:
-            self._written = None
-            self._trainer.state.best_model_checkpoint = best_before
-            with contextlib.suppress(OSError):
-                tidy(final.parent)
-            if isinstance(error, MemfitError) or not isinstance(error, Exception):
-                raise
-            what = t(
-                "{name} could not be written: {reason}",
-                name=final.name,
-                reason=why_not_written(error, final.parent),
-            )
-            raise SaveError(what, self.last_good) from error
 
     def _rotate(self, newest: Path) -> None:
         best, limit = self._trainer.state.best_model_checkpoint, self._trainer.args.save_total_limit
@@ -451,7 +388,6 @@ class CheckpointSaver:
             return
         self.loading_best = True
         self._written = None
-        self.settle()
         self._trainer.accelerator.wait_for_everyone()
         with doing(t("loading the best model …")):
             best = Path(str(state.best_model_checkpoint))
@@ -504,20 +440,6 @@ class CheckpointSaver:
             raise DeviceLostError(what, self.last_good) from error
 
 
-@contextlib.contextmanager
-def _without_crc() -> Iterator[None]:
-    """Inside, torch.save writes no CRC, which takes as long as the writing itself.
-
-    The manifest has a stronger one of the whole file, and torch.load asks for neither.
-    """
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def is_device_lost(error: BaseException) -> bool:
     """Whether the process can do nothing more with its GPU; out of memory is another matter.
 
@@ -529,38 +451,24 @@ def is_device_lost(error: BaseException) -> bool:
     )
 
 
-def without_secrets(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
-    """What may be written to a file: a copy without tokens."""
-    copied = copy.copy(args)
-    for name in SECRET_FIELDS:
-        if getattr(copied, name, None) is not None:
-            setattr(copied, name, None)
-    return copied
-
-
 @contextlib.contextmanager
 def arguments_as_given(trainer: Any) -> Iterator[None]:
     """Inside, `trainer.args` are pickled as the user gave them, without tokens."""
-    used = trainer.args
-    trainer.args = _pickled_as(used, without_secrets(trainer.user_args))
+    used, written = trainer.args, copy.copy(trainer.user_args)
+    for name in SECRET_FIELDS:
+        if getattr(written, name, None) is not None:
+            setattr(written, name, None)
+
+    class AsGiven(type(used)):  # type: ignore[misc]
+        def __reduce_ex__(self, _: Any) -> Any:
+            return written.__reduce_ex__(1)  # later protocols insist on the object's own class
+
+    trainer.args = copy.copy(used)
+    trainer.args.__class__ = AsGiven
     try:
         yield
     finally:
         trainer.args = used
-
-
-def _pickled_as(
-    args: transformers.TrainingArguments, written: transformers.TrainingArguments
-) -> transformers.TrainingArguments:
-    """A copy of the arguments that is pickled as other arguments."""
-
-    class AsGiven(type(args)):  # type: ignore[misc]
-        def __reduce_ex__(self, _: Any) -> Any:
-            return written.__reduce_ex__(1)  # later protocols insist on the object's own class
-
-    copied = copy.copy(args)
-    copied.__class__ = AsGiven
-    return copied
 
 
 @contextlib.contextmanager
@@ -594,6 +502,6 @@ def reading(checkpoint: str | None) -> Iterator[None]:
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        lines = (str(error).strip() or type(error).__name__).splitlines()
-        said = {"path": checkpoint, "reason": lines[0].rstrip(" .:")}
-        raise OutputError(t("cannot go on from {path}: {reason}", **said)) from error
+        raise OutputError(
+            "cannot go on from {path}: {reason}", path=str(checkpoint), reason=_first_line(error)
+        ) from error

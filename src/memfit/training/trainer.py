@@ -48,7 +48,7 @@ from memfit.engine.micro_batches import (
     trimming_for,
 )
 from memfit.engine.step_state import preserved_rng
-from memfit.errors import ConfigError, ModelError, RunStoppedError
+from memfit.errors import ConfigError, ModelError
 from memfit.i18n import t
 from memfit.memory.allocator import use_expandable_segments
 from memfit.memory.device import is_cuda, kind_of, lower_watermarks
@@ -363,10 +363,6 @@ class BudgetTrainer(transformers.Trainer):
                 # Graphs hold the libraries' workspaces by their addresses, and memory.
                 around.callback(self.guard.drop_graphs)
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
-        except BaseException:
-            with contextlib.suppress(RunStoppedError):  # there is something worse to say
-                self.checkpoints.settle()
-            raise
         finally:
             for bar in bars:
                 bar.close()
