@@ -15,7 +15,7 @@ from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
 from memfit.data import read_table, working_files
 from memfit.data.columns import Columns
-from memfit.data.reading import clean_rows
+from memfit.data.reading import CleanRows
 from memfit.data.table_files import open_file, open_hub, open_source
 from memfit.errors import DataError
 
@@ -359,7 +359,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_one_sentence(tmp_path: Path)
     table = open_file(path, None)
     path.write_bytes(path.read_bytes()[:-3] + b"\xe8")
     with pytest.raises(DataError, match="cannot be read to its end"):
-        clean_rows(table, Columns("review", None, ("label",)))
+        CleanRows(table, Columns("review", None, ("label",)))
 
 
 def test_a_process_that_starts_beside_another_leaves_its_files_alone(

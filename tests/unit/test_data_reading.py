@@ -296,14 +296,6 @@ def test_too_few_numbers_to_split_are_explained(tmp_path: Path) -> None:
         read_table(config(path, validation_split=0.9))
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.1, 1.5, float("nan")])
-def test_a_share_out_of_range_is_refused_before_anything_is_read(share: float) -> None:
-    # DataConfig refuses it too; a config of another make must not get further.
-    given = SimpleNamespace(validation_file=None, validation_split=share)
-    with pytest.raises(DataError, match="write a share between 0 and 1"):
-        read_table(given)  # type: ignore[arg-type]
-
-
 def test_a_column_of_lists_is_not_a_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": ["a"], "label": 1}])
     with pytest.raises(DataError, match="the text column holds list values; name a column of"):

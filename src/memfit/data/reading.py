@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -20,7 +19,7 @@ from memfit.data.labels import (
     label_items,
     shorten,
 )
-from memfit.data.splitting import check_share, contradictions, count_shared, numbered, split_rows
+from memfit.data.splitting import contradictions, count_shared, numbered, split_rows
 from memfit.data.table_files import open_file, open_source
 from memfit.data.tables import (
     MULTI_LABEL,
@@ -42,92 +41,71 @@ if TYPE_CHECKING:
 
     from memfit.config import DataConfig
 
-if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _BATCH_ROWS = 2000
 _BATCH_CHARS = 1 << 22
 
 
-@dataclass(frozen=True)
 class CleanRows:
-    """The rows that stay, their labels still as written, and what was counted on the way."""
+    """The rows of a table that have text and label, their labels still as written, with counts."""
 
     dataset: Dataset
-    scan: LabelScan
-    text_hashes: np.ndarray[Any, Any]
+    text_hashes: Array
     """One number a row, so that duplicates are found without keeping the texts."""
-    group_hashes: np.ndarray[Any, Any]
+    group_hashes: Array
     """Hashes of the --group-column; empty without one."""
-    rows_read: int
-    dropped_no_text: int
-    dropped_no_label: int
-
-
-class _Cleaner:
-    """Rows in, rows out, with everything counted on the way."""
 
     def __init__(self, table: Table, columns: Columns) -> None:
-        self.where = table.where
-        self.columns = columns
-        self.scan = LabelScan()
-        self.hashes, self.groups = array("q"), array("q")
-        self.rows_read = self.no_text = self.no_label = 0
+        """Reads, drops, counts and writes the rows; an error where nothing is left."""
+        import numpy as np
 
-    def clean(self, rows: Iterator[Row]) -> Iterator[Row]:
-        names, count = self.columns.labels, len(self.columns.texts)
-        bar = progress_bar(f"reading {self.where}")
-        for row in unbroken(rows, self.where):
+        self._table, self._columns = table, columns
+        self._texts, self._groups = array("q"), array("q")
+        self.scan = LabelScan()
+        self.rows_read = self.dropped_no_text = self.dropped_no_label = 0
+        names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
+        self.dataset = write_rows(self._read(), names)
+        if self.rows_read == 0:
+            raise DataError("{where} has a header and no rows; add rows", where=table.where)
+        if not self._texts:
+            raise DataError(
+                "{where}: none of the {rows} rows can be used ({no_text} without text in "
+                "{text}, {no_label} without label in {label}); name other columns or fill these",
+                where=table.where,
+                rows=f"{self.rows_read:,}",
+                no_text=f"{self.dropped_no_text:,}",
+                no_label=f"{self.dropped_no_label:,}",
+                text=repr(columns.text),
+                label=repr(", ".join(columns.labels)),
+            )
+        self.text_hashes = np.array(self._texts, dtype=np.int64)
+        self.group_hashes = np.array(self._groups, dtype=np.int64)
+
+    def _read(self) -> Iterator[Row]:
+        columns, where = self._columns, self._table.where
+        names, count = columns.labels, len(columns.texts)
+        bar = progress_bar(f"reading {where}")
+        for row in unbroken(self._table.read(columns.all), where):
             self.rows_read += 1
             bar.update(1)
-            texts = [as_text(value, self.where) for value in row[:count]]
+            texts = [as_text(value, where) for value in row[:count]]
             if not all(text.strip() for text in texts):
-                self.no_text += 1
+                self.dropped_no_text += 1
                 continue
             values = row[count : count + len(names)]
             several = len(names) > 1
-            items = flag_items(values, names, self.where) if several else label_items(values[0])
+            items = flag_items(values, names, where) if several else label_items(values[0])
             if items is None:
-                self.no_label += 1
+                self.dropped_no_label += 1
                 continue
             self.scan.add(items, is_list=isinstance(values[0], list | tuple))
-            self.hashes.append(hash(tuple(text.strip() for text in texts)))
-            if self.columns.group is not None:
-                group = as_text(row[-1], self.where).strip()
-                self.groups.append(hash(group or (self.rows_read,)))  # without one: alone
+            self._texts.append(hash(tuple(text.strip() for text in texts)))
+            if columns.group is not None:
+                group = as_text(row[-1], where).strip()
+                self._groups.append(hash(group or (self.rows_read,)))  # without one: alone
             yield (*texts, items)
         bar.close()
-
-
-def clean_rows(table: Table, columns: Columns) -> CleanRows:
-    """Read, drop, count and write; an error where nothing is left."""
-    import numpy as np
-
-    cleaner = _Cleaner(table, columns)
-    names = ("text", "text_pair", "label") if columns.text_pair else ("text", "label")
-    dataset = write_rows(cleaner.clean(table.read(columns.all)), names)
-    if cleaner.rows_read == 0:
-        raise DataError("{where} has a header and no rows; add rows", where=table.where)
-    if not cleaner.hashes:
-        raise DataError(
-            "{where}: none of the {rows} rows can be used ({no_text} without text in "
-            "{text}, {no_label} without label in {label}); name other columns or fill these",
-            where=table.where,
-            rows=f"{cleaner.rows_read:,}",
-            no_text=f"{cleaner.no_text:,}",
-            no_label=f"{cleaner.no_label:,}",
-            text=repr(columns.text),
-            label=repr(", ".join(columns.labels)),
-        )
-    return CleanRows(
-        dataset,
-        cleaner.scan,
-        np.array(cleaner.hashes, dtype=np.int64),
-        np.array(cleaner.groups, dtype=np.int64),
-        cleaner.rows_read,
-        cleaner.no_text,
-        cleaner.no_label,
-    )
 
 
 def write_rows(rows: Iterator[Row], names: tuple[str, ...]) -> Dataset:
@@ -143,28 +121,23 @@ def write_rows(rows: Iterator[Row], names: tuple[str, ...]) -> Dataset:
         pyarrow.OSFile(path, "wb") as sink,
         pyarrow.ipc.new_stream(sink, schema) as writer,
     ):
-        for batch in _batches(rows):
-            columns = zip(*batch, strict=True)
-            arrays = [
-                pyarrow.array(column, kind)
-                for column, kind in zip(columns, schema.types, strict=True)
-            ]
+
+        def write(batch: list[Row]) -> None:
+            columns = zip(zip(*batch, strict=True), schema.types, strict=True)
+            arrays = [pyarrow.array(column, kind) for column, kind in columns]
             writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
+
+        batch: list[Row] = []
+        chars = 0
+        for row in rows:
+            batch.append(row)
+            chars += len(row[0])
+            if len(batch) == _BATCH_ROWS or chars > _BATCH_CHARS:  # what memory holds
+                write(batch)
+                batch, chars = [], 0
+        if batch:
+            write(batch)
     return Dataset.from_file(path)
-
-
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Lists of rows, short ones where the texts are long: a batch is what memory holds."""
-    batch: list[Row] = []
-    chars = 0
-    for row in rows:
-        batch.append(row)
-        chars += len(row[0])
-        if len(batch) == _BATCH_ROWS or chars > _BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
 
 
 def encode_labels(rows: CleanRows, coding: Coding) -> Dataset:
@@ -259,8 +232,6 @@ def class_counts(labels: Array, space: LabelSpace) -> dict[str, int]:
 
 def read_table(config: DataConfig) -> TextData:
     """The rows that train and the rows that validate, with label names and counts."""
-    if config.validation_file is None:
-        check_share(config.validation_split)
     table, validation_table = open_source(config.path, config.encoding, config.header)
     if config.validation_file is not None:
         path = Path(config.validation_file).expanduser()
@@ -278,7 +249,7 @@ def read_table(config: DataConfig) -> TextData:
     if validation_table is not None:
         require_columns(validation_table, columns, table.where)
     with quiet_datasets():
-        rows = clean_rows(table, columns)
+        rows = CleanRows(table, columns)
         coding = _coding(table, columns, rows, config)
         if validation_table is None:
             return _split(table, columns, rows, coding, config)
@@ -294,7 +265,7 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
     table, _ = open_source(config.path, config.encoding, config.header)
     columns = choose_columns(table, config)
     with quiet_datasets():
-        rows = clean_rows(table, columns)
+        rows = CleanRows(table, columns)
         coding = coding_for(labels, rows.scan, config.label_names, table.where)
         coding.check(rows.scan, table.where, of=t("the model"))
         dataset = encode_labels(rows, coding)
@@ -407,7 +378,7 @@ def _split(
 def _with_validation(
     table: Table, validation_table: Table, columns: Columns, rows: CleanRows, coding: Coding
 ) -> TextData:
-    other = clean_rows(validation_table, columns)
+    other = CleanRows(validation_table, columns)
     coding.check(other.scan, validation_table.where, of=table.where)
     train, validation = encode_labels(rows, coding), encode_labels(other, coding)
     found = [

@@ -22,14 +22,6 @@ _TRIES = 20
 """Ways to deal out groups that hold several classes each; the one nearest to the shares is kept."""
 
 
-def check_share(share: float) -> None:
-    """`validation_split` before anything is read."""
-    if not 0 < share < 1:  # also refuses nan
-        raise DataError(
-            "--validation-split is {share}; write a share between 0 and 1, such as 0.1", share=share
-        )
-
-
 def numbered(values: Array) -> Array | None:
     """The group of each row, numbered as they first occur; None where every row is alone.
 

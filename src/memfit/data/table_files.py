@@ -65,12 +65,22 @@ def open_delimited(
     columns = named_columns(first) if header else numbered_columns(len(first))
 
     def read(wanted: Sequence[str]) -> Iterator[Row]:
-        places = [columns.index(name) for name in wanted]
-        return _cells(dialect, len(columns), places, skip=1 if header else 0)
+        places, width = [columns.index(name) for name in wanted], len(columns)
+        for line, row in islice(_rows(dialect), 1 if header else 0, None):
+            if any(row[width:]):
+                raise DataError(
+                    "{path}, line {line}: {fields} fields where the first line has {width}; put "
+                    'texts that hold the delimiter in quotes (")',
+                    path=path,
+                    line=line,
+                    fields=len(row),
+                    width=width,
+                )
+            # Excel leaves the last empty cells of a row out.
+            yield tuple(row[place] if place < len(row) else "" for place in places)
 
-    return Table(
-        str(path), columns, read, encoding=dialect.encoding, numbered=not header, has_header=header
-    )
+    codec = dialect.encoding
+    return Table(str(path), columns, read, encoding=codec, numbered=not header, has_header=header)
 
 
 def _sniff(path: Path, encoding: str, one_column: bool) -> _Dialect:
@@ -82,7 +92,10 @@ def _sniff(path: Path, encoding: str, one_column: bool) -> _Dialect:
     is_text = path.suffix.lower() == ".txt"
     if (one_column and not any("\t" in line for line in lines)) or (is_text and _is_list(lines)):
         return _Dialect(path, encoding, "\n", 0, plain=True)
-    tabs_only = path.suffix.lower() in (".tsv", ".tab") or (is_text and _most_have_tabs(lines))
+    filled = [line for line in lines if line.strip()]
+    # A .txt file is a label, a tab and a text a line, though a few lines are not.
+    most_have_tabs = 10 * sum("\t" in line for line in filled) >= 9 * max(len(filled), 1)
+    tabs_only = path.suffix.lower() in (".tsv", ".tab") or (is_text and most_have_tabs)
     delimiter = "\t" if tabs_only else _delimiter(lines)
     plain = delimiter == "\t" and _quotes_are_text(path, encoding)
     return _Dialect(path, encoding, delimiter, 0, plain)
@@ -101,12 +114,6 @@ def _delimiter(lines: list[str]) -> str:
     _allow_long_fields()
     tabs = {line.count("\t") for line in lines if line.strip()}
     return "\t" if len(tabs) == 1 and tabs != {0} else max(_DELIMITERS, key=score)
-
-
-def _most_have_tabs(lines: list[str]) -> bool:
-    """Whether a .txt file is a label, a tab and a text a line, though a few lines are not."""
-    filled = [line for line in lines if line.strip()]
-    return 10 * sum("\t" in line for line in filled) >= 9 * max(len(filled), 1)
 
 
 def _is_list(lines: list[str]) -> bool:
@@ -188,21 +195,6 @@ def _unquoted(cell: str) -> str:
     return cell
 
 
-def _cells(dialect: _Dialect, width: int, wanted: list[int], *, skip: int) -> Iterator[Row]:
-    for line, row in islice(_rows(dialect), skip, None):
-        if len(row) < width:
-            # Excel leaves the last empty cells of a row out; what is missing counts as empty.
-            row = row + [""] * (width - len(row))
-        elif any(row[width:]):
-            said = {"path": dialect.path, "line": line, "fields": len(row), "width": width}
-            raise DataError(
-                "{path}, line {line}: {fields} fields where the first line has {width}; put "
-                'texts that hold the delimiter in quotes (")',
-                **said,
-            )
-        yield tuple(row[index] for index in wanted)
-
-
 def _allow_long_fields() -> None:
     # A process-wide setting of the csv module: only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
@@ -223,7 +215,9 @@ _BETWEEN = re.compile(r"[\s,]*")
 def open_json(path: Path, encoding: str | None) -> Table:
     """The table in a .jsonl, .ndjson or .json file: an object a line, or an array of objects."""
     codec = find_encoding(path, encoding)
-    objects = _array if _begins_with_bracket(path, codec) else _lines
+    with opened(path, codec) as file:
+        first = next((line for line in file if line.strip()), "")
+    objects = _array if first.lstrip().startswith("[") else _lines
     # Not every object has every key; those of the first rows are the columns.
     columns: dict[str, None] = {}
     for row in islice(objects(path, codec), _LOOKED_AT_ROWS):
@@ -240,30 +234,15 @@ def open_json(path: Path, encoding: str | None) -> Table:
     return Table(str(path), tuple(columns), read, encoding=codec)
 
 
-def _begins_with_bracket(path: Path, codec: str) -> bool:
-    with opened(path, codec) as file:
-        return any(line.lstrip().startswith("[") for line in islice(_filled(file), 1))
-
-
-def _filled(lines: Iterator[str] | Any) -> Iterator[str]:
-    return (line for line in lines if line.strip())
-
-
 def _lines(path: Path, codec: str) -> Iterator[dict[str, Any]]:
     with opened(path, codec) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                said = {"path": path, "line": number, "reason": _reason(error)}
-                raise DataError(
-                    "{path}, line {line}: not JSON ({reason}); write an array of objects, "
-                    "or one object a line",
-                    **said,
-                ) from None
-            yield _as_row(path, number, _mended(value, line))
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise _not_json(path, number, error) from None
+                yield _as_row(path, number, value, line)
 
 
 def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
@@ -281,39 +260,44 @@ def _array(path: Path, codec: str) -> Iterator[dict[str, Any]]:
             try:
                 value, end = _DECODER.raw_decode(buffer, position)
             except RecursionError as error:
-                said = {"path": path, "line": line, "reason": _reason(error)}
-                raise DataError(
-                    "{path}, line {line}: not JSON ({reason}); write an array of objects, "
-                    "or one object a line",
-                    **said,
-                ) from None
+                raise _not_json(path, line, error) from None
             except ValueError as error:
                 # Either it is wrong or it is not all there yet; only the end of the file tells.
                 more = file.read(_CHUNK_CHARS)
                 if not more or len(buffer) - position > _LONGEST_ROW:
-                    said = {"path": path, "line": line, "reason": _reason(error)}
-                    raise DataError(
-                        "{path}, line {line}: not JSON ({reason}); write an array of "
-                        "objects, or one object a line",
-                        **said,
-                    ) from None
+                    raise _not_json(path, line, error) from None
                 buffer, position = buffer[position:] + more, 0
                 continue
-            yield _as_row(path, line, _mended(value, buffer[position:end]))
+            yield _as_row(path, line, value, buffer[position:end])
             line += buffer.count("\n", position, end)
             position = end
 
 
-def _reason(error: Exception) -> str:
-    """Without the position, which counts from the start of a line or a part of the file."""
+def _not_json(path: Path, line: int, error: Exception) -> DataError:
+    """Without the decoder's position, which counts from the start of a line or of a part."""
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
     if isinstance(error, RecursionError):
-        return t("nested too deeply")
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = t("nested too deeply")
+    return DataError(
+        "{path}, line {line}: not JSON ({reason}); write an array of objects, or one object a line",
+        path=path,
+        line=line,
+        reason=reason,
+    )
 
 
-def _mended(value: Any, source: str) -> Any:
-    """Half an emoji, where somebody cut a text by length, is no character Arrow can hold."""
-    return _without_surrogates(value) if _SURROGATE_ESCAPE.search(source) else value
+def _as_row(path: Path, line: int, value: Any, source: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(
+            "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
+            row='{"text": "…", "label": 1}',
+            path=path,
+            line=line,
+            kind=type(value).__name__,
+        )
+    # Half an emoji, where somebody cut a text by length, is no character Arrow can hold.
+    row: dict[str, Any] = _without_surrogates(value) if _SURROGATE_ESCAPE.search(source) else value
+    return row
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -323,17 +307,6 @@ def _without_surrogates(value: Any) -> Any:
         return [_without_surrogates(item) for item in value]
     if isinstance(value, dict):
         return {_without_surrogates(key): _without_surrogates(value[key]) for key in value}
-    return value
-
-
-def _as_row(path: Path, line: int, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        said = {"path": path, "line": line, "kind": type(value).__name__}
-        raise DataError(
-            "{path}, line {line}: {kind} where an object is expected; write rows such as {row}",
-            row='{"text": "…", "label": 1}',
-            **said,
-        )
     return value
 
 
