@@ -131,6 +131,7 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
         ({"dtype": "bf16"}, "one of float32, bfloat16, float16"),
         ({"label_names": ["0=", "1=b"]}, "write label=name"),
         ({"label_names": ["bad", "good"]}, "write label=name"),
+        ({"label_names": ["0=bad", "0=good"]}, "label_names names '0' twice"),
         ({"from_scratch": 1}, "type bool"),
     ],
 )

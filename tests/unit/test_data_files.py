@@ -10,13 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from data_fixtures import BAD, GOOD, config, reviews, write_csv, write_jsonl
 
 from memfit.data import read_table, working_files
 from memfit.data.columns import Columns
 from memfit.data.reading import CleanRows
-from memfit.data.table_files import open_file, open_hub, open_source
+from memfit.data.table_files import open_file, open_hub, open_parquet, open_source
 from memfit.errors import DataError
 
 ROWS = reviews()
@@ -173,6 +175,25 @@ def test_a_parquet_file_of_one_row_group_streams(tmp_path: Path) -> None:
     assert max(held) < 12 << 20 < path.stat().st_size  # two batches and a buffer, not the file
 
 
+def test_a_long_text_that_parquet_stores_once_does_not_fill_the_memory(tmp_path: Path) -> None:
+    text = "word " * (1 << 18)
+    path = tmp_path / "a.parquet"
+    part = pyarrow.table({"text": [text] * 20, "label": [0, 1] * 10})
+    with pyarrow.parquet.ParquetWriter(path, part.schema) as writer:
+        for _ in range(100):
+            writer.write_table(part)
+    assert path.stat().st_size < 8 << 20
+    peak = 0
+    for row in open_parquet(path).read(["text"]):
+        peak = max(peak, pyarrow.total_allocated_bytes())
+        assert row == (text,)
+    assert peak < 256 << 20
+    long = write_csv(tmp_path / "a.csv", [(0, "a")])
+    long.with_suffix(".jsonl").write_text(json.dumps({"text": "a" * (1 << 25), "label": 0}))
+    with pytest.raises(DataError, match="a text has 33,554,432 characters, and 16,777,216 are"):
+        read_table(config(long.with_suffix(".jsonl")))
+
+
 def test_parquet_reads_types_and_lists(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
@@ -278,7 +299,7 @@ BROKEN: list[tuple[str, bytes, str]] = [
     ("a.csv", "标签,文本\n好,这里的人都好\n".encode("utf-16-be") * 9, "give --encoding utf-16-be"),
     ("a.csv", b"label,text\n1,one,two\n", "line 2: 3 fields where the first line has 2"),
     ("a.csv", b'label,text\n1,fine\n0,"open\n1,x\n', 'line 3: a quote (") is opened'),
-    ("a.csv", "label,text\n1,très bon\n0,élégant".encode("cp1252"), "neither UTF-8 nor Chinese"),
+    ("a.csv", "label,text\n1,très bon\n0,élégant".encode("cp1252"), "such as --encoding cp1252"),
     ("a.csv", b"label,text\n1,\xff\xff\xff\xff\n", "neither UTF-8 nor GB18030: line 2"),
     ("a.csv", CUT_OFF, "broken bytes, first in line 3"),
     ("a.csv", b"\xff\xfel\0a\0\x00", "begins as utf-16 but line"),

@@ -236,13 +236,13 @@ MODEL = LabelSpace("single_label", ("負評", "正評"))
     ("labels", "label_names"),
     [
         (["正評", "負評"], {}),
-        ([1, 0], {}),
-        (["1.0", "0.0"], {}),
+        ([1, 0], {"1": "正評", "0": "負評"}),
+        (["1.0", "0.0"], {"1": "正評", "0": "負評"}),
         (["good", "bad"], {"good": "正評", "bad": "負評"}),
         ([5, 1], {"5": "正評", "1": "負評"}),
     ],
 )
-def test_an_existing_models_labels_are_met_by_name_by_id_or_by_translation(
+def test_an_existing_models_labels_are_met_by_name_or_by_translation(
     tmp_path: Path, labels: list[Any], label_names: dict[str, str]
 ) -> None:
     rows = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels * 2)]
@@ -251,6 +251,37 @@ def test_an_existing_models_labels_are_met_by_name_by_id_or_by_translation(
     assert dataset["label"][:] == [1, 0, 1, 0]
     assert (counts.rows_read, counts.validation_rows, counts.dropped_no_text) == (5, 4, 1)
     assert counts.validation_class_counts == {"負評": 2, "正評": 2}
+
+
+def test_numbers_are_ids_only_of_labels_without_names(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "a.csv", [(1, "x"), (0, "y")])
+    unnamed = LabelSpace("single_label", ("LABEL_0", "LABEL_1"))
+    assert read_labelled(config(path), unnamed)[0]["label"][:] == [1, 0]
+    words = LabelSpace("single_label", ("address", "app", "price"))
+    said = r"labels are numbers \(0, 1\) and the model's are words .* --label-names 0=address 1=app"
+    with pytest.raises(DataError, match=said):
+        read_labelled(config(path), words)
+
+
+def test_labels_that_differ_only_in_case_are_not_two_classes(tmp_path: Path) -> None:
+    labels = ["positive", " Positive ", "negative"]
+    with pytest.raises(DataError, match="'Positive' and 'positive' differ only in case or spaces"):
+        read(tmp_path, labels)
+    merged = read(tmp_path, labels, label_names={"Positive": "positive"})
+    assert merged.labels.names == ("positive", "negative")
+    assert learned(merged)[:3] == [0, 0, 1]
+    apart = read(tmp_path, labels, label_names={"Positive": "very positive"})
+    assert apart.labels.names == ("very positive", "negative", "positive")
+
+
+def test_an_empty_cell_of_several_labels_is_a_row_without_any(tmp_path: Path) -> None:
+    data = read(tmp_path, ["a|b", "", "b"])
+    assert (data.labels.task, data.counts.dropped_no_label) == ("multi_label", 0)
+    assert learned(data)[:3] == [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
+    assert read(tmp_path, ["a", "", "b"]).counts.dropped_no_label == 12
+    path = write_jsonl(tmp_path / "b.jsonl", [{"text": "x", "label": ""}])
+    space = LabelSpace("multi_label", ("a", "b"))
+    assert read_labelled(config(path), space)[0]["label"][:] == [[0.0, 0.0]]
 
 
 def test_one_class_is_enough_to_evaluate(tmp_path: Path) -> None:

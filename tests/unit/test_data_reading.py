@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -300,13 +299,6 @@ def test_a_column_of_lists_is_not_a_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": ["a"], "label": 1}])
     with pytest.raises(DataError, match="the text column holds list values; name a column of"):
         read_table(config(path))
-
-
-def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
-    given = SimpleNamespace(**vars(config(write_csv(tmp_path / "a.csv", reviews()))))
-    given.task = "multilabel"
-    with pytest.raises(DataError, match=r"there is no task 'multilabel'.* Did you mean 'multi_"):
-        read_table(given)  # type: ignore[arg-type]
 
 
 def test_half_an_emoji_in_json_is_replaced(tmp_path: Path) -> None:

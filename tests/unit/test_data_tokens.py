@@ -98,12 +98,26 @@ def test_pairs_are_tokenized_together_and_their_length_is_that_of_both(
     assert tokens.lengths.cut_rows == 4  # 12 tokens are not cut, 53 and 44 are
 
 
+def test_tokens_the_vocabulary_lacks_are_counted_with_an_example(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    texts = ["a b c d", "好 吃 a b", "😀 😀 😀 a", "a b c d"]
+    path = write_csv(tmp_path / "a.csv", [(n % 2, text) for n, text in enumerate(texts)])
+    lengths = tokenize(read_table(config(path, validation_file=str(path))), tokenizer, 16).lengths
+    assert lengths.unknown_share == pytest.approx(5 / 16)
+    assert lengths.unknown_example == "😀 😀 😀 a"
+    assert tokenize(table(tmp_path, [3, 8]), tokenizer, 10).lengths.unknown_share == 0
+    assert lengths.most_tokens == 64
+
+
 def test_a_tokenizer_that_keeps_nothing_it_cuts_gives_the_same_lengths(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     """As the slow ones do: they answer with the ids alone."""
 
     class Slow:
+        model_max_length, unk_token_id, eos_token_id = 64, 1, None
+
         def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             return dict(tokenizer(*args, **kwargs))
 

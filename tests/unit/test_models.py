@@ -186,6 +186,18 @@ def test_damaged_weights_are_a_sentence(tiny_model_dir: Path, tmp_path: Path) ->
         load_for_training(ModelConfig(model=str(folder)), REVIEWS, 64)
 
 
+def test_a_tokenizer_without_a_longest_text_has_the_models(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    del values["model_max_length"]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    settings, tokenizer = load_settings(ModelConfig(model=str(folder)), REVIEWS)
+    assert tokenizer.model_max_length == settings.max_position_embeddings
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

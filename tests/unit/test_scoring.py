@@ -265,6 +265,28 @@ def test_rows_of_several_labels_contradict_each_other_as_a_whole(tmp_path: Path)
     assert counts.contradicting_rows == 0
 
 
+def test_a_longer_max_length_is_advised_only_where_the_model_reads_it(tmp_path: Path) -> None:
+    counts = read_table(config(write_csv(tmp_path / "a.csv", reviews(50)))).counts
+
+    def advice(most: int | None, length: int = 128) -> str:
+        cut = dataclasses.replace(lengths(80), most_tokens=most, max_length=length)
+        return data_warnings(counts, cut)[0].advice
+
+    assert "--max-length 250, which nine in ten" in advice(None)
+    assert "--max-length 250, which nine in ten" in advice(512)
+    assert "--max-length 200, the most the model reads" in advice(200)
+    assert advice(128).startswith("The model reads no more. Shorten the texts")
+
+
+def test_words_the_vocabulary_lacks_are_told_before_training(tmp_path: Path) -> None:
+    counts = read_table(config(write_csv(tmp_path / "a.csv", reviews(50)))).counts
+    lacking = dataclasses.replace(lengths(0), unknown_share=0.65, unknown_example="房间很大")
+    (found,) = data_warnings(counts, lacking)
+    assert found.sentence.startswith("The model's vocabulary lacks 65% of the words")
+    assert found.advice.endswith("One of them begins: 房间很大")
+    assert data_warnings(counts, dataclasses.replace(lacking, unknown_share=0.02)) == ()
+
+
 def test_warnings_survive_the_summary_and_unknown_ones_are_passed_over(tmp_path: Path) -> None:
     data = read_table(config(write_csv(tmp_path / "a.csv", reviews())))
     warnings = data_warnings(data.counts, lengths(80))
@@ -295,7 +317,7 @@ def test_a_run_that_never_finds_the_rare_class_says_so_everywhere(
     assert result.metrics["f1"] < 0.5 < 0.98 < result.metrics["accuracy"]
     assert result.summary.training["best_by"] == "f1"
     kinds = [one.kind for one in result.summary.warnings]
-    assert kinds == ["one_class", "imbalance", "few_rows"]
+    assert kinds == ["one_class", "imbalance", "few_rows", "unknown"]
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     first, second = page.index("投诉 is never found"), page.index("means over both classes")
     assert first < page.index('class="figures"') < second

@@ -450,7 +450,10 @@ def _label_names(value: Any) -> dict[str, str]:
             raise ConfigError(
                 "label_names has {value}; write label=name, such as 0=negative", value=repr(item)
             )
-        names[label.strip()] = name.strip()
+        if names.setdefault(label.strip(), name.strip()) != name.strip():
+            raise ConfigError(
+                "label_names names {label} twice; write each label once", label=repr(label.strip())
+            )
     return names
 
 

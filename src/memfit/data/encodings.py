@@ -72,8 +72,8 @@ def find_encoding(path: Path, named: str | None) -> str:
         codec = _lookup(named)
         if broken := _first_undecodable(path, codec):
             raise DataError(
-                "{path} is not {name}: line {line} cannot be read; name its real encoding, "
-                "or leave encoding out to have it found",
+                "{path} is not {name}: line {line} cannot be read; give its real encoding, "
+                "or leave --encoding out to have it found",
                 path=path,
                 name=named,
                 line=broken[0],
@@ -116,8 +116,8 @@ def _unmarked(path: Path, head: bytes) -> str:
     if failed := _first_undecodable(path, codec):
         said = {"path": path, "codec": codec.upper(), "line": failed[0]}
         raise DataError(
-            "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; name its "
-            "encoding, or save it as UTF-8",
+            "{path} is neither UTF-8 nor {codec}: line {line} cannot be read; give its encoding "
+            "with --encoding, or save it as UTF-8",
             **said,
         )
     return codec
@@ -142,7 +142,7 @@ def _judge(path: Path, sample: bytes, line: int) -> str:
     if valid > 5 * broken:  # real GB18030 gives less than one to one but for single words
         raise DataError(
             "{path} is UTF-8 with broken bytes, first in line {line}; repair that line, or "
-            "name the encoding if it is another one",
+            "give its encoding with --encoding if it is another one",
             path=path,
             line=line,
         )
@@ -150,8 +150,8 @@ def _judge(path: Path, sample: bytes, line: int) -> str:
     runs = _HIGH_RUNS.findall(_GB18030_FOUR_BYTES.sub(b"", sample))
     if sum(len(run) == 1 for run in runs) * 2 > len(runs):
         raise DataError(
-            "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; name its "
-            "encoding (such as cp1252), or save it as UTF-8",
+            "{path} is neither UTF-8 nor Chinese (GB18030), see line {line}; give its encoding "
+            "(such as --encoding cp1252), or save it as UTF-8",
             path=path,
             line=line,
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, TASKS, LabelSpace
+from memfit.data.tables import MULTI_LABEL, REGRESSION, SINGLE_LABEL, LabelSpace
 from memfit.errors import DataError, nearest
 from memfit.i18n import t
 
@@ -139,7 +139,7 @@ class Coding:
         """An id, a number, or a 0/1 vector."""
         if self.space.task == REGRESSION:
             return float(items[0])
-        if self.multi_hot:
+        if self.multi_hot and items:
             return [float(item) for item in items]
         ids = [self.ids[key] for item in items for key in self.keys(item)]
         if self.space.task == SINGLE_LABEL:
@@ -215,15 +215,20 @@ def choose_coding(
         keys = list(columns)
     else:
         keys = list(declared) if declared else _ordered(coding.key_counts(scan))
-    names = _with_names(keys, label_names, where, may_count=bool(declared))
-    ids = {key: number for number, key in enumerate(keys)}
+    named = _with_names(keys, label_names, where, may_count=bool(declared))
+    names = tuple(dict.fromkeys(named.values()))
+    ids = {key: names.index(name) for key, name in named.items()}
     return replace(coding, space=LabelSpace(task, names), ids=ids)
 
 
 def coding_for(
     space: LabelSpace, scan: LabelScan, label_names: Mapping[str, str], where: str
 ) -> Coding:
-    """How a table's labels map to those of a model that exists: all by name, or all by id."""
+    """How a table's labels map to those of a model that exists.
+
+    By name, or by what `label_names` translates. Numbers are ids only where the model's labels have
+    no names (LABEL_0, LABEL_1): which word a 0 stands for would be a guess.
+    """
     _check_kind(scan, space.task, where)
     several = space.task == MULTI_LABEL
     ids = {_whole(name): number for name, number in space.label2id.items()} | space.label2id
@@ -246,9 +251,20 @@ def coding_for(
     )
     keys = coding.key_counts(scan)
     by_id = {str(number): number for number in space.id2label}
-    if any(key not in ids for key in keys) and all(key in by_id for key in keys):
+    if space.task == REGRESSION or coding.multi_hot or all(key in ids for key in keys):
+        return coding
+    if not all(key in by_id for key in keys):
+        return coding  # `check` names the first that is not known
+    if all(name == f"LABEL_{number}" for number, name in space.id2label.items()):
         return replace(coding, ids=by_id)
-    return coding
+    raise DataError(
+        "{where}: its labels are numbers ({numbers}) and the model's are words ({known}); say "
+        "which is which, such as --label-names {example}",
+        where=where,
+        numbers=_listed(sorted(keys)),
+        known=_listed(space.names),
+        example=" ".join(f"{key}={space.names[by_id[key]]}" for key in sorted(keys)[:3]),
+    )
 
 
 def ids_of(labels: Iterable[Any], space: LabelSpace) -> list[Encoded]:
@@ -318,9 +334,6 @@ def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] 
 
 def _check_kind(scan: LabelScan, task: str, where: str) -> None:
     """Whether labels that look like this can be the labels of that task."""
-    if task not in TASKS:
-        said = {"task": repr(task), "known": ", ".join(TASKS), "hint": nearest(task, TASKS)}
-        raise DataError("there is no task {task}; write auto, {known}.{hint}", **said)
     if task == REGRESSION:
         if scan.first_word is not None:
             raise DataError(
@@ -366,30 +379,48 @@ def _ordered(keys: Iterable[str]) -> list[str]:
 
 def _with_names(
     keys: list[str], label_names: Mapping[str, str], where: str, *, may_count: bool
-) -> tuple[str, ...]:
-    """The names the user gave, and the labels as written for the rest."""
+) -> dict[str, str]:
+    """The name of each label: as the user named it, or as it is written.
+
+    Labels that differ only in case or spaces are one class if the user gives them one name.
+    """
     names = {key: key for key in keys}
-    spellings = {key.casefold(): key for key in keys}
+    spellings = {key.casefold(): key for key in keys} | {key: key for key in keys}
     if may_count:  # the source has named its labels already; the user may still say 0 and 1
         spellings = {str(number): key for number, key in enumerate(keys)} | spellings
-    for written, name in _as_text(label_names).items():
-        as_written = written.casefold()
-        key = spellings.get(as_written) or spellings.get(_whole(as_written))
+    written = _as_text(label_names)
+    for label, name in written.items():
+        lower = label.casefold()
+        key = spellings.get(label) or spellings.get(lower) or spellings.get(_whole(lower))
         if key is None:
-            said = {"where": where, "label": shorten(written), "known": _listed(keys)}
             raise DataError(
                 "{where}: label_names names {label}, which does not occur; the labels are "
                 "{known}.{hint}",
-                hint=nearest(written, keys),
-                **said,
+                where=where,
+                label=shorten(label),
+                known=_listed(keys),
+                hint=nearest(label, keys),
             )
         names[key] = name
-    twice = [name for name, count in Counter(names.values()).items() if count > 1]
-    if twice:
-        raise DataError(
-            "label_names gives two labels the name {name}; name them apart", name=repr(twice[0])
-        )
-    return tuple(names.values())
+    by_name: dict[str, str] = {}
+    by_spelling: dict[str, str] = {}
+    for key, name in names.items():
+        spelling = " ".join(key.split()).casefold()
+        other = by_spelling.setdefault(spelling, key)
+        if other != key and not may_count and not {other, key} & written.keys():
+            raise DataError(
+                "{where}: the labels {label} and {other} differ only in case or spaces; write them "
+                "alike, or give both one name: --label-names {example}",
+                where=where,
+                label=shorten(other),
+                other=shorten(key),
+                example=repr(f"{key}={other}"),
+            )
+        if by_name.setdefault(name, spelling) != spelling:
+            raise DataError(
+                "label_names gives two labels the name {name}; name them apart", name=repr(name)
+            )
+    return names
 
 
 def _whole(key: str) -> str:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS = 2000
 _BATCH_CHARS = 1 << 22
+_LONGEST_TEXT = 1 << 24
+"""Characters; what is longer is no text to classify, and a file of it would fill the memory."""
 
 
 class CleanRows:
@@ -56,11 +58,14 @@ class CleanRows:
     group_hashes: Array
     """Hashes of the --group-column; empty without one."""
 
-    def __init__(self, table: Table, columns: Columns) -> None:
-        """Reads, drops, counts and writes the rows; an error where nothing is left."""
+    def __init__(self, table: Table, columns: Columns, *, no_tag: bool = False) -> None:
+        """Reads, drops, counts and writes the rows; an error where nothing is left.
+
+        `no_tag`: an empty label cell is a row of several labels that has none of them.
+        """
         import numpy as np
 
-        self._table, self._columns = table, columns
+        self._table, self._columns, self._no_tag = table, columns, no_tag
         self._texts, self._groups = array("q"), array("q")
         self.scan = LabelScan()
         self.rows_read = self.dropped_no_text = self.dropped_no_label = 0
@@ -96,6 +101,8 @@ class CleanRows:
             values = row[count : count + len(names)]
             several = len(names) > 1
             items = flag_items(values, names, where) if several else label_items(values[0])
+            if items is None and self._no_tag and not several:
+                items = []
             if items is None:
                 self.dropped_no_label += 1
                 continue
@@ -177,6 +184,14 @@ def column_of(dataset: Dataset, name: str) -> Array:
 def as_text(value: Any, where: str) -> str:
     """A cell as text; '' where there is none."""
     if isinstance(value, str):
+        if len(value) > _LONGEST_TEXT:
+            raise DataError(
+                "{where}: a text has {chars} characters, and {most} are the most; cut it, or name "
+                "another --text-column",
+                where=where,
+                chars=f"{len(value):,}",
+                most=f"{_LONGEST_TEXT:,}",
+            )
         return value
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -251,6 +266,8 @@ def read_table(config: DataConfig) -> TextData:
     with quiet_datasets():
         rows = CleanRows(table, columns)
         coding = _coding(table, columns, rows, config)
+        if coding.space.task == MULTI_LABEL and rows.dropped_no_label:
+            rows = CleanRows(table, columns, no_tag=True)
         if validation_table is None:
             return _split(table, columns, rows, coding, config)
         return _with_validation(table, validation_table, columns, rows, coding)
@@ -265,7 +282,7 @@ def read_labelled(config: DataConfig, labels: LabelSpace) -> tuple[Dataset, Data
     table, _ = open_source(config.path, config.encoding, config.header)
     columns = choose_columns(table, config)
     with quiet_datasets():
-        rows = CleanRows(table, columns)
+        rows = CleanRows(table, columns, no_tag=labels.task == MULTI_LABEL)
         coding = coding_for(labels, rows.scan, config.label_names, table.where)
         coding.check(rows.scan, table.where, of=t("the model"))
         dataset = encode_labels(rows, coding)
@@ -378,7 +395,8 @@ def _split(
 def _with_validation(
     table: Table, validation_table: Table, columns: Columns, rows: CleanRows, coding: Coding
 ) -> TextData:
-    other = CleanRows(validation_table, columns)
+    no_tag = coding.space.task == MULTI_LABEL
+    other = CleanRows(validation_table, columns, no_tag=no_tag)
     coding.check(other.scan, validation_table.where, of=table.where)
     train, validation = encode_labels(rows, coding), encode_labels(other, coding)
     found = [

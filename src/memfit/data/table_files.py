@@ -311,6 +311,8 @@ def _without_surrogates(value: Any) -> Any:
 
 
 _BATCH_ROWS = 2000
+_BATCH_BYTES = 1 << 26
+_PROBED_ROWS = 32
 _BUFFER_BYTES = 1 << 20
 VALIDATION_SPLITS = ("validation", "valid", "dev")
 
@@ -335,7 +337,11 @@ def open_parquet(path: Path) -> Table:
         try:
             # Read ahead, a whole row group lies in memory, and some files are one group.
             with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-                for batch in file.iter_batches(_BATCH_ROWS, columns=list(wanted)):
+                # A text that is repeated in every row is stored once: the first rows tell.
+                first = next(file.iter_batches(_PROBED_ROWS, columns=list(wanted)), None)
+                row_bytes = 1 + (first.nbytes // len(first) if first else 0)
+                rows = max(min(_BATCH_ROWS, _BATCH_BYTES // row_bytes), 1)
+                for batch in file.iter_batches(rows, columns=list(wanted)):
                     columns = [batch.column(name).to_pylist() for name in wanted]
                     yield from _named(zip(*columns, strict=True), wanted, class_names)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -122,6 +122,12 @@ class LengthSummary:
     cut_rows: int
     """Rows longer than `max_length`, which lose their end."""
     histogram: tuple[LengthBin, ...]
+    most_tokens: int | None = None
+    """The longest text the model reads; None where that is not known."""
+    unknown_share: float = 0.0
+    """The share of the training tokens that the vocabulary lacks."""
+    unknown_example: str = ""
+    """How a training text with most of them begins."""
 
     @property
     def cut_fraction(self) -> float:

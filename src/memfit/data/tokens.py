@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,10 @@ if TYPE_CHECKING:
 
 _LENGTH = "length_before_cutting"
 _BATCH_ROWS = 1000
+_BATCH_BYTES = 1 << 26
+_MOST_TOKENS = 1 << 20
+"""A tokenizer that names no longest text names a number beyond this."""
+_EXAMPLE_CHARS = 40
 _TEXTS = ("text", "text_pair")
 
 _PARTS = {"input_ids": "ids", "token_type_ids": "type_ids", "attention_mask": "attention_mask"}
@@ -140,7 +145,37 @@ def tokenize(text_data: TextData, tokenizer: Any, max_length: int) -> TokenizedD
         train, train_lengths = _tokenized(text_data.train, tokenizer, max_length)
         validation, validation_lengths = _tokenized(text_data.validation, tokenizer, max_length)
     lengths = np.concatenate([train_lengths, validation_lengths])
-    return TokenizedData(train, validation, summarize_lengths(lengths, max_length))
+    named = tokenizer.model_max_length
+    summary = replace(
+        summarize_lengths(lengths, max_length),
+        most_tokens=int(named) if named <= _MOST_TOKENS else None,
+        **_unknown(train, text_data.train, tokenizer),
+    )
+    return TokenizedData(train, validation, summary)
+
+
+def _unknown(tokenized: Dataset, texts: Dataset, tokenizer: Any) -> dict[str, Any]:
+    """The share of tokens that the vocabulary lacks, and how a text with most of them begins."""
+    import numpy as np
+
+    lacking = tokenizer.unk_token_id
+    if lacking is None or lacking == tokenizer.eos_token_id:  # a token that ends texts as well
+        return {}
+    ids = tokenized.select_columns(["input_ids"]).with_format("arrow")
+    words = unknown = 0
+    worst, at = 0.0, 0
+    for number, table in enumerate(ids.iter(_BATCH_ROWS)):
+        rows = table["input_ids"].combine_chunks()
+        sizes = np.asarray(rows.value_lengths())
+        found = np.asarray(rows.flatten()) == lacking
+        before, ends = np.r_[0, np.cumsum(found)], np.cumsum(sizes)
+        each = (before[ends] - before[ends - sizes]) / np.maximum(sizes, 1)
+        if each.max() > worst:
+            worst, at = float(each.max()), number * _BATCH_ROWS + int(each.argmax())
+        unknown += int(found.sum())
+        words += int((sizes - tokenizer.num_special_tokens_to_add()).clip(0).sum())
+    example = texts[at]["text"] if worst else ""
+    return {"unknown_share": unknown / max(words, 1), "unknown_example": example[:_EXAMPLE_CHARS]}
 
 
 @contextmanager
@@ -225,7 +260,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
         tokenized = dataset.with_format("arrow").map(
             encode,
             batched=True,
-            batch_size=_BATCH_ROWS,
+            batch_size=max(min(_BATCH_ROWS, _BATCH_BYTES // max(_longest_bytes(dataset), 1)), 1),
             load_from_cache_file=False,
             # Named by us: hashing a tokenizer is slow, and nothing is looked up again.
             new_fingerprint=uuid4().hex,
@@ -234,6 +269,14 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
     tokenized = tokenized.with_format(None)
     keep_tokens(place, tokenized)
     return tokenized.remove_columns([_LENGTH]), column_of(tokenized, _LENGTH)
+
+
+def _longest_bytes(dataset: Dataset) -> int:
+    """The bytes of the longest text, by Arrow's offsets."""
+    import pyarrow.compute as pc
+
+    columns = [dataset.data.table[name] for name in _TEXTS if name in dataset.column_names]
+    return max(pc.max(pc.binary_length(column)).as_py() or 0 for column in columns)
 
 
 def _encode(

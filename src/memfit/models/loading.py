@@ -122,6 +122,16 @@ def load_settings(
     settings = _label_settings(load_config(config), labels)
     tokenizer = load_tokenizer(config)
     _set_padding(settings, tokenizer)
+    if tokenizer.model_max_length > 10**9:  # its files name no longest text; the model does
+        import torch
+        from transformers import AutoModelForSequenceClassification as Classifier
+
+        with contextlib.suppress(Exception), torch.device("meta"):  # loading says what is wrong
+            model = Classifier.from_config(  # type: ignore[no-untyped-call]
+                settings, trust_remote_code=config.trust_remote_code
+            )
+            if limit := position_limit(model):
+                tokenizer.model_max_length = limit
     return settings, tokenizer
 
 

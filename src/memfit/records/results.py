@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit._version import __version__
-from memfit.config.files import leftovers, plain, read_json, write_json
+from memfit.config.files import leftovers, plain, read_json, read_toml, write_json
 from memfit.errors import OutputError
 from memfit.i18n import N_, Message, message_of, t
 from memfit.memory.components import MemoryPeak
@@ -339,6 +339,14 @@ def trained_with_weights(model: str | os.PathLike[str]) -> bool:
     """Whether a run folder's training weighed its classes; no of a model from elsewhere."""
     has_summary = RunFolder(Path(model)).summary.is_file()
     return has_summary and bool(read_summary(model).training.get("class_weights"))
+
+
+def trained_label_names(model: str | os.PathLike[str]) -> dict[str, str]:
+    """The names a run folder's training gave its labels; none of a model from elsewhere."""
+    config = RunFolder(Path(model)).config
+    values = read_toml(config) if config.is_file() else {}
+    found = values.get("data", {}).get("label_names", {})
+    return found if isinstance(found, dict) else {}
 
 
 def write_evaluation(

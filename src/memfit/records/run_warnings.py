@@ -24,6 +24,9 @@ FEW_ROWS = 20
 
 MANY_CUT = 1 / 3
 
+MANY_UNKNOWN = 0.05
+"""Vocabularies of the texts' language lack far fewer words."""
+
 _MOST_NAMES = 3
 
 _KINDS = {
@@ -79,6 +82,13 @@ _KINDS = {
         N_("{share:.0%} of the texts are longer than {length:,} tokens and lose their end."),
         N_("Try --max-length {better:,}, which nine in ten texts fit into."),
     ),
+    "unknown": (
+        N_("The model's vocabulary lacks {share:.0%} of the words, and cannot tell them apart."),
+        N_(
+            "Choose a model for the language and the characters of the texts. One of them begins: "
+            "{example}"
+        ),
+    ),
     "tuned": (
         N_("The threshold of {threshold:.3g} was tuned on the rows these figures are from."),
         N_("Expect a little less on new texts; memfit evaluate on another table tells."),
@@ -87,6 +97,10 @@ _KINDS = {
 """What is the matter, and what to do."""
 
 _ADVICE = {
+    ("cut", "whole"): N_(
+        "The model reads no more. Shorten the texts, or choose a model that reads longer ones."
+    ),
+    ("cut", "part"): N_("Try --max-length {better:,}, the most the model reads."),
     ("one_class", "weighted"): N_(
         "Do not use this model. Train longer or at another learning rate, or add rows of rare "
         "classes."
@@ -181,8 +195,13 @@ def data_warnings(
         found.append(RunWarning("duplicates", {"rows": counts.duplicates_across_split}))
     if lengths is not None and lengths.cut_fraction > MANY_CUT:
         better = max(lengths.p90, lengths.max_length + 1)
-        said = {"share": lengths.cut_fraction, "length": lengths.max_length, "better": better}
-        found.append(RunWarning("cut", said))
+        limit = lengths.most_tokens or better
+        case = _case(whole=lengths.max_length >= limit, part=lengths.max_length < limit < better)
+        said = {"share": lengths.cut_fraction, "length": lengths.max_length, **case}
+        found.append(RunWarning("cut", {**said, "better": min(better, limit)}))
+    if lengths is not None and lengths.unknown_share > MANY_UNKNOWN:
+        said = {"share": lengths.unknown_share, "example": lengths.unknown_example}
+        found.append(RunWarning("unknown", said))
     return tuple(found)
 
 

@@ -33,7 +33,7 @@ from memfit.models.loading import (
     loading_error,
 )
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
-from memfit.records.results import RunFolder, read_summary
+from memfit.records.results import RunFolder, read_summary, trained_label_names
 from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
 from memfit.run.file_predictions import FilePredictions, check_target, predict_file, row_bar
 from memfit.waiting import doing
@@ -305,6 +305,9 @@ def evaluate_table(
     classifier: Classifier, config: DataConfig, *, batch_tokens: int | None = None
 ) -> Evaluation:
     """How good the answers are on all rows of a labelled table."""
+    if not config.label_names:
+        names = trained_label_names(classifier.model.name_or_path or "")
+        config = replace(config, label_names=names)
     with doing(t("reading the table …")):
         table, counts = read_labelled(config, classifier.labels)
     texts = table["text"]
