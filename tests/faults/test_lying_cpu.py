@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-SENTENCE = "this CPU advertises"
+SENTENCE = "when it was tried on this CPU"
 
 LATE = """
 import sys, torch, warnings
@@ -69,14 +69,8 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def helped(tmp_path_factory: pytest.TempPathFactory) -> LyingCpu:
-    """Where a smaller instruction set helps."""
+def lying(tmp_path_factory: pytest.TempPathFactory) -> LyingCpu:
     return LyingCpu("helps", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def hopeless(tmp_path_factory: pytest.TempPathFactory) -> LyingCpu:
-    return LyingCpu("never", tmp_path_factory.mktemp("cache"))
 
 
 def short_run(reviews: Path, model: Path, output: Path) -> list[str | Path]:
@@ -87,68 +81,44 @@ def short_run(reviews: Path, model: Path, output: Path) -> list[str | Path]:
 
 
 @pytest.mark.slow
-def test_a_product_in_half_precision_ends_the_process_there(helped: LyingCpu) -> None:
+def test_a_product_in_half_precision_ends_the_process_there(lying: LyingCpu) -> None:
     product = "import torch; x = torch.ones(9, 9).bfloat16(); torch.mm(x, x)"
-    assert helped.python("-c", product).returncode == -signal.SIGILL
+    assert lying.python("-c", product).returncode == -signal.SIGILL
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_a_model_in_half_precision_where_a_smaller_set_helps(
-    helped: LyingCpu, reviews: Path, tiny_model_dir: Path, tmp_path: Path
+def test_a_run_goes_on_without_half_precision(
+    lying: LyingCpu, reviews: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    done = helped.memfit(*short_run(reviews, tiny_model_dir, tmp_path / "run"))
+    done = lying.memfit(*short_run(reviews, tiny_model_dir, tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(SENTENCE) == 1
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in done.stderr
     assert (tmp_path / "run" / "model.safetensors").is_file()
-    [kept] = helped.cache.glob("half-on-cpu-*")
+    [kept] = lying.cache.glob("half-on-cpu-*")
     before = kept.stat().st_mtime_ns
 
-    told = helped.memfit("doctor", "--json")
+    told = lying.memfit("doctor", "--json")
     found = json.loads(told.stdout)
-    assert SENTENCE not in told.stderr  # it stands in the findings
     assert found["half_on_cpu"]["instruction_set"] == "AVX512_CORE_FP16"
     assert sum(SENTENCE in one["text"] for one in found["findings"]) == 1
-    assert found["strategies"]["half_precision"]["ready"]
-    assert [one.stat().st_mtime_ns for one in helped.cache.glob("half-on-cpu-*")] == [before]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_half_precision_where_nothing_helps(
-    hopeless: LyingCpu, reviews: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    done = hopeless.memfit(*short_run(reviews, tiny_model_dir, tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(SENTENCE) == 1
-    assert "goes on without bfloat16" in done.stderr
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-
-    told = hopeless.memfit("doctor", "--lang", "zh")
-    assert told.stdout.count("声称支持半精度指令，却不能执行：memfit 不使用 bfloat16") == 1
-    planned = hopeless.memfit(
-        "plan",
-        reviews,
-        "--model",
-        tiny_model_dir,
-        "--budget",
-        "1GB",
-        "--max-length",
-        "32",
-        "--json",
-    )
+    assert not found["strategies"]["half_precision"]["ready"]
+    assert [one.stat().st_mtime_ns for one in lying.cache.glob("half-on-cpu-*")] == [before]
+    short = ("--budget", "1GB", "--max-length", "32", "--json")
+    planned = lying.memfit("plan", reviews, "--model", tiny_model_dir, *short)
     assert planned.returncode == 0, planned.stderr
     reason = json.loads(planned.stdout)["left_out"]["half_precision"]
-    assert reason == "this CPU advertises bfloat16 instructions that it does not run"
+    assert reason == "bfloat16 does not run on this CPU"
 
 
 @pytest.mark.slow
-def test_a_trainer_made_after_torch_has_multiplied_trains_in_float32(
-    helped: LyingCpu, tmp_path: Path
+def test_a_trainer_trains_in_float32_and_refuses_half_weights(
+    lying: LyingCpu, tmp_path: Path
 ) -> None:
-    done = helped.python("-c", LATE, tmp_path)
+    done = lying.python("-c", LATE, tmp_path)
     assert done.returncode == 0, done.stderr
     steps, refused = done.stdout.strip().splitlines()[-2:]
     assert steps == "2 False True"  # the user's own arguments stay as they are
-    assert refused.startswith("ConfigError the weights are bfloat16, and this CPU advertises")
+    assert refused.startswith("ConfigError the weights are bfloat16, and bfloat16 does not run")
     assert done.stderr.count(SENTENCE) == 1
     assert "before Python starts" in done.stderr

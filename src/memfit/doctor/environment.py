@@ -131,7 +131,7 @@ def look_around() -> Environment:
         cards=_cards(torch, driver),
         host_bytes=memory.total,
         host_free_bytes=memory.available,
-        half_on_cpu=None if torch.error or torch.sees_gpu else half_on_cpu(say=False),
+        half_on_cpu=None if torch.error or torch.sees_gpu else half_on_cpu(),
     )
 
 
