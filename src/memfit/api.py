@@ -51,11 +51,9 @@ def _data_in_one(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if len(args) > 1 or {"texts", "labels"} & kwargs.keys():
             raise ConfigError(
-                t(
-                    "{function} takes its data as one: write {function}((texts, labels), ...), and "
-                    "all else by its name (model=..., budget=...)",
-                    function=function.__name__,
-                )
+                "{function} takes its data as one: write {function}((texts, labels), ...), and "
+                "all else by its name (model=..., budget=...)",
+                function=function.__name__,
             )
         return function(*args, **kwargs)
 
@@ -102,7 +100,7 @@ def finetune(
         given["plan"] = plan
     if resume:
         if output_dir is None:
-            raise OutputError(t("name the run to resume with --output-dir"))
+            raise OutputError("name the run to resume with --output-dir")
         is_named = config is not None or (data is not None and model is not None)
         # So that a scheduler may run the same command again and again.
         resume = not is_named or is_begun(output_dir)

@@ -15,7 +15,7 @@ import torch
 
 from memfit.errors import ConfigError, DataError, ModelError, OutputError
 from memfit.records.results import RunSummary, write_summary
-from memfit.run.inference import Classifier, Prediction, token_batches
+from memfit.run.inference import Classifier, token_batches
 from memfit.waiting import telling
 from waits import without_waits
 
@@ -125,9 +125,11 @@ def test_long_texts_are_cut_where_the_training_cut_them(variant: Any) -> None:
 def test_several_labels_are_those_from_one_half_on(variant: Any) -> None:
     several = Classifier.load(variant(problem_type="multi_label_classification"))
     assert several.labels.task == "multi_label"
-    answers = [several._prediction(np.array(row)) for row in ([0.7, 0.5], [0.2, 0.4])]
-    assert answers[0] == Prediction("負評|正評", 0.7, {"負評": 0.7, "正評": 0.5}, ("負評", "正評"))
-    assert (answers[1].label, answers[1].score) == ("", 0.4)
+    chances = np.array([[0.7, 0.5], [0.2, 0.4]])
+    both, neither = several.predictions(np.log(chances / (1 - chances)))
+    assert (both.label, both.labels) == ("負評|正評", ("負評", "正評"))
+    assert both.scores == pytest.approx({"負評": 0.7, "正評": 0.5})
+    assert (neither.label, neither.score) == ("", pytest.approx(0.4))
     logits = several.logits(["好"])
     sigmoid = 1 / (1 + np.exp(-logits[0]))
     assert list(several.predict("好")[0].scores.values()) == pytest.approx(sigmoid.tolist())

@@ -202,7 +202,7 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
     settings = tmp_path / "first" / "run.toml"
     assert tomllib.loads(settings.read_text(encoding="utf-8"))["plan"]["strategies"] == {
         "packing": {},
-        "checkpointing": {"part": "layer"},
+        "checkpointing": {},
     }
     again = finetune(config=settings, output_dir=tmp_path / "again")
     assert again.summary.plan["strategies"] == first.summary.plan["strategies"]

@@ -73,12 +73,10 @@ def _train(
 
     if len(given) > 1:
         raise ConfigError(
-            t(
-                "memfit train takes one table and got {count}: {tables}; join them into one file, "
-                "or train on each with its own --output-dir",
-                count=len(given),
-                tables=", ".join(given),
-            )
+            "memfit train takes one table and got {count}: {tables}; join them into one file, "
+            "or train on each with its own --output-dir",
+            count=len(given),
+            tables=", ".join(given),
         )
     with console.only_results_on_stdout():
         result = api.finetune(

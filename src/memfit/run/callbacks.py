@@ -50,21 +50,10 @@ class StopEarly(TrainerCallback):
         self.stopped_at: int | None = None
         """The step after which it stopped."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """A run that was killed after its last evaluation has stopped already."""
-        self._decide(args, state, control)
-
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Called by the Trainer, which has logged the metrics by now."""
-        self._decide(args, state, control)
-
-    def _decide(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> None:
         key = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
         found = [entry[key] for entry in state.log_history if key in entry]
         if not args.greater_is_better:
@@ -72,6 +61,8 @@ class StopEarly(TrainerCallback):
         if found and len(found) - 1 - found.index(max(found)) >= self.patience:
             control.should_training_stop = True
             self.stopped_at = state.global_step
+
+    on_train_begin = on_evaluate  # a run that was killed after its last evaluation has stopped
 
 
 class RecordRun(TrainerCallback):
@@ -249,7 +240,13 @@ class MeasureOneStep(TrainerCallback):
         if self.step is not None or self._begun_steps < 2 or args.torch_compile:
             return
         step = state.global_step + 1
-        if step == state.max_steps or not _ends_epoch(step, args, parts.get("train_dataloader")):
+        try:
+            accumulated = max(args.gradient_accumulation_steps, 1)
+            an_epoch = math.ceil(len(parts["train_dataloader"]) / accumulated)
+        except TypeError:  # a stream has no length, and no end to meet
+            an_epoch = 0
+        # The last step of an epoch takes what the full ones left, unless it is the only one.
+        if step == state.max_steps or an_epoch <= 1 or step % an_epoch:
             self.step = step
             measuring = measure(parts["model"], parts.get("optimizer"))
             self._measurement = self._open.enter_context(measuring)
@@ -281,15 +278,6 @@ class MeasureOneStep(TrainerCallback):
             reserved_bytes=reserved_bytes,
             device_bytes=peak.device_bytes + reserved_bytes - peak.reserved_bytes,
         )
-
-
-def _ends_epoch(step: int, args: TrainingArguments, batches: Any) -> bool:
-    """Whether the step takes what the full ones left; where one step is an epoch, all are alike."""
-    try:
-        an_epoch = math.ceil(len(batches) / max(args.gradient_accumulation_steps, 1))
-    except TypeError:  # a stream has no length, and no end to meet
-        return False
-    return an_epoch > 1 and step % an_epoch == 0
 
 
 _SAME_SECONDS = 5.0

@@ -92,8 +92,15 @@ def predict_file(
     """
     path = Path(target)
     texts = [name for name in choose_texts(table, *text_columns) if name]
-    _check_columns(table)
-    names = _answer_columns(table)
+    if twice := [name for name in table.columns if table.columns.count(name) > 1]:
+        raise DataError(
+            "{where}: several columns are called {name}; rename all but one",
+            where=table.where,
+            name=repr(twice[0]),
+        )
+    names = ("label", "score")
+    if set(names) & set(table.columns):  # the table's own columns stay
+        names = ("predicted_label", "predicted_score")
     form = _Form(path, (*table.columns, *names))
     on_cpu = classifier.model.device.type == "cpu"
     with doing(t("predicting …")), joined(on_cpu=on_cpu) as group:
@@ -104,10 +111,20 @@ def predict_file(
         made_from = _made_from(classifier, table, texts, Path(source).expanduser())
         try:
             with partial_output(path, made_from, form.head()) as out:
-                _announce(out)
+                if out.resumed_rows:
+                    _say(t("going on from row {row}", row=f"{out.resumed_rows + 1:,}"))
+                elif out.differs:
+                    _say(t(_DIFFERS[out.differs], path=partial_path(out.path)))
                 predictor.write(out)
         except OSError as error:
-            raise OutputError(_why_it_stopped(error, path)) from None
+            if error.strerror is None or not partial_path(path).exists():
+                why = error.strerror or error
+                raise OutputError("cannot write {path}: {reason}", path=path, reason=why) from None
+            raise OutputError(
+                "cannot write {path}: {reason}; the same command goes on where it stopped",
+                path=path,
+                reason=why_not_written(error, path.parent),
+            ) from None
     done = out.complete
     return FilePredictions(path, done.rows, done.empty_rows, *names, out.resumed_rows)
 
@@ -127,12 +144,14 @@ class _Predictor:
         """Writes the pieces of all ranks, from the row on that the output has come to."""
         first_row = self.group.share(lambda: out.complete.rows)
         if out.total_rows is None and is_told():
-            out.total_rows = self._count_rows()
+            # Reading is much faster than predicting, and the bar has an end.
+            with doing(t("reading the table …")):
+                out.total_rows = sum(1 for _ in self.table.read(self.texts))
         left = None if out.total_rows is None else out.total_rows - first_row
         alone = self.group.is_alone
         try:
             with row_bar(left) as update:
-                for piece in self._pieces(first_row, update if alone else _nobody):
+                for piece in self._pieces(first_row, update if alone else lambda _: None):
                     out.add(piece.data, piece.rows, piece.empty_rows)
                     if not alone:
                         update(piece.rows)
@@ -141,11 +160,11 @@ class _Predictor:
             _say(t("stopped after row {row}; the same command goes on there", row=row))
             raise
         if not out.complete.rows:
-            raise DataError(t("{path} has a header and no rows; add rows", path=self.table.where))
+            raise DataError("{path} has a header and no rows; add rows", path=self.table.where)
 
     def send(self) -> None:
         """Predicts this rank's windows for the first rank, which writes them."""
-        for _ in self._pieces(self.group.share(int), _nobody):
+        for _ in self._pieces(self.group.share(int), lambda _: None):
             pass
 
     def _pieces(self, first_row: int, update: Callable[[int], object]) -> Iterator[Piece]:
@@ -176,15 +195,11 @@ class _Predictor:
         texts: list[Any] = [
             parts[index] if len(where) == 2 else parts[index][0] for index in filled
         ]
-        found = self.classifier._answer(texts, self.batch_tokens, update)
+        logits = self.classifier.logits(texts, batch_tokens=self.batch_tokens, update=update)
+        found = self.classifier.predictions(logits)
         update(len(window) - len(filled))
         answers = dict(zip(filled, found, strict=True))
         return [answers.get(index) for index in range(len(window))]
-
-    def _count_rows(self) -> int:
-        """Reads the table once more: much faster than predicting it, and the bar has an end."""
-        with doing(t("reading the table …")):
-            return sum(1 for _ in self.table.read(self.texts))
 
 
 def _windows(rows: Iterator[Row], most_rows: int) -> Iterator[list[Row]]:
@@ -199,10 +214,6 @@ def _windows(rows: Iterator[Row], most_rows: int) -> Iterator[list[Row]]:
             window, chars = [], 0
     if window:
         yield window
-
-
-def _nobody(_rows: int) -> None:
-    """Counts rows for nobody."""
 
 
 @contextmanager
@@ -254,14 +265,6 @@ _DIFFERS = {
 }
 
 
-def _announce(out: PartialOutput) -> None:
-    """Where a run goes on, or why it cannot."""
-    if out.resumed_rows:
-        _say(t("going on from row {row}", row=f"{out.resumed_rows + 1:,}"))
-    elif out.differs:
-        _say(t(_DIFFERS[out.differs], path=partial_path(out.path)))
-
-
 def _say(sentence: str) -> None:
     """One line of a command; a call in Python returns what it did."""
     from memfit.run.announcements import voice
@@ -269,58 +272,24 @@ def _say(sentence: str) -> None:
     voice(quiet=not is_told())(sentence)
 
 
-def _why_it_stopped(error: OSError, path: Path) -> str:
-    if error.strerror is None or not partial_path(path).exists():
-        return t("cannot write {path}: {reason}", path=path, reason=error.strerror or error)
-    return t(
-        "cannot write {path}: {reason}; the same command goes on where it stopped",
-        path=path,
-        reason=why_not_written(error, path.parent),
-    )
-
-
 def check_target(path: Path, source: Path) -> None:
     """Refuses an output that is a folder, the source itself, or of a kind that is not written."""
     if path.exists() and source.exists() and path.samefile(source):
         raise OutputError(
-            t("{path} is the file the texts come from; name another --output", path=path)
+            "{path} is the file the texts come from; name another --output", path=path
         )
     if path.is_dir():
-        raise OutputError(t("{path} is a folder; name a file with --output", path=path))
+        raise OutputError("{path} is a folder; name a file with --output", path=path)
     if not path.parent.is_dir():
         raise OutputError(
-            t(
-                "there is no folder {folder} for {name}; make it first",
-                folder=path.parent,
-                name=path.name,
-            )
+            "there is no folder {folder} for {name}; make it first",
+            folder=path.parent,
+            name=path.name,
         )
     if path.suffix.lower() in NOT_WRITTEN:
         raise OutputError(
-            t(
-                "cannot write {ending} files; name the output .csv, .tsv or .jsonl",
-                ending=path.suffix,
-            )
+            "cannot write {ending} files; name the output .csv, .tsv or .jsonl", ending=path.suffix
         )
-
-
-def _check_columns(table: Table) -> None:
-    twice = [name for name in table.columns if table.columns.count(name) > 1]
-    if twice:
-        raise DataError(
-            t(
-                "{where}: several columns are called {name}; rename all but one",
-                where=table.where,
-                name=repr(twice[0]),
-            )
-        )
-
-
-def _answer_columns(table: Table) -> tuple[str, str]:
-    """label and score; other names where the table has such columns, to lose nothing of it."""
-    if {"label", "score"} & set(table.columns):
-        return "predicted_label", "predicted_score"
-    return "label", "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,22 +313,21 @@ class _Form:
             (*row, *(("", "") if answer is None else (answer.label, round(answer.score, 6))))
             for row, answer in zip(rows, answers, strict=True)
         ]
-        text = self._objects(filled) if self._is_json else self._table(filled)
+        if self._is_json:
+            objects = (plain(dict(zip(self.names, row, strict=True))) for row in filled)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in objects)
+        else:
+            text = self._table(filled)
         # Half an emoji, as broken JSON carries, must not cost the file.
         return text.encode("utf-8", "replace")
-
-    def _objects(self, rows: Sequence[Row]) -> str:
-        made = (plain(dict(zip(self.names, row, strict=True))) for row in rows)
-        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
 
     def _table(self, rows: Sequence[Row]) -> str:
         delimiter = "\t" if self.path.suffix.lower() in (".tsv", ".tab") else ","
         text = io.StringIO(newline="")
         writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-        writer.writerows([_cell(value) for value in row] for row in rows)
+        for row in rows:
+            writer.writerow(
+                json.dumps(cell, ensure_ascii=False) if isinstance(cell, list | dict) else cell
+                for cell in row
+            )
         return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    """A cell of a table: what JSON nests is written as JSON."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value

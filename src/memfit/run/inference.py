@@ -118,13 +118,19 @@ class Classifier:
         if model.config.pad_token_id is None:  # decoders find a text's end by it
             model.config.pad_token_id = tokenizer.pad_token_id
         labels = label_space(model.config)
+        has_summary = RunFolder(Path(config.model)).summary.is_file()
+        summary = read_summary(config.model) if has_summary else None
+        trained = None if summary is None else summary.lengths.get("max_length")
+        pairs: bool | None = None
+        if summary is not None and "text_pair_column" in summary.data:
+            pairs = summary.data["text_pair_column"] is not None
         return cls(
             model=model,
             tokenizer=tokenizer,
             labels=labels,
             scoring=kept_scoring(model.config, labels),
-            max_length=_max_length(config.model, model, tokenizer, max_length),
-            pairs=_trained_on_pairs(config.model),
+            max_length=_max_length(config.model, model, tokenizer, max_length, trained),
+            pairs=pairs,
         )
 
     def predict(
@@ -149,16 +155,31 @@ class Classifier:
         several: Sequence[Text] = [texts] if single else texts
         with doing(t("predicting …")):
             logits = self.logits(several, batch_tokens=batch_tokens, progress=progress)
-        return self._predictions(logits)
+        return self.predictions(logits)
 
-    def _answer(
-        self, texts: Sequence[Text], batch_tokens: int | None, update: Callable[[int], object]
-    ) -> list[Prediction]:
-        """Predicts without a bar; `update` gets the number of rows as they are done."""
-        return self._predictions(self._logits(texts, batch_tokens, update))
-
-    def _predictions(self, logits: Array) -> list[Prediction]:
-        return [self._prediction(row) for row in probabilities(logits, self.labels.task)]
+    def predictions(self, logits: Array) -> list[Prediction]:
+        """Answers from raw outputs, a row a text."""
+        names, task = self.labels.names, self.labels.task
+        rows = probabilities(logits, task)
+        scores = [dict(zip(names, map(float, row), strict=True)) for row in rows]
+        if task == REGRESSION:
+            values = [max(row.values()) for row in scores]
+            return [
+                Prediction(f"{value:.6g}", value, row)
+                for value, row in zip(values, scores, strict=True)
+            ]
+        chosen = answers(rows, self.labels, self.scoring or Scoring())
+        if task == SINGLE_LABEL:
+            labels = [names[int(index)] for index in chosen]
+            return [
+                Prediction(label, row[label], row, (label,))
+                for label, row in zip(labels, scores, strict=True)
+            ]
+        several = [tuple(name for name, yes in zip(names, of, strict=True) if yes) for of in chosen]
+        return [
+            Prediction("|".join(labels), max(row.values()), row, labels)
+            for labels, row in zip(several, scores, strict=True)
+        ]
 
     def evaluate(
         self,
@@ -179,30 +200,37 @@ class Classifier:
             return evaluate_table(self, config, batch_tokens=batch_tokens)
         if options:
             raise ConfigError(
-                t("{option} is for a table; leave it out beside labels", option=next(iter(options)))
+                "{option} is for a table; leave it out beside labels", option=next(iter(options))
             )
         # A dataset column gives its values much faster at once than one by one.
         known = labels[:]
         if len(known) != len(texts):
             said = {"texts": f"{len(texts):,}", "labels": f"{len(known):,}"}
-            raise DataError(t("{texts} texts and {labels} labels; give one label a text", **said))
-        ids = np.asarray(ids_of(known, self.labels) if _are_names(known) else known)
+            raise DataError("{texts} texts and {labels} labels; give one label a text", **said)
+        parts = [
+            part for row in known for part in (row if isinstance(row, list | tuple) else (row,))
+        ]
+        are_names = not parts or any(isinstance(part, str) for part in parts)
+        ids = np.asarray(ids_of(known, self.labels) if are_names else known)
         with doing(t("evaluating …")):
             logits = self.logits(texts, batch_tokens=batch_tokens)
         return evaluate_predictions(logits, ids, self.labels, self.scoring)
 
     def logits(
-        self, texts: Sequence[Text], *, batch_tokens: int | None = None, progress: bool = True
+        self,
+        texts: Sequence[Text],
+        *,
+        batch_tokens: int | None = None,
+        progress: bool = True,
+        update: Callable[[int], object] | None = None,
     ) -> Array:
-        """Raw outputs, a row a text; each batch leaves the device before the next begins."""
-        if not progress:
-            return self._logits(texts, batch_tokens, lambda _: None)
-        with row_bar(len(texts)) as update:
-            return self._logits(texts, batch_tokens, update)
+        """Raw outputs, a row a text; each batch leaves the device before the next begins.
 
-    def _logits(
-        self, texts: Sequence[Text], batch_tokens: int | None, update: Callable[[int], object]
-    ) -> Array:
+        `update` gets the rows of each batch when they are done; without it a bar does.
+        """
+        if update is None and progress:
+            with row_bar(len(texts)) as update:
+                return self.logits(texts, batch_tokens=batch_tokens, update=update)
         on_cpu = self.model.device.type == "cpu"
         batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
         out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
@@ -213,7 +241,8 @@ class Classifier:
             for rows in token_batches(lengths, batch_tokens):
                 batch = [{name: column[row] for name, column in encoded.items()} for row in rows]
                 out[[start + row for row in rows]] = self._forward(batch)
-                update(len(rows))
+                if update is not None:
+                    update(len(rows))
         return out
 
     def predict_file(
@@ -243,39 +272,30 @@ class Classifier:
     def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
         pairs = [isinstance(text, tuple | list) for text in texts]
         if any(pairs) and not all(pairs):
-            raise DataError(t("some of the texts are pairs and some are not; give one kind"))
-        self._check_kind(any(pairs))
+            raise DataError("some of the texts are pairs and some are not; give one kind")
+        # Answers of a model of the other kind would look right.
+        if self.pairs and not any(pairs):
+            raise DataError(
+                "this model was trained on pairs of texts and got single ones; give both: "
+                "--file with --text-column and --text-pair-column, or tuples of two in "
+                "Python"
+            )
+        if self.pairs is False and any(pairs):
+            raise DataError(
+                "this model was trained on single texts and got pairs; name the column to "
+                "use with --text-column"
+            )
         for number, text in enumerate(texts, start + 1):
             parts = text if isinstance(text, tuple | list) else (text,)
             if len(parts) not in (1, 2) or not all(isinstance(part, str) for part in parts):
                 raise DataError(
-                    t(
-                        "text {number} is {text}; give a text or a pair of texts",
-                        number=number,
-                        text=f"{text!r:.60}",
-                    )
+                    "text {number} is {text}; give a text or a pair of texts",
+                    number=number,
+                    text=f"{text!r:.60}",
                 )
         columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
         encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
         return dict(encoded)
-
-    def _check_kind(self, pairs: bool) -> None:
-        """Refuses single texts for a model of pairs, and the reverse: answers would look right."""
-        if self.pairs and not pairs:
-            raise DataError(
-                t(
-                    "this model was trained on pairs of texts and got single ones; give both: "
-                    "--file with --text-column and --text-pair-column, or tuples of two in "
-                    "Python"
-                )
-            )
-        if self.pairs is False and pairs:
-            raise DataError(
-                t(
-                    "this model was trained on single texts and got pairs; name the column to "
-                    "use with --text-column"
-                )
-            )
 
     def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
         import torch
@@ -286,19 +306,6 @@ class Classifier:
         with torch.inference_mode():
             logits: torch.Tensor = self.model(**batch).logits
         return np.asarray(logits.float().cpu().numpy())
-
-    def _prediction(self, row: Array) -> Prediction:
-        names = self.labels.names
-        scores = {name: float(value) for name, value in zip(names, row, strict=True)}
-        most = max(scores.values())
-        if self.labels.task == REGRESSION:
-            return Prediction(f"{most:.6g}", most, scores)
-        said = answers(row[None], self.labels, self.scoring or Scoring())[0]
-        if self.labels.task == SINGLE_LABEL:
-            label = names[int(said)]
-            return Prediction(label, scores[label], scores, (label,))
-        chosen = tuple(name for name, yes in zip(names, said, strict=True) if yes)
-        return Prediction("|".join(chosen), most, scores, chosen)
 
 
 def evaluate_table(
@@ -334,12 +341,6 @@ def token_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
         start += count
 
 
-def _are_names(labels: Any) -> bool:
-    """Whether labels given in Python are names, or lists of names, and not numbers."""
-    parts = [part for one in labels for part in (one if isinstance(one, list | tuple) else (one,))]
-    return not parts or any(isinstance(part, str) for part in parts)
-
-
 def label_space(config: Any) -> LabelSpace:
     """The task and the label names a model's config holds."""
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
@@ -349,35 +350,28 @@ def label_space(config: Any) -> LabelSpace:
 
 
 def _check_trained(config: ModelConfig) -> None:
-    """A folder that holds no model yet, told apart from one that is none."""
+    """Refuses a folder without a model, and says what it holds instead."""
     folder = Path(config.model)
     run = RunFolder(folder)
     weights = any((folder / name).is_file() for name in WEIGHT_FILES)
     if folder.is_dir() and not weights and run.config.is_file():
-        done = run.checkpoints()
-        if done:
-            said = {"folder": folder, "checkpoint": done[-1]}
+        if done := run.checkpoints():
             raise ModelError(
-                t(
-                    "the run in {folder} has not finished; continue it with memfit train "
-                    "--resume --output-dir {folder}, or name a checkpoint of it ({checkpoint})",
-                    **said,
-                )
+                "the run in {folder} has not finished; continue it with memfit train "
+                "--resume --output-dir {folder}, or name a checkpoint of it ({checkpoint})",
+                folder=folder,
+                checkpoint=done[-1],
             )
         raise ModelError(
-            t(
-                "the run in {folder} has not finished; continue it with memfit train --resume "
-                "--output-dir {folder}",
-                folder=folder,
-            )
+            "the run in {folder} has not finished; continue it with memfit train --resume "
+            "--output-dir {folder}",
+            folder=folder,
         )
     if folder.is_dir() and not weights and (folder / "config.json").is_file():
         raise ModelError(
-            t(
-                "the model folder {folder} has no weights; it needs model.safetensors or "
-                "pytorch_model.bin beside config.json",
-                folder=folder,
-            )
+            "the model folder {folder} has no weights; it needs model.safetensors or "
+            "pytorch_model.bin beside config.json",
+            folder=folder,
         )
     check_model_folder(config)
 
@@ -389,12 +383,10 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
 
     if dtype not in (None, *DTYPES):
         raise ConfigError(
-            t(
-                "dtype is {dtype}; it is one of {choices}.{hint}",
-                dtype=repr(dtype),
-                choices=", ".join(DTYPES),
-                hint=nearest(str(dtype), DTYPES),
-            )
+            "dtype is {dtype}; it is one of {choices}.{hint}",
+            dtype=repr(dtype),
+            choices=", ".join(DTYPES),
+            hint=nearest(str(dtype), DTYPES),
         )
     settings = load_config(config)
     kinds = settings.architectures or []
@@ -403,7 +395,7 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
         "--model {model}"
     )
     if kinds and not any("ForSequenceClassification" in kind for kind in kinds):
-        raise ModelError(t(untrained, model=config.model, found=kinds[0]))
+        raise ModelError(untrained, model=config.model, found=kinds[0])
     try:
         with no_progress_bars():
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -418,7 +410,7 @@ def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
     if missing := sorted(report["missing_keys"]):
         # transformers would fill these with random numbers and only log it.
         found = t("weights without {name}", name=missing[0])
-        raise ModelError(t(untrained, model=config.model, found=found))
+        raise ModelError(untrained, model=config.model, found=found)
     return model
 
 
@@ -438,42 +430,32 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # CUDA's absence is an assertion
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            t(
-                "the device {name} cannot be used ({reason}); leave it out, or write cpu",
-                name=repr(name),
-                reason=reason,
-            )
+            "the device {name} cannot be used ({reason}); leave it out, or write cpu",
+            name=repr(name),
+            reason=reason,
         ) from None
 
 
 def _max_length(
-    folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wanted: int | None
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: int | None,
+    trained: Any,
 ) -> int:
     """What is wanted, or what the run trained with; never beyond the model's positions."""
-    limits = [limit for limit in (position_limit(model), tokenizer.model_max_length) if limit]
-    limit = min(limits)
+    positions = position_limit(model)
     if wanted is not None:
-        positions = position_limit(model)
         if positions is not None and wanted > positions:
-            said = {"length": wanted, "limit": positions, "model": folder}
             raise ConfigError(
-                t(
-                    "max_length {length} is beyond the {limit} positions of {model}; write "
-                    "{limit} or less",
-                    **said,
-                )
+                "max_length {length} is beyond the {limit} positions of {model}; write "
+                "{limit} or less",
+                length=wanted,
+                limit=positions,
+                model=name,
             )
         return wanted
-    if RunFolder(Path(folder)).summary.is_file():
-        trained = read_summary(folder).lengths.get("max_length")
-        if isinstance(trained, int):
-            return min(trained, limit)
+    limit = min(limit for limit in (positions, tokenizer.model_max_length) if limit)
+    if isinstance(trained, int):
+        return min(trained, limit)
     return limit if limit < 10**6 else UNLIMITED_LENGTH
-
-
-def _trained_on_pairs(folder: str) -> bool | None:
-    """What the run's summary says of its columns; a model from elsewhere says nothing."""
-    if not RunFolder(Path(folder)).summary.is_file():
-        return None
-    data = read_summary(folder).data
-    return data["text_pair_column"] is not None if "text_pair_column" in data else None

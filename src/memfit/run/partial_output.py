@@ -20,7 +20,6 @@ from typing import IO, Any
 
 from memfit.config.files import write_bytes
 from memfit.errors import DataError, OutputError
-from memfit.i18n import t
 
 KEPT_AFTER_SECONDS = 2.0
 """How much work a killed run may lose, beside the windows that are being predicted."""
@@ -158,7 +157,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OutputError(
-            t("another process is writing {path}; wait for it, or name another file", path=path)
+            "another process is writing {path}; wait for it, or name another file", path=path
         ) from None
     except OSError:  # a file system without locks
         return

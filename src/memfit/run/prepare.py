@@ -181,10 +181,8 @@ def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> Tra
     )
     if config.early_stopping is not None and not arguments.load_best_model_at_end:
         raise ConfigError(
-            t(
-                "--early-stopping goes back to the best model, so it needs evaluations "
-                "(--eval-strategy epoch or steps) and --load-best-model-at-end"
-            )
+            "--early-stopping goes back to the best model, so it needs evaluations "
+            "(--eval-strategy epoch or steps) and --load-best-model-at-end"
         )
     return arguments
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from memfit.config import ModelConfig
 from memfit.errors import ConfigError, ModelError
-from memfit.i18n import t
 from memfit.models.hubs import _client, check_hub
 from memfit.models.loading import check_model_folder
 from memfit.printing import without_tokens
@@ -41,26 +40,22 @@ def files_to_push(folder: Path) -> tuple[Path, ...]:
     """The model's and the tokenizer's files, or what is missing of them."""
     if not folder.is_dir():
         raise ModelError(
-            t("there is no folder {folder}; give the output folder of a run", folder=folder)
+            "there is no folder {folder}; give the output folder of a run", folder=folder
         )
     if (folder / "run.toml").is_file() and not _matching(folder, (*_WEIGHTS, *_OLD_WEIGHTS)):
         raise ModelError(
-            t(
-                "the run in {folder} has not finished; continue it with memfit train --resume "
-                "--output-dir {folder}",
-                folder=folder,
-            )
+            "the run in {folder} has not finished; continue it with memfit train --resume "
+            "--output-dir {folder}",
+            folder=folder,
         )
     check_model_folder(ModelConfig(model=str(folder)))
     weights = _matching(folder, _WEIGHTS) or _matching(folder, _OLD_WEIGHTS)
     if not _matching(folder, _VOCABULARY):
         raise ModelError(
-            t(
-                "the folder {folder} has no tokenizer, and a model without one is of no use to "
-                "others; write it there with tokenizer.save_pretrained({path})",
-                folder=folder,
-                path=repr(str(folder)),
-            )
+            "the folder {folder} has no tokenizer, and a model without one is of no use to "
+            "others; write it there with tokenizer.save_pretrained({path})",
+            folder=folder,
+            path=repr(str(folder)),
         )
     found = {*_matching(folder, _CONFIG), *_matching(folder, _TOKENIZER), *weights}
     return tuple(sorted(found))
@@ -123,12 +118,9 @@ def check_repo(repo: str) -> None:
     """A name both hubs take, before anything is read or sent."""
     owner, slash, name = repo.partition("/")
     if not (owner and slash and name) or "/" in name:
-        raise ConfigError(t("the repository {repo} is not of the form user/name", repo=repr(repo)))
+        raise ConfigError("the repository {repo} is not of the form user/name", repo=repr(repo))
     wrong = sorted({char for char in owner + name if not (char.isalnum() or char in "-_.")})
     if wrong or not repo.isascii():
         raise ConfigError(
-            t(
-                "the repository {repo} may hold letters, digits, '-', '_' and '.' only",
-                repo=repr(repo),
-            )
+            "the repository {repo} may hold letters, digits, '-', '_' and '.' only", repo=repr(repo)
         )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
 from memfit.errors import OutputError
-from memfit.i18n import t
 from memfit.records.results import RunFolder
 from memfit.report.terminal import fact_line
 
@@ -39,10 +38,8 @@ def resumed_config(
     stored_file = RunFolder(Path(output_dir)).config
     if not stored_file.is_file():
         raise OutputError(
-            t(
-                "there is no run to resume in {folder}; leave --resume out to start one",
-                folder=output_dir,
-            )
+            "there is no run to resume in {folder}; leave --resume out to start one",
+            folder=output_dir,
         )
     stored = RunConfig.from_toml(stored_file)
     given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
@@ -53,12 +50,10 @@ def resumed_config(
     ]
     if changed:
         raise OutputError(
-            t(
-                "--resume continues the run in {folder} as it was begun, but now {changed}; "
-                "leave that out, or start anew in another --output-dir",
-                folder=output_dir,
-                changed="; ".join(changed),
-            )
+            "--resume continues the run in {folder} as it was begun, but now {changed}; "
+            "leave that out, or start anew in another --output-dir",
+            folder=output_dir,
+            changed="; ".join(changed),
         )
     return given
 
@@ -106,7 +101,7 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
     found = newest_good(folder.checkpoints_dir)
     if found.good is None and found.passed_over:
         why = nothing_good(folder.checkpoints_dir, found)
-        raise OutputError(t("{why}; start anew in another --output-dir", why=why))
+        raise OutputError("{why}; start anew in another --output-dir", why=why)
     for note in found.notes():
         say(fact_line("note", note))
     return found

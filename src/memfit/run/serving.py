@@ -270,7 +270,7 @@ class RunModel:
             return self.folder.path
         written = self.folder.checkpoints()
         if not written:
-            raise ModelError(t("there is nothing to ask yet: no checkpoint has been written"))
+            raise ModelError("there is nothing to ask yet: no checkpoint has been written")
         return written[-1]
 
     def _classifier(self, where: Path) -> Classifier:

@@ -79,11 +79,11 @@ def _sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         if key not in training_fields():
             known = [*own_names, *SHORT_NAMES, *training_fields()]
             raise ConfigError(
-                t("unknown option {key}.{hint}", key=repr(key), hint=nearest(key, known))
+                "unknown option {key}.{hint}", key=repr(key), hint=nearest(key, known)
             )
         if key in _NOT_PRICED and value:
             raise ConfigError(
-                t("{name} changes the memory of a step in ways that are not priced yet", name=key)
+                "{name} changes the memory of a step in ways that are not priced yet", name=key
             )
     return fields, own
 
@@ -91,7 +91,7 @@ def _sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 def _problem_type(task: str) -> str:
     if task not in ("single_label", "multi_label", "regression"):
         raise ConfigError(
-            t("task is {task}; it is one of single_label, multi_label, regression", task=repr(task))
+            "task is {task}; it is one of single_label, multi_label, regression", task=repr(task)
         )
     return LabelSpace(task, ()).problem_type
 
@@ -100,16 +100,14 @@ def _precision(dtype: str | None, given: Mapping[str, Any]) -> str:
     """Autocast by --bf16 or --fp16; --dtype loads the weights themselves in half precision."""
     autocast = [name for name in ("bf16", "fp16") if given.get(name)]
     if len(autocast) > 1:
-        raise ConfigError(t("--bf16 and --fp16 exclude each other; choose one"))
+        raise ConfigError("--bf16 and --fp16 exclude each other; choose one")
     pure = {"bfloat16": "pure_bf16", "float16": "pure_fp16"}.get(dtype or "")
     if autocast and pure:
         raise ConfigError(
-            t(
-                "--{name} computes in half precision over float32 weights and --dtype {dtype} "
-                "has none; choose one",
-                name=autocast[0],
-                dtype=dtype,
-            )
+            "--{name} computes in half precision over float32 weights and --dtype {dtype} "
+            "has none; choose one",
+            name=autocast[0],
+            dtype=dtype,
         )
     return pure or (autocast[0] if autocast else "fp32")
 
@@ -131,11 +129,9 @@ def _check_length(spec: StepSpec, name: str) -> None:
     if limit is not None and spec.length > limit:
         said = {"length": spec.length, "limit": limit, "model": name}
         raise ConfigError(
-            t(
-                "max_length {length} is beyond the {limit} positions of {model}; write "
-                "--max-length {limit} or less",
-                **said,
-            )
+            "max_length {length} is beyond the {limit} positions of {model}; write "
+            "--max-length {limit} or less",
+            **said,
         )
 
 

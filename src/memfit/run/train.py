@@ -127,7 +127,7 @@ def train_classifier(
 ) -> RunResult:
     """Reads, plans, trains, evaluates, saves; a run that fails early leaves nothing behind."""
     if config.output_dir is None:
-        raise OutputError(t("no output folder given; name one with --output-dir"))
+        raise OutputError("no output folder given; name one with --output-dir")
     config = with_absolute_paths(config)
     check_model_folder(config.model)
     check_training(config.training)
@@ -187,7 +187,7 @@ def finished_run(folder: Path) -> RunResult:
     """The result that lies in a folder."""
     found = _finished(folder)
     if found is None:
-        raise OutputError(t("there is no finished run in {folder}", folder=folder))
+        raise OutputError("there is no finished run in {folder}", folder=folder)
     return found
 
 
