@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memfit.errors import ConfigError, DataError, MemfitError, nearest
-from memfit.i18n import t
 from memfit.records.scoring import (
     THRESHOLD,
     Array,
@@ -93,17 +92,15 @@ def evaluate_predictions(
     """Score raw model outputs against the true labels, by the names alone if no rules are given."""
     logits, labels = np.asarray(logits), np.asarray(labels)
     if len(labels) == 0:
-        raise DataError(t("there are no rows to evaluate on; give a validation file or a split"))
+        raise DataError("there are no rows to evaluate on; give a validation file or a split")
     # A diverged model would otherwise pass for one that always answers class 0.
     broken_rows = int(np.isnan(logits).reshape(len(logits), -1).any(axis=1).sum())
     if broken_rows:
         raise MemfitError(
-            t(
-                "the model answers {rows} of {count} rows with NaN: the training has diverged; "
-                "lower the learning rate or train in bf16 or fp32 instead of fp16",
-                rows=f"{broken_rows:,}",
-                count=f"{len(logits):,}",
-            )
+            "the model answers {rows} of {count} rows with NaN: the training has diverged; "
+            "lower the learning rate or train in bf16 or fp32 instead of fp16",
+            rows=f"{broken_rows:,}",
+            count=f"{len(logits):,}",
         )
     scoring = scoring_for(labelspace) if scoring is None else scoring
     if labelspace.task == "regression":
@@ -111,12 +108,10 @@ def evaluate_predictions(
     names = labelspace.names
     if labelspace.task == "single_label" and not 0 <= labels.min() <= labels.max() < len(names):
         raise DataError(
-            t(
-                "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
-                label=int(labels.min() if labels.min() < 0 else labels.max()),
-                most=len(names) - 1,
-                names=", ".join(names[:5]) + ("…" if len(names) > 5 else ""),
-            )
+            "the data has the label id {label}, but the model knows only 0 to {most} ({names})",
+            label=int(labels.min() if labels.min() < 0 else labels.max()),
+            most=len(names) - 1,
+            names=", ".join(names[:5]) + ("…" if len(names) > 5 else ""),
         )
     evaluate = _single_label if labelspace.task == "single_label" else _multi_label
     scores = probabilities(logits, labelspace.task)
@@ -335,7 +330,7 @@ class Metric:
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                t("cannot compute {name}: {error}", name=self.name, error=error)
+                "cannot compute {name}: {error}", name=self.name, error=error
             ) from error
         return {self.name: float(value) if np.ndim(value) == 0 else value}
 
@@ -345,11 +340,9 @@ def load(name_or_path: str) -> Metric:
     name = PureWindowsPath(name_or_path).stem  # reads / and \ alike
     if name not in _METRICS:
         raise ConfigError(
-            t(
-                "there is no metric {name} here; known are {known}.{hint}",
-                name=repr(name_or_path),
-                known=", ".join(_METRICS),
-                hint=nearest(name, _METRICS),
-            )
+            "there is no metric {name} here; known are {known}.{hint}",
+            name=repr(name_or_path),
+            known=", ".join(_METRICS),
+            hint=nearest(name, _METRICS),
         )
     return Metric(name)

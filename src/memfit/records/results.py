@@ -27,7 +27,7 @@ from typing import Any
 from memfit._version import __version__
 from memfit.config.files import leftovers, plain, read_json, read_toml, write_json
 from memfit.errors import OutputError
-from memfit.i18n import N_, Message, message_of, t
+from memfit.i18n import N_, Message, message_of
 from memfit.memory.components import MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.run_warnings import RunWarning, warnings_from
@@ -216,11 +216,9 @@ def claim_output_folder(
     if resume:
         if "run.toml" not in before and "checkpoints" not in before:
             raise OutputError(
-                t(
-                    "there is no run to resume in {folder}; leave --resume out to start one, or "
-                    "name the folder of the interrupted run with --output-dir",
-                    folder=folder,
-                )
+                "there is no run to resume in {folder}; leave --resume out to start one, or "
+                "name the folder of the interrupted run with --output-dir",
+                folder=folder,
             )
         if (linked := RunFolder(folder).checkpoints_dir).is_symlink():
             raise OutputError(  # a resumed run removes old checkpoints there
@@ -230,20 +228,15 @@ def claim_output_folder(
             )
     elif before & {"run.toml", "summary.json", "checkpoints", "model.safetensors"}:
         raise OutputError(
-            t(
-                "the output folder {folder} already holds another run; name another "
-                "--output-dir, or continue it with --resume",
-                folder=folder,
-            )
+            "the output folder {folder} already holds another run; name another "
+            "--output-dir, or continue it with --resume",
+            folder=folder,
         )
     elif occupied := sorted(before - _NOT_A_RUN):
         raise OutputError(
-            t(
-                "the output folder {folder} already holds files ({names}); name another "
-                "--output-dir",
-                folder=folder,
-                names=", ".join(occupied[:3]),
-            )
+            "the output folder {folder} already holds files ({names}); name another --output-dir",
+            folder=folder,
+            names=", ".join(occupied[:3]),
         )
     made = [item for item in (folder, *folder.parents) if not item.exists()]
     claim = OutputClaim(folder)
@@ -263,10 +256,10 @@ def _entries(folder: Path) -> set[str]:
         return set()
     except NotADirectoryError:
         kind = N_("the output folder {folder} is or lies under a file; name another --output-dir")
-        raise OutputError(t(kind, folder=folder)) from None
+        raise OutputError(kind, folder=folder) from None
     except OSError as error:
         kind = N_("cannot read the output folder {folder}: {reason}; name another --output-dir")
-        raise OutputError(t(kind, folder=folder, reason=error.strerror)) from None
+        raise OutputError(kind, folder=folder, reason=error.strerror) from None
 
 
 def _check_writable(folder: Path) -> None:
@@ -277,12 +270,9 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise OutputError(
-            t(
-                "cannot write to the output folder {folder}: {reason}; name another with "
-                "--output-dir",
-                folder=folder,
-                reason=error.strerror,
-            )
+            "cannot write to the output folder {folder}: {reason}; name another with --output-dir",
+            folder=folder,
+            reason=error.strerror,
         ) from None
 
 
@@ -316,7 +306,7 @@ def read_summary(run_dir: str | os.PathLike[str]) -> RunSummary:
         return RunSummary.from_dict(read_json(path))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise OutputError(
-            t("{path} is not a summary that memfit wrote: {reason}", path=path, reason=error)
+            "{path} is not a summary that memfit wrote: {reason}", path=path, reason=error
         ) from None
 
 
@@ -370,7 +360,7 @@ def read_evaluation(
         return Evaluation.from_dict(values), mistakes
     except (TypeError, AttributeError) as error:
         raise OutputError(
-            t("{path} is not an evaluation that memfit wrote: {reason}", path=path, reason=error)
+            "{path} is not an evaluation that memfit wrote: {reason}", path=path, reason=error
         ) from None
 
 

@@ -242,10 +242,8 @@ def _threshold(config: RunConfig, labels: LabelSpace) -> float | str | None:
         labels.task == "regression" or (labels.task == "single_label" and len(labels.names) != 2)
     ):
         raise ConfigError(
-            t(
-                "--threshold is for two classes or several labels a row, and this table has "
-                "neither; leave it out"
-            )
+            "--threshold is for two classes or several labels a row, and this table has "
+            "neither; leave it out"
         )
     return config.threshold
 

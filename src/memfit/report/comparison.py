@@ -153,7 +153,7 @@ class Comparison:
             with target.open(encoding="utf-8", errors="replace") as file:
                 if _MADE_BY_MEMFIT not in file.read(5000):
                     raise OutputError(
-                        t("{path} is not a page of memfit; name another with --output", path=target)
+                        "{path} is not a page of memfit; name another with --output", path=target
                     )
         html = self.page(target.parent)
         try:
@@ -161,7 +161,7 @@ class Comparison:
                 file.write(html)
         except OSError as error:
             raise OutputError(
-                t("cannot write {path}: {reason}", path=target, reason=error.strerror)
+                "cannot write {path}: {reason}", path=target, reason=error.strerror
             ) from None
         return target
 
@@ -195,7 +195,7 @@ def compare_runs(folders: Sequence[str | os.PathLike[str]]) -> Comparison:
         # Reading a folder without any run says what is missing.
         found |= dict.fromkeys([one for one in inside if _is_run(one)] or [folder])
     if len(found) < 2:
-        raise ConfigError(t("give at least two runs to compare"))
+        raise ConfigError("give at least two runs to compare")
     names: dict[str, Path] = {}
     for depth in itertools.count(1):  # as many of their last parts as tell them apart
         names = {"/".join(folder.parts[-depth:]): folder for folder in found}

@@ -45,23 +45,19 @@ def checked_licence(licence: str | None) -> str:
     """The licence as the hubs spell it; a model without one may not be used by anybody."""
     if licence is None or not licence.strip():
         raise ConfigError(
-            t(
-                "no licence given; name one with --licence, for instance --licence {first} (or "
-                "{others})",
-                first=COMMON[0],
-                others=", ".join(COMMON[1:]),
-            )
+            "no licence given; name one with --licence, for instance --licence {first} (or "
+            "{others})",
+            first=COMMON[0],
+            others=", ".join(COMMON[1:]),
         )
     known = licence.strip().lower().replace(" ", "-")
     if known not in LICENCES:
         hint = nearest(known, LICENCES)
         raise ConfigError(
-            t(
-                "--licence is {name}, which the hubs do not know.{hint} Write other for one of "
-                "your own",
-                name=repr(licence),
-                hint=hint,
-            )
+            "--licence is {name}, which the hubs do not know.{hint} Write other for one of "
+            "your own",
+            name=repr(licence),
+            hint=hint,
         )
     return known
 

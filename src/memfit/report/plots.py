@@ -153,9 +153,7 @@ def drawing_of(name: str, label: str, size_inches: tuple[float, float]) -> Itera
     state is left.
     """
     if not available():
-        raise MemfitError(
-            t("drawings need matplotlib; install it with: pip install 'memfit[report]'")
-        )
+        raise MemfitError("drawings need matplotlib; install it with: pip install 'memfit[report]'")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

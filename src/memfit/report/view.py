@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import OutputError
-from memfit.i18n import t
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
 from memfit.records.results import (
@@ -314,7 +313,7 @@ def _unfinished(folder: RunFolder, recorded: Recorded) -> RunSummary:
         tables = tomllib.loads(_text(folder.config))
     except tomllib.TOMLDecodeError as error:
         raise OutputError(
-            t("cannot read {path}: {reason}", path=folder.config, reason=error)
+            "cannot read {path}: {reason}", path=folder.config, reason=error
         ) from None
     model = _mapping(tables.get("model")).get("model", "")
     return RunSummary(model=str(model), task=str(_mapping(tables.get("data")).get("task", "")))
