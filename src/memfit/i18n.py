@@ -169,28 +169,20 @@ def _filled(template: str, values: Mapping[str, Any], spoken: Language | None) -
 
 @functools.cache
 def _chinese() -> gettext.NullTranslations:
-    """Returns the compiled catalogue; an empty one if it cannot be had."""
+    """Returns the compiled catalogue, compiled again if memfit.po changed; an empty one if none.
+
+    An installed memfit has no memfit.po.
+    """
     compiled = CATALOGUE.with_suffix(".mo")
-    if _is_newer(CATALOGUE, compiled):
-        with suppress(ImportError, OSError):
+    with suppress(ImportError, OSError):
+        changed = CATALOGUE.stat().st_mtime_ns
+        if not compiled.exists() or changed > compiled.stat().st_mtime_ns:
             _compile(compiled)
     try:
         with compiled.open("rb") as file:
             return gettext.GNUTranslations(file)
     except OSError:
         return gettext.NullTranslations()
-
-
-def _is_newer(source: Path, compiled: Path) -> bool:
-    """Returns whether memfit.po has changed since it was compiled; an installed memfit has none."""
-    try:
-        changed = source.stat().st_mtime_ns
-    except OSError:
-        return False
-    try:
-        return changed > compiled.stat().st_mtime_ns
-    except OSError:
-        return True
 
 
 def _compile(compiled: Path) -> None:
@@ -257,21 +249,17 @@ def _known(spoken: str) -> Language | None:
 
 
 def _from_environment() -> Language:
+    """The language of MEMFIT_LANG, or of the locale for messages, as gettext finds it."""
     asked = os.environ.get(ENVIRONMENT, "").strip()
     if asked:
         return _known(asked) or "en"  # a variable set long ago must not break every command
-    return "zh" if _locale().lower().startswith("zh") else "en"
-
-
-def _locale() -> str:
-    """The locale for messages, as gettext finds it."""
     names = ("LC_ALL", "LC_MESSAGES", "LANG")
-    found = next((value for name in names if (value := os.environ.get(name))), "")
-    if found.partition(".")[0] not in ("", "C", "POSIX"):
-        return os.environ.get("LANGUAGE", "").partition(":")[0] or found
-    if not found and sys.platform == "win32":
+    locale = next((value for name in names if (value := os.environ.get(name))), "")
+    if locale.partition(".")[0] not in ("", "C", "POSIX"):
+        locale = os.environ.get("LANGUAGE", "").partition(":")[0] or locale
+    elif not locale and sys.platform == "win32":
         import ctypes
 
         identifier = int(ctypes.windll.kernel32.GetUserDefaultUILanguage())
-        return "zh" if identifier & 0x3FF == _WINDOWS_CHINESE else ""
-    return ""
+        return "zh" if identifier & 0x3FF == _WINDOWS_CHINESE else "en"
+    return "zh" if locale.lower().startswith("zh") else "en"

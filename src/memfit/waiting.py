@@ -26,7 +26,6 @@ from memfit.i18n import t
 from memfit.printing import encodable, printable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.live import Live
     from rich.spinner import Spinner
 
@@ -81,10 +80,7 @@ class _Teller:
         self._live: Live | None = None
         self._spinner: Spinner
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="memfit-waiting", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._tell, name="memfit-waiting", daemon=True).start()
 
     def stop(self) -> None:
         self._over.set()
@@ -150,7 +146,11 @@ class _Teller:
                 self._leave_line()
                 self._write(printable(work.text) + "\n")
                 work.told = True
-        elif work is not None and work.count is not None and self._is_rows_line_due():
+        elif (
+            work is not None
+            and work.count is not None
+            and time.monotonic() - self._last_rows >= _ROWS_LINE_AFTER_SECONDS
+        ):
             self._leave_line()
             self._write(work.count.pace() + "\n")
             self._last_rows = time.monotonic()
@@ -158,20 +158,19 @@ class _Teller:
             self._write(".")
             self._dots = True
 
-    def _is_rows_line_due(self) -> bool:
-        return time.monotonic() - self._last_rows >= _ROWS_LINE_AFTER_SECONDS
-
     def _spin(self, work: _Work) -> None:
         from rich.console import Console
         from rich.live import Live
+        from rich.progress_bar import ProgressBar
         from rich.spinner import Spinner
+        from rich.table import Table
         from rich.text import Text
 
         if self._live is None:
             out = Console(stderr=True, highlight=False, markup=False, emoji=False)
             frames = "line" if out.options.ascii_only else "dots"
-            # Streams are not taken over: the main thread may be exchanging them itself.
             self._spinner = Spinner(frames)
+            # Streams are not taken over: the main thread may be exchanging them itself.
             self._live = Live(
                 self._spinner,
                 console=out,
@@ -180,22 +179,17 @@ class _Teller:
                 redirect_stderr=False,
             )
             self._live.start()
-        said = work.sentence() if work.count is None else work.text
+        count, line = work.count, Table.grid(padding=(0, 1), expand=True)
+        said = work.sentence() if count is None else work.text
         self._spinner.update(text=Text(printable(said), no_wrap=True, overflow="ellipsis"))
-        self._live.update(self._spinner if work.count is None else self._bar(work.count))
-
-    def _bar(self, count: RowsDone) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True)
+        if count is None:
+            self._live.update(self._spinner)
+            return
+        for ratio in (None, 1, None):
+            line.add_column(no_wrap=True, ratio=ratio)
         bar = ProgressBar(count.total_rows, count.rows) if count.total_rows else ""
         line.add_row(self._spinner, bar, Text(count.pace()))
-        return line
+        self._live.update(line)
 
     def _leave_line(self) -> None:
         if self._live is not None:
@@ -234,7 +228,6 @@ def telling(*, quiet: bool = False) -> Iterator[None]:
         yield
         return
     teller = _teller = _Teller()
-    teller.start()
     try:
         yield
     finally:

@@ -224,8 +224,20 @@ class MemoryBar:
     title: str = ""
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, MAX_WIDTH)
-        yield self._headline()
+        width, total = min(options.max_width, MAX_WIDTH), sum(self.components.values())
+        line = Text.assemble((self.title or t("Memory"), "bold"), "  ")
+        if not self.budget_bytes:
+            yield line.append(format_bytes(total))
+        else:
+            both = {"bytes": format_bytes(total), "budget": format_both(self.budget_bytes)}
+            over = total - self.budget_bytes
+            share = percent(total / self.budget_bytes)
+            if over > 0:
+                line.append(t("{bytes} of {budget}, ", **both))
+                line.append(t("{bytes} too much", bytes=format_bytes(over)), style="bold red")
+            else:
+                line.append(t("{bytes} of {budget}, {share}", **both, share=share))
+            yield line
         yield self._bar(width, ascii_only=options.ascii_only)
         line = Text()
         for name, size in self.components.items():  # side by side, broken between them
@@ -237,19 +249,6 @@ class MemoryBar:
                 line = Text()
             line = Text.assemble(line, " " * 3, item) if line else item
         yield line
-
-    def _headline(self) -> Text:
-        line = Text.assemble((self.title or t("Memory"), "bold"), "  ")
-        total = sum(self.components.values())
-        if not self.budget_bytes:
-            return line.append(format_bytes(total))
-        both = {"bytes": format_bytes(total), "budget": format_both(self.budget_bytes)}
-        over = total - self.budget_bytes
-        if over > 0:
-            line.append(t("{bytes} of {budget}, ", **both))
-            return line.append(t("{bytes} too much", bytes=format_bytes(over)), style="bold red")
-        share = percent(total / self.budget_bytes)
-        return line.append(t("{bytes} of {budget}, {share}", **both, share=share))
 
     def _bar(self, width: int, *, ascii_only: bool) -> Text:
         total = sum(self.components.values())

@@ -291,21 +291,17 @@ def line_chart(
         axes.yaxis.set_major_formatter("{x:g}")
         if all(value >= 0 for line in lines for _, value in line.points):
             axes.set_ylim(bottom=max(axes.get_ylim()[0], 0))  # no loss and no metric is below 0
-        if steps_per_epoch:
-            _epochs_above(axes, steps_per_epoch)
+        if epoch := steps_per_epoch:
+            from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+            scales = (lambda step: step / epoch, lambda number: number * epoch)
+            above = axes.secondary_xaxis("top", functions=scales)
+            above.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 5, 10]))
+            above.xaxis.set_major_formatter(
+                FuncFormatter(lambda at, _: t("epoch {number}", number=f"{at:g}") if at > 0 else "")
+            )
+            above.tick_params(length=3)
     return Chart(drawing.svg, _hover(drawing, lines, steps_per_epoch))
-
-
-def _epochs_above(axes: Axes, steps_per_epoch: float) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    scales = (lambda step: step / steps_per_epoch, lambda epoch: epoch * steps_per_epoch)
-    above = axes.secondary_xaxis("top", functions=scales)
-    above.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 5, 10]))
-    above.xaxis.set_major_formatter(
-        FuncFormatter(lambda at, _: t("epoch {number}", number=f"{at:g}") if at > 0 else "")
-    )
-    above.tick_params(length=3)
 
 
 def _hover(

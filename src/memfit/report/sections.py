@@ -73,24 +73,6 @@ def title(view: RunView) -> str:
 
 def state(view: RunView) -> dict[str, Any]:
     """How the run stands: a word, the facts beside it, why it ended, how to go on."""
-    known = view.state if view.state in STATES else ""
-    why = clean(view.why) or (
-        t("It is still running, or its process was killed.") if view.state == CUT else ""
-    )
-    done = view.state in (FINISHED, RUNNING)
-    go_on = clean(f"memfit train --resume --output-dir {shlex.quote(str(view.folder.path))}")
-    return {
-        "css": known or "other",
-        "word": t(_STATES[known]) if known else clean(view.state).capitalize(),
-        "facts": _facts(view),
-        "why": why,
-        "resume": "" if done or not known else go_on,
-        "step": view.step,
-        "max_steps": view.max_steps if view.state == RUNNING else None,
-    }
-
-
-def _facts(view: RunView) -> list[str]:
     facts = []
     if view.seconds:
         facts.append(t("{time} of training", time=format_seconds(view.seconds)))
@@ -109,7 +91,21 @@ def _facts(view: RunView) -> list[str]:
             facts.append(f"{when:%Y-%m-%d %H:%M}" + (" UTC" if when.tzinfo is not None else ""))
         except ValueError:
             facts.append(clean(view.summary.finished_at))
-    return facts
+    known = view.state if view.state in STATES else ""
+    why = clean(view.why) or (
+        t("It is still running, or its process was killed.") if view.state == CUT else ""
+    )
+    done = view.state in (FINISHED, RUNNING)
+    go_on = clean(f"memfit train --resume --output-dir {shlex.quote(str(view.folder.path))}")
+    return {
+        "css": known or "other",
+        "word": t(_STATES[known]) if known else clean(view.state).capitalize(),
+        "facts": facts,
+        "why": why,
+        "resume": "" if done or not known else go_on,
+        "step": view.step,
+        "max_steps": view.max_steps if view.state == RUNNING else None,
+    }
 
 
 def verdict(view: RunView) -> dict[str, str] | None:
@@ -222,12 +218,25 @@ def quality(view: RunView) -> dict[str, Any] | None:
         )
         said.append(t(kind, positive=clean(result.positive), threshold=result.threshold))
     small = 0 < len(result.confusion) <= LARGEST_MATRIX
+    confusions = None
+    if result.confusion and not small:
+        names = [clean(row.name) for row in result.classes]
+        pairs = [
+            (count, names[row], names[column])
+            for row, counts in enumerate(result.confusion)
+            for column, count in enumerate(counts)
+            if count and row != column
+        ]
+        pairs.sort(key=lambda item: -item[0])
+        rows = [[true, said, f"{count:,}"] for count, true, said in pairs[:MOST_CONFUSIONS]]
+        head = [t("is"), t("was called"), t("rows")]
+        confusions = PageTable(t("The most frequent confusions"), rows, head) if rows else None
     texts = [(clean(item.text), item) for item in view.mistakes]
     return {
         "sentence": together([one for one in said if one]),
         "classes": class_table(result) if result.classes else None,
         "matrix": _matrix(result) if small else None,
-        "confusions": _confusions(result) if result.confusion and not small else None,
+        "confusions": confusions,
         "mistakes": [
             {
                 "text": text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…",
@@ -283,21 +292,6 @@ def _matrix(result: Evaluation) -> dict[str, Any]:
         for index, (name, counts) in enumerate(zip(names, result.confusion, strict=True))
     ]
     return {"names": names, "rows": rows}
-
-
-def _confusions(result: Evaluation) -> PageTable | None:
-    """The largest entries off the diagonal, for a matrix too large to print."""
-    names = [clean(row.name) for row in result.classes]
-    found = [
-        (count, names[row], names[column])
-        for row, counts in enumerate(result.confusion)
-        for column, count in enumerate(counts)
-        if count and row != column
-    ]
-    found.sort(key=lambda item: -item[0])
-    rows = [[true, said, f"{count:,}"] for count, true, said in found[:MOST_CONFUSIONS]]
-    head = [t("is"), t("was called"), t("rows")]
-    return PageTable(t("The most frequent confusions"), rows, head) if rows else None
 
 
 # ---- the training ----
@@ -417,11 +411,25 @@ def data(view: RunView) -> dict[str, Any] | None:
         and value not in (None, "")
         and name != "contradicting_example"  # the warning says it
     ]
+    sentence, picture = lengths_sentence(lengths), None
+    names = ("first_tokens", "last_tokens", "rows")
+    if (bins := lengths.get("histogram")) and plots.available():
+        limit, caption = lengths.get("max_length"), t("Length of the texts")
+        svg = plots.histogram(
+            [tuple(item[name] for name in names) for item in bins],
+            mark=limit,
+            name="lengths",
+            label=f"{caption}: {sentence}",
+            x_label=t("tokens"),
+            y_label=t("rows"),
+        )
+        keys = [] if limit is None else [("dashes-2", t("max_length {tokens:,}", tokens=limit))]
+        picture = Picture(svg, caption, keys)
     return {
         "rows": PageTable(t("Rows"), rows) if rows else None,
         "classes": rows_of_classes(view, MOST_CLASSES),
-        "lengths": lengths_sentence(lengths),
-        "picture": _length_picture(lengths),
+        "lengths": sentence,
+        "picture": picture,
     }
 
 
@@ -463,26 +471,6 @@ def lengths_sentence(lengths: Mapping[str, Any]) -> str:
         cut=lengths["cut_rows"],
         share=percent(lengths["cut_rows"] / lengths["count"]),
     )
-
-
-def _length_picture(lengths: Mapping[str, Any]) -> Picture | None:
-    bins = [
-        (item["first_tokens"], item["last_tokens"], item["rows"])
-        for item in lengths.get("histogram") or ()
-    ]
-    if not bins or not plots.available():
-        return None
-    limit, caption = lengths.get("max_length"), t("Length of the texts")
-    svg = plots.histogram(
-        bins,
-        mark=limit,
-        name="lengths",
-        label=f"{caption}: {lengths_sentence(lengths)}",
-        x_label=t("tokens"),
-        y_label=t("rows"),
-    )
-    keys = [("dashes-2", t("max_length {tokens:,}", tokens=limit))] if limit is not None else []
-    return Picture(svg, caption, keys)
 
 
 # ---- how to use it, and how it was made ----
