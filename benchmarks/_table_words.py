@@ -178,3 +178,25 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
         "zh": "在主机内存中更新，bf16 权重",
     },
 }
+
+RESULT_HEADS = {
+    "en": ("BERT-Large, 32 texts a step", "GPU memory", "one step", "what is trained"),
+    "zh": ("BERT-Large，每步 32 条文本", "显存", "一步", "训练什么"),
+}
+# By the row of the picture.
+RESULT_ROWS = {
+    "en": {
+        0: ("the stock Trainer, fp32", "everything"),
+        3: ("+ batch 1 × 32, checkpointing, Adafactor", "everything"),
+        5: ("+ frozen encoder, texts cut at 32 tokens", "the head only"),
+        6: ("memfit `--budget 4GB`", "everything"),
+        8: ("memfit `--budget 2GB`", "everything"),
+    },
+    "zh": {
+        0: ("原版 Trainer，fp32", "全部参数"),
+        3: ("+ 批大小 1 × 32、梯度检查点、Adafactor", "全部参数"),
+        5: ("+ 冻结编码器，文本截到 32 个词元", "只有分类头"),
+        6: ("memfit `--budget 4GB`", "全部参数"),
+        8: ("memfit `--budget 2GB`", "全部参数"),
+    },
+}

@@ -13,7 +13,6 @@ from memfit.i18n import pt, speaking, t
 from memfit.strategies import by_name, ordered
 
 RESULTS = Path(__file__).resolve().parent / "results" / "whole_runs_h200.json"
-SHORT = ("BERT-Large 2GB", "BERT-Large 4GB", "XLM-R-large 4GB")
 """The rows of the README."""
 UNSAID = ("packing", "fused_layers", "small_workspace")
 """Strategies that every plan on that card has, or that say little."""
@@ -123,14 +122,10 @@ def read(results: Path = RESULTS) -> dict[str, Any]:
     return found
 
 
-def runs_table(
-    language: str, found: Mapping[str, Any] | None = None, only: Sequence[str] | None = None
-) -> str:
-    """What was predicted, and what NVML saw; all runs, or some by name."""
-    runs = {run["name"]: run for run in (found or read())["runs"]}
-    names = [name for name in only if name in runs] if only is not None else list(runs)
+def runs_table(language: str, found: Mapping[str, Any] | None = None) -> str:
+    """What was predicted, and what NVML saw."""
     rows = []
-    for run in map(runs.__getitem__, names):
+    for run in (found or read())["runs"]:
         sizes = (run[name] for name in ("budget_bytes", "predicted_bytes", "held_bytes"))
         off = run["held_over_predicted"]
         held = "" if off is None else f"{off:.3f}"
@@ -162,11 +157,6 @@ def ranks_table(language: str, found: Mapping[str, Any] | None = None) -> str:
         name = MODELS.get(case["model"], case["model"])
         rows.append((name, str(case["ranks"]), plan_of(run, language), *sizes, ratio))
     return _table(RANK_HEADS[language], rows, texts=3)
-
-
-def short_table(language: str, found: Mapping[str, Any] | None = None) -> str:
-    """The README's rows."""
-    return runs_table(language, found, SHORT)
 
 
 def facts_table(language: str, found: Mapping[str, Any] | None = None) -> str:

@@ -189,6 +189,17 @@ def our_rungs() -> list[chart.Rung]:
     return rungs
 
 
+def results_table(language: str) -> str:
+    """The README's small table: some of the picture's rows, as a newcomer reads them."""
+    rungs = [*recipe_rungs(), *our_rungs()]
+    rows = []
+    for index, (name, trained) in words.RESULT_ROWS[language].items():
+        rung = rungs[index]
+        size, time = f"{rung.measured_bytes / 1e9:.1f} GB", f"{rung.step_seconds * 1e3:,.0f} ms"
+        rows.append((name, size, time, trained))
+    return table(words.RESULT_HEADS[language], rows)
+
+
 def accuracy_table(language: str) -> str:
     """How far off the predictions are: of the runs they were written on, and of others."""
     known, held_out = predicted(), predicted(accuracy.HELD_OUT)
@@ -424,6 +435,7 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "plans": plan_table,
     "quality": quality_table,
     "recipe": recipe_table,
+    "results": results_table,
     "rounding": rounding_table,
     "train-f1": train_f1_table,
     "whole-acted": whole.acted_table,
@@ -432,7 +444,6 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "whole-real": whole.real_table,
     "whole-runs": whole.runs_table,
     "whole-seeds": whole.seeds_table,
-    "whole-short": whole.short_table,
     "whole-stock": whole.stock_table,
 }
 # A block's name is its table's, with -zh for the Chinese one.
