@@ -152,14 +152,6 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
         "en": "24-bit masters, gradients in host memory",
         "zh": "24 位主权重，梯度放主机内存",
     },
-    "24-bit masters, two passes, clipped": {
-        "en": "24-bit masters, backward twice",
-        "zh": "24 位主权重，反向两遍",
-    },
-    "24-bit masters, release": {
-        "en": "24-bit masters, gradients released, not clipped",
-        "zh": "24 位主权重，梯度即用即弃，不裁剪",
-    },
     "24-bit masters of fp16, clipped": {
         "en": "24-bit masters of fp16 weights",
         "zh": "fp16 权重的 24 位主权重",
@@ -168,10 +160,6 @@ ROUNDING: Mapping[str, Mapping[str, str]] = {
     "16-bit stochastic, 8-bit gradients, clipped": {
         "en": "16-bit masters, 8-bit gradients",
         "zh": "16 位主权重，8 位梯度",
-    },
-    "16-bit stochastic, release": {
-        "en": "16-bit masters, gradients released, not clipped",
-        "zh": "16 位主权重，梯度即用即弃，不裁剪",
     },
     "optimizer on the host, bf16 weights": {
         "en": "the update in host memory, bf16 weights",

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _plan_words import strategy_words
 from memfit.i18n import pt, speaking, t
-from memfit.strategies import by_name, ordered
 
 RESULTS = Path(__file__).resolve().parent / "results" / "whole_runs_h200.json"
-"""The rows of the README."""
 UNSAID = ("packing", "fused_layers", "small_workspace")
 """Strategies that every plan on that card has, or that say little."""
 MODELS = {
@@ -26,6 +25,39 @@ MODELS = {
     "ernie-large": "ERNIE-large", "modernbert-base": "ModernBERT-base",
     "modernbert-large": "ModernBERT-large", "qwen3-0.6b": "Qwen3-0.6B",
 }  # fmt: skip
+STOCK_HEADS = {
+    "en": (
+        "command to saved model", "memfit s", "stock bf16 s", "ratio", "memfit GB", "stock GB",
+        "imports to first step s", "time said ÷ taken",
+    ),
+    "zh": (
+        "从命令到存好的模型", "memfit 秒", "原版 bf16 秒", "比值", "memfit GB", "原版 GB",
+        "导入后到第一步 秒", "预告时间 ÷ 实际",
+    ),
+}  # fmt: skip
+STOCK_NAMES = {
+    "BERT-Large, one epoch, 4GB": {
+        "en": "BERT-Large, one epoch, `--budget 4GB`", "zh": "BERT-Large，一轮，`--budget 4GB`",
+    },
+    "BERT-Base, two epochs, 4GB": {
+        "en": "BERT-Base, two epochs, `--budget 4GB`", "zh": "BERT-Base，两轮，`--budget 4GB`",
+    },
+}  # fmt: skip
+SEED_WORDS = {r", seeds from (\d+) on": r"，种子从 \1 起", ", no dropout": "，不用 dropout"}
+SEED_HEADS = {
+    "en": (
+        "model, budget", "the plan chosen", "seeds", "learning rate", "F1", "stock fp32 F1",
+        "points", "95 % interval",
+    ),
+    "zh": (
+        "模型、预算", "选中的方案", "种子数", "学习率", "F1", "原版 fp32 的 F1", "差几个百分点",
+        "95% 区间",
+    ),
+}  # fmt: skip
+REAL_HEADS = {
+    "en": ("run", "the plan chosen", "budget GB", "F1", "stock fp32 F1", "points"),
+    "zh": ("训练", "选中的方案", "预算 GB", "F1", "原版 fp32 的 F1", "差几个百分点"),
+}
 HEADS = {
     "en": ("run", "the plan chosen", "budget GB", "predicted GB", "held GB", "held ÷ predicted"),
     "zh": ("训练", "选中的方案", "预算 GB", "预测 GB", "占用 GB", "占用 ÷ 预测"),
@@ -67,50 +99,6 @@ ACTED_HEADS = {
         "模拟的显卡", "模型", "选中的方案", "可预留 GiB", "预测 GiB", "预留 GiB", "预留 ÷ 预测",
     ),
 }  # fmt: skip
-RANK_HEADS = {
-    "en": (
-        "model", "ranks", "the plan chosen", "budget of each GB", "predicted GB", "held by each GB",
-        "most held ÷ predicted",
-    ),
-    "zh": (
-        "模型", "进程数", "选中的方案", "每个进程的预算 GB", "预测 GB", "各进程占用 GB",
-        "最大占用 ÷ 预测",
-    ),
-}  # fmt: skip
-BETWEEN_RANKS = {"en": ", ", "zh": "、"}
-STOCK_HEADS = {
-    "en": (
-        "command to saved model", "memfit s", "stock bf16 s", "ratio", "memfit GB", "stock GB",
-        "imports to first step s", "time said ÷ taken",
-    ),
-    "zh": (
-        "从命令到存好的模型", "memfit 秒", "原版 bf16 秒", "比值", "memfit GB", "原版 GB",
-        "导入后到第一步 秒", "预告时间 ÷ 实际",
-    ),
-}  # fmt: skip
-STOCK_NAMES = {
-    "BERT-Large, one epoch, 4GB": {
-        "en": "BERT-Large, one epoch, `--budget 4GB`", "zh": "BERT-Large，一轮，`--budget 4GB`",
-    },
-    "BERT-Base, two epochs, 4GB": {
-        "en": "BERT-Base, two epochs, `--budget 4GB`", "zh": "BERT-Base，两轮，`--budget 4GB`",
-    },
-}  # fmt: skip
-SEED_WORDS = {r", seeds from (\d+) on": r"，种子从 \1 起", ", no dropout": "，不用 dropout"}
-SEED_HEADS = {
-    "en": (
-        "model, budget", "the plan chosen", "seeds", "learning rate", "F1", "stock fp32 F1",
-        "points", "95 % interval",
-    ),
-    "zh": (
-        "模型、预算", "选中的方案", "种子数", "学习率", "F1", "原版 fp32 的 F1", "差几个百分点",
-        "95% 区间",
-    ),
-}  # fmt: skip
-REAL_HEADS = {
-    "en": ("run", "the plan chosen", "budget GB", "F1", "stock fp32 F1", "points"),
-    "zh": ("训练", "选中的方案", "预算 GB", "F1", "原版 fp32 的 F1", "差几个百分点"),
-}
 BETWEEN = {"en": "to", "zh": "到"}
 
 
@@ -144,19 +132,6 @@ def acted_table(language: str, found: Mapping[str, Any] | None = None) -> str:
         names = (case["card"], MODELS.get(case["model"], case["model"]))
         rows.append((*names, plan_of(run, language), *told, ratio))
     return _table(ACTED_HEADS[language], rows, texts=3)
-
-
-def ranks_table(language: str, found: Mapping[str, Any] | None = None) -> str:
-    """What each of several ranks on one card held, by its own count."""
-    rows = []
-    for run in (found or read()).get("ranks", []):
-        case, off = run["case"], run["held_over_predicted"]
-        each = BETWEEN_RANKS[language].join(map(_gb, run["rank_bytes"]))
-        sizes = (_gb(run["budget_bytes"]), _gb(run["predicted_bytes"]), each)
-        ratio = "" if off is None else f"{off:.3f}"
-        name = MODELS.get(case["model"], case["model"])
-        rows.append((name, str(case["ranks"]), plan_of(run, language), *sizes, ratio))
-    return _table(RANK_HEADS[language], rows, texts=3)
 
 
 def facts_table(language: str, found: Mapping[str, Any] | None = None) -> str:
@@ -261,8 +236,7 @@ def in_words(tables: Mapping[str, Any], language: str) -> str:
     """A plan's strategies and micro-batches, but for what all of them do."""
     given, cut = tables.get("strategies", {}), tables.get("micro_batching", {})
     with speaking(language):
-        used = ordered([by_name(name)(**settings) for name, settings in given.items()])
-        said = [one.in_words() for one in used if one.name not in UNSAID]
+        said = [strategy_words(name, one) for name, one in given.items() if name not in UNSAID]
         if cut.get("max_tokens") is not None:
             said.append(t("micro-batches of {tokens} tokens", tokens=f"{cut['max_tokens']:,}"))
         return pt("clauses", ", ").join(said) or WORDS["whole"][language]

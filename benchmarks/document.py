@@ -24,7 +24,7 @@ import _recipe_chart as chart
 import _table_words as words
 import _whole_document as whole
 import memory_accuracy as accuracy
-from bert_large import made
+from _plan_words import strategy_of, strategy_words
 from memfit.i18n import pt, speaking, t
 from memfit.ladders import show
 from memfit.ladders.rungs import RungOutcome
@@ -35,7 +35,7 @@ PAGES = (
     *(
         f"docs/{folder}{name}.md"
         for name in ("installing", "quickstart", "estimating", "planning", "memory",
-                     "predicting", "from-the-tutorials", "ladder", "several-cards", "surviving",
+                     "predicting", "from-the-tutorials", "ladder", "surviving",
                      "whole-runs")
         for folder in ("", "zh/")
     ),
@@ -84,25 +84,9 @@ BERT_LARGE_HEADS = {
     "zh": ("训练全部参数", "张量 GiB", "预留 GiB", "整卡 GiB", "一轮秒数"),
 }
 BERT_LARGE: dict[str, dict[str, str]] = {
-    "24-bit, release, graphs": {
-        "en": "as fast as it goes",
-        "zh": "最快",
-    },
-    "24-bit, release, graphs, under 4 GB": {
-        "en": "capped at 4 GB, context included; 16 of 24 layers recomputed",
-        "zh": "限制在 4 GB 内（含 CUDA 上下文），24 层中 16 层重计算",
-    },
     "24-bit, kept and clipped, graphs": {
         "en": "with clipping by the global norm, nothing recomputed",
         "zh": "按全局范数裁剪梯度，不重计算",
-    },
-    "16-bit, release, recompute, graphs": {
-        "en": "under 2 GB above the context; every layer recomputed",
-        "zh": "上下文之外不到 2 GB，每层重计算",
-    },
-    "16-bit, release, recompute, activations offloaded": {
-        "en": "the smallest with the optimizer on the card; activations in host memory",
-        "zh": "优化器在显卡上时的最小占用，激活放在主机内存",
     },
     "everything offloaded": {
         "en": "weights, optimizer, gradients and activations in host memory",
@@ -111,14 +95,6 @@ BERT_LARGE: dict[str, dict[str, str]] = {
     "24-bit, 8-bit gradients clipped, recompute, graphs, not fused": {
         "en": "with clipping by the global norm; every layer recomputed",
         "zh": "按全局范数裁剪梯度，每层重计算",
-    },
-    "16-bit, release, recompute": {
-        "en": "without CUDA graphs; every layer recomputed",
-        "zh": "不用 CUDA graph，每层重计算",
-    },
-    "XLM-R-large, 16-bit, release, recompute, under 4 GB": {
-        "en": "XLM-R-large (560 M), capped at 4 GB, every layer recomputed",
-        "zh": "XLM-R-large（5.6 亿参数），限制在 4 GB 内，每层重计算",
     },
     "stock bf16 + checkpointing + Adafactor": {
         "en": "for comparison, the stock Trainer: bf16, checkpointing, Adafactor",
@@ -312,8 +288,8 @@ def plan_table(language: str) -> str:
 def plan_words(run: Mapping[str, Any], language: str) -> str:
     """What a plan does, but for what all of them do."""
     with speaking(language):
-        used = (made(text) for text in run["strategies"])
-        said = [one.in_words() for one in used if one.name not in words.UNSAID]
+        used = map(strategy_of, run["strategies"])
+        said = [strategy_words(name, one) for name, one in used if name not in words.UNSAID]
         if run["max_tokens"] is not None:
             said.append(t("micro-batches of {tokens} tokens", tokens=f"{run['max_tokens']:,}"))
         return pt("clauses", ", ").join(said)
@@ -440,7 +416,6 @@ TABLES: Mapping[str, Callable[[str], str]] = {
     "train-f1": train_f1_table,
     "whole-acted": whole.acted_table,
     "whole-facts": whole.facts_table,
-    "whole-ranks": whole.ranks_table,
     "whole-real": whole.real_table,
     "whole-runs": whole.runs_table,
     "whole-seeds": whole.seeds_table,
