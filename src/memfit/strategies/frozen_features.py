@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.engine.micro_batches import TOKEN_INPUTS
-from memfit.errors import ConfigError, DataError, ModelError
+from memfit.errors import ConfigError, DataError
 from memfit.i18n import N_, Message, t
 from memfit.models.layer_stack import unwrap, wrap
 from memfit.models.layers import base_of
@@ -46,9 +44,6 @@ from memfit.strategies.planning import (
     widened,
 )
 
-if TYPE_CHECKING:
-    from memfit.engine.micro_batches import MicroBatch
-
 FEATURES = "frozen_features"
 """The model input that features travel under."""
 
@@ -58,32 +53,15 @@ _COLLATED_ROWS = 1024
 _TOLERANCE = 1e-4
 
 
-class HeadReading(StrEnum):
-    """Which vector of the encoder's output the head reads."""
-
-    POOLED = "the pooled output"
-    FIRST = "the first token"
-    MEAN = "the mean over the tokens"
-
-
-def reading_of(model: PreTrainedModel) -> HeadReading:
-    """By the structure of the model; `head_problem` then tries it."""
-    if getattr(base_of(model), "pooler", None) is not None:
-        return HeadReading.POOLED
-    mean = getattr(model.config, "classifier_pooling", "cls") == "mean"
-    return HeadReading.MEAN if mean else HeadReading.FIRST
-
-
 class FeatureDataset(Dataset[dict[str, Any]]):
     """One vector a row in host memory, beside the labels and whatever else the collator gave.
 
     Load it with its own `collate`.
     """
 
-    def __init__(self, features: Tensor, columns: Mapping[str, Any], reading: HeadReading) -> None:
+    def __init__(self, features: Tensor, columns: Mapping[str, Any]) -> None:
         self.features = features
         self.columns = dict(columns)
-        self.reading = reading
 
     @property
     def column_names(self) -> list[str]:
@@ -99,22 +77,18 @@ class FeatureDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         """A whole batch at once: a DataLoader asks for this where it is there."""
-        batch: dict[str, Any] = {FEATURES: self.features[rows]}
-        for name, column in self.columns.items():
-            is_tensor = isinstance(column, Tensor)
-            batch[name] = column[rows] if is_tensor else [column[row] for row in rows]
-        return batch
+        return self.collate([self[row] for row in rows])
 
     @staticmethod
     def collate(rows: Any) -> dict[str, Any]:
         """A batch of rows; a batch made by `__getitems__` is one already."""
         if isinstance(rows, Mapping):
             return dict(rows)
-        batch: dict[str, Any] = {}
-        for name in rows[0]:
-            values = [row[name] for row in rows]
-            batch[name] = torch.stack(values) if isinstance(values[0], Tensor) else values
-        return batch
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        return {
+            name: torch.stack(values) if isinstance(values[0], Tensor) else values
+            for name, values in columns.items()
+        }
 
 
 class FeatureHead:
@@ -124,7 +98,6 @@ class FeatureHead:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._reading = reading_of(model)
         self._given: Tensor | None = None
         unwrap_base = wrap(base_of(model), self._encoder)
         hook = model.register_forward_pre_hook(self._take, with_kwargs=True)
@@ -136,25 +109,23 @@ class FeatureHead:
             self._undo.pop()()
 
     def _take(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        del module
         self._given = kwargs.get(FEATURES)
         return args, {name: value for name, value in kwargs.items() if name != FEATURES}
 
     def _encoder(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        del module
         features, self._given = self._given, None
         if features is None:
             return call(*args, **kwargs)
         # A text of one token: its first token and its mean are the vector itself.
         hidden: Any = features.unsqueeze(1)
-        if self._reading is HeadReading.POOLED:
-            pooled: Any = features
-            return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
-        return BaseModelOutput(last_hidden_state=hidden)
+        if getattr(module, "pooler", None) is None:
+            return BaseModelOutput(last_hidden_state=hidden)
+        pooled: Any = features
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
 
 def cached_features(
@@ -177,118 +148,94 @@ def cached_features(
     if not len(dataset):
         raise DataError(Message("there is no row to compute features of"))
     limits, trim = MicroBatching(max_tokens=max_tokens), trimming_for(model)
-    bar = progress_bar("encoding", total_rows=len(dataset))
-    chunks: list[Tensor] = []
+    vectors: list[Tensor] = []
     columns: dict[str, list[Any]] = {}
-    with _Encoder(model, autocast_dtype) as encoder, contextlib.closing(bar):
+    at_once = getattr(dataset, "__getitems__", None)  # as `datasets` and torch's subsets have it
+    bar = progress_bar("encoding", total_rows=len(dataset))
+    with _evaluating(model), contextlib.closing(bar):
         for start in range(0, len(dataset), _COLLATED_ROWS):
-            rows = _rows(dataset, start, min(start + _COLLATED_ROWS, len(dataset)))
+            numbers = list(range(start, min(start + _COLLATED_ROWS, len(dataset))))
+            rows = list(at_once(numbers)) if at_once else [dataset[row] for row in numbers]
             batch = dict(collate(rows))
             texts = {name: batch[name] for name in batch if name not in label_names}
-            parts = []
+            found: dict[int, Tensor] = {}
             for part in split(texts, limits, trim):
-                parts.append((part, encoder.features(part.inputs)))
+                encoded, _ = _encoded(model, part.inputs, autocast_dtype)
+                found |= dict(zip(part.rows, encoded.cpu(), strict=True))
                 bar.update(len(part.rows))
-            chunks.append(_in_order(parts))
-            _keep(columns, batch, len(rows))
-    joined = {name: _joined(name, pieces) for name, pieces in columns.items()}
-    return FeatureDataset(torch.cat(chunks), joined, encoder.reading)
+            vectors += [found[row] for row in range(len(rows))]
+            for name, values in batch.items():
+                if name not in TOKEN_INPUTS:
+                    columns.setdefault(name, []).extend(_by_row(name, values, len(rows)))
+    return FeatureDataset(
+        torch.stack(vectors), {name: _joined(name, values) for name, values in columns.items()}
+    )
 
 
-def _rows(dataset: Any, start: int, stop: int) -> list[Any]:
-    at_once = getattr(dataset, "__getitems__", None)  # as `datasets` and torch's subsets have it
-    rows = list(range(start, stop))
-    return list(at_once(rows)) if at_once is not None else [dataset[row] for row in rows]
-
-
-class _Encoder:
-    """The model in evaluation mode, and the one vector a row that its head reads."""
-
-    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None = None) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.autocast_dtype = autocast_dtype
-        self.reading = reading_of(model)
-        self._output: Any = None
-        self._modes: list[tuple[nn.Module, bool]] = []
-
-    def __enter__(self) -> _Encoder:
-        # Each module's own mode is put back: some may have been in evaluation mode already.
-        self._modes = [(module, module.training) for module in self.model.modules()]
-        self.model.train(False)
-        self._hook = base_of(self.model).register_forward_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        for module, training in self._modes:
-            module.training = training
-
-    def features(self, inputs: Mapping[str, Any]) -> Tensor:
-        """The features of each row, in host memory."""
-        return self.run(inputs)[0].cpu()
-
-    def run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The vectors the head reads, and what the whole model made of the batch."""
-        moved = {
-            name: value.to(self.device) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
-        half = self.autocast_dtype
-        with (
-            torch.no_grad(),
-            torch.autocast(self.device.type, dtype=half, enabled=half is not None),
-        ):
-            result = self.model(**moved)
-        output, self._output = self._output, None
-        return _vector(output, self.reading, moved.get("attention_mask")), result
-
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
-        self._output = output
-
-
-def _vector(output: Any, reading: HeadReading, mask: Tensor | None) -> Tensor:
-    if reading is HeadReading.POOLED:
-        pooled: Tensor = output.pooler_output
-        return pooled
-    hidden: Tensor = output[0]
-    if reading is HeadReading.FIRST:
-        return hidden[:, 0]
-    if mask is None:
-        mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.bool)
-    return (hidden * mask.unsqueeze(-1)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-
-
-def _in_order(parts: list[tuple[MicroBatch, Tensor]]) -> Tensor:
-    rows = torch.tensor([row for part, _ in parts for row in part.rows])
-    return torch.cat([vectors for _, vectors in parts])[rows.argsort()]
-
-
-def _keep(columns: dict[str, list[Any]], batch: Mapping[str, Any], rows: int) -> None:
-    for name, value in batch.items():
-        if name in TOKEN_INPUTS:
-            continue
-        is_single = not hasattr(value, "__len__") or (isinstance(value, Tensor) and not value.dim())
-        if is_single or len(value) != rows:
-            raise DataError(
-                Message(
-                    "the collator's {name} has not one entry for each of {rows} rows",
-                    name=repr(name),
-                    rows=rows,
-                )
+def _by_row(name: str, values: Any, rows: int) -> list[Any]:
+    is_single = not hasattr(values, "__len__") or (isinstance(values, Tensor) and not values.dim())
+    if is_single or len(values) != rows:
+        raise DataError(
+            Message(
+                "the collator's {name} has not one entry for each of {rows} rows",
+                name=repr(name),
+                rows=rows,
             )
-        columns.setdefault(name, []).append(value)
+        )
+    return list(values)
 
 
-def _joined(name: str, pieces: list[Any]) -> Any:
-    if not isinstance(pieces[0], Tensor):
-        return [value for piece in pieces for value in piece]
-    if len({piece.shape[1:] for piece in pieces}) > 1:
+def _joined(name: str, values: list[Any]) -> Any:
+    if not isinstance(values[0], Tensor):
+        return values
+    if len({value.shape for value in values}) > 1:
         raise DataError(
             Message("the collator's {name} is not equally wide for all rows", name=repr(name))
         )
-    return torch.cat(pieces)
+    return torch.stack(values)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module has its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(False)
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _encoded(
+    model: PreTrainedModel, inputs: Mapping[str, Any], half: torch.dtype | None = None
+) -> tuple[Tensor, Any]:
+    """Returns the vector that the head reads of each row, and what the whole model made of them.
+
+    That is the pooled output, the mean over the tokens or the first one; `head_problem` tries it.
+    """
+    device = next(model.parameters()).device
+    moved = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    outputs: list[Any] = []
+    base: nn.Module = base_of(model)
+    hook = base.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype=half, enabled=half is not None):
+            result = model(**moved)
+    finally:
+        hook.remove()
+    if getattr(base, "pooler", None) is not None:
+        return outputs[-1].pooler_output, result
+    hidden: Tensor = outputs[-1][0]
+    if getattr(model.config, "classifier_pooling", "cls") != "mean":
+        return hidden[:, 0], result
+    mask = moved.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.bool)
+    return (hidden * mask.unsqueeze(-1)).sum(dim=1) / mask.sum(dim=1, keepdim=True), result
 
 
 def head_problem(model: PreTrainedModel) -> str:
@@ -296,18 +243,23 @@ def head_problem(model: PreTrainedModel) -> str:
 
     A model without real weights (meta or fake tensors) is judged by its family.
     """
-    name = type(model).__name__
+    name, known = type(model).__name__, model.config.model_type in FAMILIES
     if not has_values(model):
-        known = model.config.model_type in FAMILIES
-        return (
-            ""
-            if known
-            else Message(
-                "what the head of {name} reads is not known without its weights", name=name
-            )
+        unknown = Message(
+            "what the head of {name} reads is not known without its weights", name=name
         )
+        return "" if known else unknown
     try:
-        difference = _difference(model)
+        with _evaluating(model):
+            vectors, result = _encoded(model, probe_batch(model))
+            head = FeatureHead(model)
+            try:
+                with torch.no_grad():
+                    logits, expected = model(**{FEATURES: vectors}).logits, result.logits
+            finally:
+                head.remove()
+        difference = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        alike = bool(expected.eq(expected[:1]).all())
     except Exception as error:
         # A head we have never seen can fail in any way.
         return Message(
@@ -316,35 +268,14 @@ def head_problem(model: PreTrainedModel) -> str:
             kind=type(error).__name__,
             error=error,
         )
-    if difference <= _TOLERANCE:
+    if alike and not known:
+        return Message(
+            "the logits of {name} are the same for every text, so nothing can be compared",
+            name=name,
+        )
+    if logits.shape == expected.shape and difference <= _TOLERANCE:
         return ""
     return Message("the head of {name} reads more of the encoder than one vector a text", name=name)
-
-
-def _difference(model: PreTrainedModel) -> float:
-    """Between the logits of three texts and of their features, of the largest logit."""
-    with _Encoder(model) as encoder:
-        vectors, result = encoder.run(probe_batch(model))
-        head = FeatureHead(model)
-        try:
-            with torch.no_grad():
-                logits = model(**{FEATURES: vectors}).logits
-        finally:
-            head.remove()
-    expected: Tensor = result.logits
-    if logits.shape != expected.shape:
-        raise ModelError(
-            Message(
-                "logits of shape {shape}, not {expected}",
-                shape=list(logits.shape),
-                expected=list(expected.shape),
-            )
-        )
-    if bool(expected.eq(expected[:1]).all()) and model.config.model_type not in FAMILIES:
-        raise ModelError(
-            Message("its logits are the same for every text, so nothing can be compared")
-        )
-    return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 _LABEL_COLUMNS = ("labels", "label", "label_ids")
@@ -434,7 +365,8 @@ class FrozenFeatures(Strategy):
     def change(self, setup: Setup) -> None:
         model = unwrap(setup.model)
         assert isinstance(model, PreTrainedModel)
-        columns = _columns_of(model) if setup.args.remove_unused_columns else None
+        taken = frozenset({*inspect.signature(model.forward).parameters, *_LABEL_COLUMNS})
+        columns = taken if setup.args.remove_unused_columns else None
         cache = _FeatureCache(setup, model, self.max_tokens, columns)
         setup.undo.append(FeatureHead(model).remove)
         setup.replace_data.append(cache.replace)
@@ -446,26 +378,25 @@ class FrozenFeatures(Strategy):
         change_arguments(setup, remove_unused_columns=False, **sampling)
 
 
+@dataclass(frozen=True, slots=True)
 class _FeatureCache:
     """The features of the datasets seen last; each dataset goes through the encoder once."""
 
-    def __init__(
-        self, setup: Setup, model: PreTrainedModel, max_tokens: int, columns: frozenset[str] | None
-    ) -> None:
-        self._setup = setup
-        self._model = model
-        self._max_tokens = max_tokens
-        self._columns = columns
-        # The dataset is held too, so that its id is not given to another one meanwhile.
-        self._known: OrderedDict[int, tuple[Any, FeatureDataset]] = OrderedDict()
+    setup: Setup
+    model: PreTrainedModel
+    max_tokens: int
+    columns: frozenset[str] | None
+    """What the model takes, if the Trainer removes all else; it is told not to for features."""
+    known: list[tuple[Any, FeatureDataset]] = field(default_factory=list)
 
     def replace(self, dataset: Any, collator: Collator) -> tuple[Any, Collator]:
         """The dataset's features, and the collator that stacks them."""
-        collator = _OnlyColumns(collator, self._columns) if self._columns else collator
+        if self.columns is not None:
+            collator = _OnlyColumns(collator, self.columns)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             _say(t("a streamed dataset goes through the frozen encoder in every epoch"))
             return dataset, collator
-        if learning := _first_that_learns(base_of(self._model)):
+        if learning := _first_that_learns(base_of(self.model)):
             _say(
                 t(
                     "{learning} is trainable again: texts go through the whole model",
@@ -473,26 +404,21 @@ class _FeatureCache:
                 )
             )
             return dataset, collator
-        if id(dataset) not in self._known:
-            self._known[id(dataset)] = (dataset, self._features(dataset, collator))
-        self._known.move_to_end(id(dataset))
-        if len(self._known) > _KEPT_DATASETS:
-            self._known.popitem(last=False)
-        features = self._known[id(dataset)][1]
+        features = next((made for of, made in self.known if of is dataset), None)
+        if features is None:
+            args, device = self.setup.args, self.setup.device
+            half = args.bf16 or (args.fp16 and device.type != "cpu")
+            features = cached_features(
+                self.model.to(device),  # type: ignore[arg-type]
+                dataset,
+                collator,
+                max_tokens=self.max_tokens,
+                label_names=args.label_names or _LABEL_COLUMNS,
+                autocast_dtype=(torch.bfloat16 if args.bf16 else torch.float16) if half else None,
+            )
+            self.known.append((dataset, features))
+            del self.known[:-_KEPT_DATASETS]
         return features, features.collate
-
-    def _features(self, dataset: Any, collator: Collator) -> FeatureDataset:
-        args = self._setup.args
-        half = torch.bfloat16 if args.bf16 else torch.float16
-        is_half = args.bf16 or (args.fp16 and self._setup.device.type != "cpu")
-        return cached_features(
-            self._model.to(self._setup.device),  # type: ignore[arg-type]
-            dataset,
-            collator,
-            max_tokens=self._max_tokens,
-            label_names=args.label_names or _LABEL_COLUMNS,
-            autocast_dtype=half if is_half else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,10 +432,6 @@ class _OnlyColumns:
         return self.collator(
             [{name: row[name] for name in row if name in self.columns} for row in rows]
         )
-
-
-def _columns_of(model: nn.Module) -> frozenset[str]:
-    return frozenset({*inspect.signature(model.forward).parameters, *_LABEL_COLUMNS})
 
 
 def _first_that_learns(module: nn.Module) -> str:
