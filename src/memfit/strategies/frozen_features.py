@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from memfit.models.layer_stack import unwrap, wrap
 from memfit.models.layers import base_of
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy, change_arguments
 from memfit.strategies.freezing import Freezing
-from memfit.strategies.packing.packed_model import FAMILIES, has_values, probe_batch
+from memfit.strategies.packing.packed_model import FAMILIES, evaluating, has_values, probe_batch
 from memfit.strategies.planning import (
     Axis,
     Combination,
@@ -152,7 +152,7 @@ def cached_features(
     columns: dict[str, list[Any]] = {}
     at_once = getattr(dataset, "__getitems__", None)  # as `datasets` and torch's subsets have it
     bar = progress_bar("encoding", total_rows=len(dataset))
-    with _evaluating(model), contextlib.closing(bar):
+    with evaluating(model), contextlib.closing(bar):
         for start in range(0, len(dataset), _COLLATED_ROWS):
             numbers = list(range(start, min(start + _COLLATED_ROWS, len(dataset))))
             rows = list(at_once(numbers)) if at_once else [dataset[row] for row in numbers]
@@ -193,18 +193,6 @@ def _joined(name: str, values: list[Any]) -> Any:
             Message("the collator's {name} is not equally wide for all rows", name=repr(name))
         )
     return torch.stack(values)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module has its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(False)
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _encoded(
@@ -250,7 +238,7 @@ def head_problem(model: PreTrainedModel) -> str:
         )
         return "" if known else unknown
     try:
-        with _evaluating(model):
+        with evaluating(model):
             vectors, result = _encoded(model, probe_batch(model))
             head = FeatureHead(model)
             try:

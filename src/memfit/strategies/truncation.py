@@ -7,9 +7,9 @@ finds a length in the data's own lengths; tokenizing with it gives the same toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from memfit.strategies.planning import (
 )
 from memfit.units import percent
 
-if TYPE_CHECKING:
-    from memfit.data import LengthSummary
-
 _MULTIPLE = 8
 """Lengths are multiples of it: tensor cores take tokens by eights."""
 
@@ -44,53 +41,12 @@ _SHORTEST = 3
 """A first special token, one token of text and a last special token."""
 
 
-@dataclass(frozen=True, slots=True)
-class LengthChoice:
-    """A length to cut texts at, and what it cuts."""
-
-    max_length: int
-    cut_rows: int
-    """Rows that lose their end; from a summary, the most it can be."""
-    rows: int
-
-    @property
-    def cut_fraction(self) -> float:
-        """The share of rows that lose their end."""
-        return self.cut_rows / self.rows if self.rows else 0.0
-
-
-def choose_length(
-    lengths: LengthSummary | Iterable[int], *, cut_at_most: float = 0.05
-) -> LengthChoice:
-    """The smallest multiple of 8 that cuts at most this share of the rows.
-
-    `lengths` are those before any cutting. A summary's bins hide where in a bin its rows lie; all
-    of a bin that may be cut are counted as cut.
-    """
-    if not 0 <= cut_at_most < 1:
-        raise ConfigError(
-            Message(
-                "cut_at_most is a share from 0 to below 1, not {cut_at_most}",
-                cut_at_most=cut_at_most,
-            )
-        )
-    spans = _spans(lengths)
-    rows = sum(count for _, count in spans)
-    if not rows:
-        raise ConfigError(Message("there is no row to choose a length from"))
-    longest = max(last for last, _ in spans)
-    for length in range(_MULTIPLE, longest + _MULTIPLE, _MULTIPLE):
-        cut_rows = sum(count for last, count in spans if last > length)
-        if cut_rows <= cut_at_most * rows:
-            return LengthChoice(length, cut_rows, rows)
-    raise AssertionError("the last length tried is as long as the longest row")
-
-
-def _spans(lengths: LengthSummary | Iterable[int]) -> list[tuple[int, int]]:
-    """The longest a group of rows can be, and how many rows it has."""
-    if isinstance(lengths, Iterable):
-        return [(int(length), 1) for length in lengths]
-    return [(one.last_tokens, one.rows) for one in lengths.histogram if one.rows]
+def choose_length(lengths: Sequence[int], cut_at_most: float) -> int:
+    """The smallest multiple of 8 that cuts at most this share of rows of these lengths."""
+    for length in range(_MULTIPLE, max(lengths), _MULTIPLE):
+        if sum(one > length for one in lengths) <= cut_at_most * len(lengths):
+            return length
+    return -(-max(lengths) // _MULTIPLE) * _MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +94,7 @@ class Truncation(Strategy):
         if not asked.allows(cls):
             return so_far
         lengths = asked.workload.lengths
-        shorter = {choose_length(lengths, cut_at_most=share).max_length for share in _CUT_SHARES}
+        shorter = {choose_length(lengths, share) for share in _CUT_SHARES}
         shorter.add(max(8, asked.workload.longest_tokens // 2 // 8 * 8))
         fewer = sorted((one for one in shorter if one < max(lengths)), reverse=True)
         return [*so_far, *asked.usable((cls(one),) for one in fewer)]
@@ -156,9 +112,16 @@ class Truncation(Strategy):
         )
 
     def unavailable(self, setup: Setup) -> str:
-        if reason := _not_cut(setup.train_dataset):
-            return reason
-        rows = token_rows(setup.train_dataset)
+        dataset = setup.train_dataset
+        first = dataset[0] if hasattr(dataset, "__getitem__") and len(dataset) else {}
+        if isinstance(first, Mapping) and "input_ids" in first:
+            if "start_positions" in first or "end_positions" in first:
+                return Message(
+                    "answers are named by their place in the text; give the tokenizer max_length"
+                )
+            if any(hasattr(one, "__len__") for one in _numbers(first["input_ids"])[:1]):
+                return Message("each row holds several texts; give the tokenizer max_length")
+        rows = token_rows(dataset)
         if are_pairs(rows):
             return Message(
                 "of pairs of texts the tokenizer must choose which to cut; give it max_length"
@@ -166,7 +129,7 @@ class Truncation(Strategy):
         if rows:
             from memfit.engine.micro_batches import longest_row
 
-            longest = longest_row(setup.train_dataset, setup.model)
+            longest = longest_row(dataset, setup.model)
             if longest <= self.max_length:
                 return Message("no text has more than {longest} tokens", longest=longest)
         return ""
@@ -214,12 +177,16 @@ def cut(batch: Mapping[str, Any], max_length: int, *, keeps_end: bool = True) ->
     columns = _columns(real, max_length, keeps_end=keeps_end)
     # The last token moves up, and takes the position of the place it comes to.
     places = _columns(real, max_length, keeps_end=False)
-    return {
-        name: _picked(value, places if name == "position_ids" else columns)
-        if _is_tokens(name, value, mask)
-        else value
-        for name, value in batch.items()
-    }
+    shorter = dict(batch)
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
+            continue
+        # Classes of tokens go with their tokens; several labels of a text are floating-point.
+        if name in TOKEN_INPUTS or (name == "labels" and not value.is_floating_point()):
+            kept = places if name == "position_ids" else columns
+            index = kept.view(*kept.shape, *[1] * (value.dim() - 2))
+            shorter[name] = value.gather(1, index.expand(*kept.shape, *value.shape[2:]))
+    return shorter
 
 
 def _columns(real: Tensor, max_length: int, *, keeps_end: bool) -> Tensor:
@@ -236,55 +203,19 @@ def _columns(real: Tensor, max_length: int, *, keeps_end: bool) -> Tensor:
     return order[:, -max_length:] if is_left else order[:, :max_length]
 
 
-def _is_tokens(name: str, value: Any, mask: Tensor) -> bool:
-    if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
-        return False
-    # Classes of tokens go with their tokens; several labels of a text are floating-point numbers.
-    return name in TOKEN_INPUTS or (name == "labels" and not value.is_floating_point())
-
-
-def _picked(value: Tensor, columns: Tensor) -> Tensor:
-    index = columns.view(*columns.shape, *[1] * (value.dim() - 2))
-    return value.gather(1, index.expand(*columns.shape, *value.shape[2:]))
-
-
-def _not_cut(dataset: Any) -> str:
-    """Why the rows of a dataset cannot be cut in the batch, by its first one."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
-        return ""
-    row = dataset[0]
-    if not isinstance(row, Mapping) or "input_ids" not in row:
-        return ""
-    if "start_positions" in row or "end_positions" in row:
-        return Message(
-            "answers are named by their place in the text; give the tokenizer max_length"
-        )
-    ids = _numbers(row["input_ids"])
-    return (
-        Message("each row holds several texts; give the tokenizer max_length")
-        if _nested(ids)
-        else ""
-    )
-
-
-def _nested(values: list[Any]) -> bool:
-    return bool(values) and (isinstance(values[0], list | tuple) or hasattr(values[0], "__len__"))
-
-
 def token_rows(dataset: Any) -> list[dict[str, list[int]]]:
     """The first rows of a dataset without padding; none where they cannot be looked at."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return []
-    rows = (dataset[index] for index in range(min(len(dataset), _LOOKED_AT_ROWS)))
-    return [_unpadded(row) for row in rows if isinstance(row, Mapping) and "input_ids" in row]
-
-
-def _unpadded(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    ids = _numbers(row["input_ids"])
-    mask = _numbers(row.get("attention_mask", [1] * len(ids)))
-    types = _numbers(row.get("token_type_ids", [0] * len(ids)))
-    real = [index for index, seen in enumerate(mask) if seen]
-    return {"ids": [ids[at] for at in real], "types": [types[at] for at in real]}
+    found = []
+    for row in (dataset[index] for index in range(min(len(dataset), _LOOKED_AT_ROWS))):
+        if isinstance(row, Mapping) and "input_ids" in row:
+            ids = _numbers(row["input_ids"])
+            mask = _numbers(row.get("attention_mask", [1] * len(ids)))
+            types = _numbers(row.get("token_type_ids", [0] * len(ids)))
+            real = [index for index, seen in enumerate(mask) if seen]
+            found.append({"ids": [ids[at] for at in real], "types": [types[at] for at in real]})
+    return found
 
 
 def _numbers(values: Any) -> list[int]:
@@ -304,6 +235,4 @@ def are_pairs(rows: Sequence[Mapping[str, list[int]]]) -> bool:
     if any(any(row["types"]) for row in rows):
         return True
     texts = [row["ids"] for row in rows if row["ids"]]
-    if not ends_alike(rows):
-        return False
-    return all(ids[-1] in ids[1:-1] for ids in texts)
+    return bool(ends_alike(rows)) and all(ids[-1] in ids[1:-1] for ids in texts)

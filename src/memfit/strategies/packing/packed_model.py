@@ -404,7 +404,7 @@ def _probe(model: nn.Module, inner: PreTrainedModel) -> str:
     """Two ways through the model with three short texts; empty when they agree."""
     device, dtype = inner.device, inner.dtype
     padded = probe_batch(inner)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         expected = model(**{name: column.to(device) for name, column in padded.items()}).logits
         with packed(model) as packer, count_packed_calls() as calls:
             batch = packer.pack(padded).to(device)
@@ -446,7 +446,7 @@ def probe_batch(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, with each module's own mode put back (some may be frozen in eval)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
