@@ -29,7 +29,7 @@ _MEANING = {
     Fidelity.EXACT: "the same numbers up to rounding of the same precision",
     Fidelity.ROUNDING: "the same algorithm with fewer bits",
     Fidelity.OPTIMIZER: "another update rule; only with `--allow optimizer`",
-    Fidelity.CAPACITY: "fewer weights learn; only with `--allow lora` or `--allow freeze`",
+    Fidelity.CAPACITY: "fewer weights are trained; only with `--allow lora` or `--allow freeze`",
     Fidelity.DATA: "texts are cut shorter; only with `--allow truncate`",
 }
 
