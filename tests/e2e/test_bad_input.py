@@ -124,6 +124,12 @@ def test_a_label_that_only_one_split_has(
         (["--epochs", "0"], "--epochs (num_train_epochs) is 0"),
         (["--epochs", "-1"], "--epochs (num_train_epochs) is -1"),
         (["--batch-size", "0"], "--batch-size (per_device_train_batch_size) is 0"),
+        (["--max-steps", "0"], "--max-steps is 0; write 1 or more"),
+        (["--learning-rate", "-1"], "--learning-rate is -1.0; write 0 or more"),
+        (["--adam-beta1", "1.5"], "--adam-beta1 is 1.5; write a number from 0 to below 1"),
+        (["--lr-scheduler-kwargs", '{"bogus": 1}'], "unexpected keyword argument 'bogus'"),
+        (["--optim", "lomo"], "lomo"),
+        (["--max-length", "64", "--batch-eval-metrics"], "transformers refuses what was given: "),
         (["--optim", "adafctor"], "'adafctor' is not one of its OptimizerNames. Did you mean "
          "'adafactor'?"),
         (["--max-length", "65"], "max_length 65 is beyond the 64 positions"),

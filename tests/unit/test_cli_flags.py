@@ -62,6 +62,13 @@ def test_a_switch_leaves_the_word_after_it_alone() -> None:
     assert split_flags(["--bf16", "data.csv"], OWN) == (["data.csv"], {"bf16": True})
 
 
+def test_a_switch_takes_the_words_it_knows() -> None:
+    assert training("--include-num-input-tokens-seen", "all") == {
+        "include_num_input_tokens_seen": "all"
+    }
+    assert training("--include-num-input-tokens-seen") == {"include_num_input_tokens_seen": True}
+
+
 def test_values_get_their_fields_types() -> None:
     assert training(
         "--batch-size", "16", "--epochs", "2", "--max-steps", "-1", "--optim", "adafactor",

@@ -103,6 +103,20 @@ def test_an_unexpected_error_is_a_sentence_and_a_traceback_only_when_debugging(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_what_a_library_refuses_is_told_in_its_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def refused(*_: Any, **__: Any) -> None:
+        torch.optim.AdamW([torch.zeros(1)], betas=(1.5, 0.9))
+
+    monkeypatch.setattr(api, "finetune", refused)
+    assert run(["train", "a.csv", "--model", "m", "--output-dir", "o"]) == 2
+    said = capsys.readouterr().err
+    assert said == "memfit: torch refuses what was given: Invalid beta parameter at index 0: 1.5\n"
+
+
 def test_ctrl_c_ends_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

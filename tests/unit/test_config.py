@@ -253,11 +253,7 @@ def test_the_training_fields_are_transformers_own() -> None:
     assert list(training_fields()) == names
 
 
-def test_the_way_out_by_import_finds_the_same_kinds() -> None:
-    from memfit.config import training_fields as module
-
-    imported = module._imported_fields()
-    assert list(imported) == list(training_fields())
+def test_the_annotation_tells_what_a_flag_takes() -> None:
     assert is_switch("bf16")
     assert is_switch("greater_is_better")
     assert not is_switch("liger_kernel_config")

@@ -152,6 +152,10 @@ def _run(words: list[str]) -> int:
             return _failed(options.refusal_sentence(error), 2)
         name = type(error).__name__
         what = str(error).strip() or t("no message")
+        if library := _refusing(error):
+            return _failed(
+                t("{library} refuses what was given: {reason}", library=library, reason=what), 2
+            )
         return _failed(
             t(
                 "this should not have happened: {error}\nThis is a bug in memfit: run it again "
@@ -161,6 +165,22 @@ def _run(words: list[str]) -> int:
             1,
         )
     return code if isinstance(code, int) else 0
+
+
+_LIBRARIES = ("transformers", "accelerate", "peft", "torch", "torchao", "bitsandbytes")
+
+
+def _refusing(error: Exception) -> str:
+    """The library that says in words what is wrong with an argument; empty for any other error."""
+    if type(error).__module__.startswith("huggingface_hub."):
+        return "huggingface_hub"
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError | ImportError):
+        return ""
+    library = str(last.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    return library if library in _LIBRARIES else ""
 
 
 def _interrupted(code: int) -> int:

@@ -200,6 +200,10 @@ OLD_SWITCHES = frozenset(
 )  # fmt: skip
 
 
+_SWITCH_WORDS = {"include_num_input_tokens_seen": ("all", "non_padding")}
+"""What a switch takes beside a truth value; any other word after it is the next argument."""
+
+
 @dataclass(frozen=True, slots=True)
 class OwnOption:
     """An option the command declares, and what may follow it.
@@ -297,6 +301,8 @@ def _read_field(key: str, given: list[str] | None, words: list[str]) -> Any:
     name = _full(RENAMED.get(key, key))
     flag = "--" + key.replace("_", "-")
     if _is_switch(key):
+        if given is None and words and words[0] in _SWITCH_WORDS.get(name, ()):
+            given = [words.pop(0)]
         free_text = "str" in training_fields().get(name, "")
         if free_text and given is not None and given[0].lower() not in TRUE_WORDS | FALSE_WORDS:
             return given[0]

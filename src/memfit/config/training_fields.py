@@ -1,7 +1,7 @@
 """The fields of TrainingArguments, memfit's defaults for them, and what a run makes of both.
 
 Importing transformers' arguments costs seconds; a misspelt flag should not. The class body is
-parsed instead, and the import is only the way out should transformers move it elsewhere.
+parsed instead.
 
 | field | memfit | TrainingArguments |
 |---|---|---|
@@ -23,14 +23,13 @@ encoder is frozen the learning rate is 1e-3, unless you give one.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memfit.errors import ConfigError, MemfitError, nearest
 from memfit.i18n import N_, pt, t
@@ -66,33 +65,19 @@ SECRET_FIELDS = frozenset({"hub_token", "push_to_hub_token"})
 def training_fields() -> Mapping[str, str]:
     """TrainingArguments' fields with their annotations as written, in order."""
     spec = importlib.util.find_spec("transformers")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        source = Path(folder) / "training_args.py"
-        if source.is_file() and (found := _fields_in(source.read_text(encoding="utf-8"))):
-            return found
-    return _imported_fields()
-
-
-def _fields_in(source: str) -> dict[str, str]:
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
-            return {
-                item.target.id: ast.unparse(item.annotation)
-                for item in node.body
-                if isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and "ClassVar" not in ast.unparse(item.annotation)
-            }
-    return {}
-
-
-def _imported_fields() -> dict[str, str]:
-    from transformers import TrainingArguments
-
+    (folder,) = spec.submodule_search_locations if spec else ()  # type: ignore[misc]
+    tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
+    (body,) = (
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    )
     return {
-        field.name: field.type if isinstance(field.type, str) else str(field.type)
-        for field in dataclasses.fields(TrainingArguments)
-        if field.init
+        item.target.id: ast.unparse(item.annotation)
+        for item in body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and "ClassVar" not in ast.unparse(item.annotation)
     }
 
 
@@ -180,6 +165,7 @@ def training_arguments(
     fields.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     try:
         arguments = TrainingArguments(output_dir=str(output_dir), **fields)
+        _try_out(arguments, training)
     except MemfitError:
         raise
     except Exception as error:
@@ -189,6 +175,25 @@ def training_arguments(
         ) from None
     _check_trackers(list(arguments.report_to or ()))
     return arguments
+
+
+def _try_out(arguments: TrainingArguments, training: Mapping[str, Any]) -> None:
+    """Has transformers refuse an optimizer or a scheduler now, not when the model is loaded."""
+    if "optim" in training:
+        from transformers import Trainer
+
+        Trainer.get_optimizer_cls_and_kwargs(arguments)
+    if "lr_scheduler_kwargs" in training:
+        import torch
+        from transformers import get_scheduler
+
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            torch.optim.SGD([torch.zeros(1)]),
+            num_warmup_steps=0,
+            num_training_steps=1,
+            scheduler_specific_kwargs=cast(dict[str, Any], arguments.lr_scheduler_kwargs),
+        )
 
 
 def _check_trackers(names: list[str]) -> None:
@@ -213,6 +218,42 @@ def _check_trackers(names: list[str]) -> None:
             ) from None
 
 
+_FLAGS = {"per_device_train_batch_size": "batch_size"}
+
+_BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (
+        ("logging_steps", "eval_steps", "save_steps"),
+        lambda value: value > 0,
+        N_("{flag} is {value}; write more than 0"),
+    ),
+    (
+        (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        ),
+        lambda value: value >= 1,
+        N_("{flag} ({name}) is {value}; write 1 or more"),
+    ),
+    (
+        ("learning_rate", "weight_decay", "adam_epsilon"),
+        lambda value: value >= 0,
+        N_("{flag} is {value}; write 0 or more"),
+    ),
+    (
+        ("adam_beta1", "adam_beta2"),
+        lambda value: 0 <= value < 1,
+        N_("{flag} is {value}; write a number from 0 to below 1"),
+    ),
+    (
+        ("max_steps",),
+        lambda value: value != 0,
+        N_("{flag} is {value}; write 1 or more, or leave it out to train --epochs"),
+    ),
+)
+"""What the Trainer or its optimizer would refuse only once the model is loaded."""
+
+
 def check_training(training: Mapping[str, Any], task: str | None = None) -> None:
     """What would train nothing, or fail only after the first epoch."""
     for name, value in training.items():
@@ -220,11 +261,12 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
             raise ConfigError(
                 "{name} is {value}; it takes {wanted}", name=name, value=repr(value), wanted=wanted
             )
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        every = training.get(name)
-        if isinstance(every, int | float) and every <= 0:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError("{flag} is {value}; write more than 0", flag=flag, value=every)
+    for names, accepts, sentence in _BOUNDS:
+        for name in names:
+            value = training.get(name)
+            if isinstance(value, int | float) and not accepts(value):
+                flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+                raise ConfigError(sentence, flag=flag, name=name, value=value)
     for kind in ("logging", "eval", "save"):
         strategy = _value(training.get(f"{kind}_strategy", "steps"))
         if training.get(f"{kind}_steps") is not None and strategy != "steps":
@@ -242,16 +284,6 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
         raise ConfigError(
             "--epochs (num_train_epochs) is {value}; write more than 0, such as 3", value=epochs
         )
-    for flag, name in (
-        ("--batch-size", "per_device_train_batch_size"),
-        ("--per-device-eval-batch-size", "per_device_eval_batch_size"),
-        ("--gradient-accumulation-steps", "gradient_accumulation_steps"),
-    ):
-        count = training.get(name)
-        if isinstance(count, int) and count < 1:
-            raise ConfigError(
-                "{flag} ({name}) is {value}; write 1 or more", flag=flag, name=name, value=count
-            )
     for name in ("seed", "data_seed"):
         if training.get(name) is not None:
             check_seed(f"--{name.replace('_', '-')}", training[name])

@@ -475,8 +475,9 @@ def _smallest(prices: Iterable[Price]) -> Price:
 
 
 def _rounded_up(count: int) -> int:
-    """To the next tenth of a gigabyte, as a budget is written."""
-    return -(-count // 10**8) * 10**8
+    """To two digits, or to a tenth of a gigabyte, as a budget is written."""
+    step = min(10**8, int("1" + "0" * max(len(str(count)) - 2, 0)))
+    return -(-count // step) * step
 
 
 _SHORTER = (64, 32)
