@@ -262,3 +262,33 @@ def test_the_configuration_given_is_left_as_it_was() -> None:
 def test_a_step_that_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StepSpec(**{"config": SMALL, "rows": 8, "length": 64, **changes})
+
+
+SEQ2SEQ = {"vocab_size": 1000, "d_model": 64}
+BART = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 5, "decoder_layers": 5}
+T5 = {"decoder_start_token_id": 0, "num_layers": 5, "d_ff": 64, "num_heads": 2, "d_kv": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        {"model_type": "bart", **SEQ2SEQ, **BART},
+        {"model_type": "mbart", **SEQ2SEQ, **BART},
+        {"model_type": "t5", **SEQ2SEQ, **T5},
+        {"model_type": "mt5", **SEQ2SEQ, **T5},
+        {"model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_head": 2, "n_layer": 5},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_parameters_are_those_of_the_model_transformers_builds(config: dict[str, Any]) -> None:
+    """Embeddings that BART and T5 share are one parameter."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    built = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(**config, num_labels=2)
+    )
+    found = estimate(config, None)
+    assert found.parameters == sum(weight.numel() for weight in built.parameters())
+    held = sum(weight.nbytes for weight in [*built.parameters(), *built.buffers()])
+    assert found.peak.components[Component.WEIGHTS] == held

@@ -65,6 +65,7 @@ def build_on_meta(spec: StepSpec, config: Any) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)
             auto: Any = AutoModelForSequenceClassification
             model = auto.from_config(config, **options)
+        model.tie_weights()  # left out where no weight is filled: BART's, T5's embeddings
     except _CANNOT_BUILD as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         none = "Unrecognized configuration class" in lines[0]
