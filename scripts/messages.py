@@ -38,7 +38,7 @@ KEYWORDS: dict[str, Any] = {
         if isinstance(kind, type) and issubclass(kind, errors.MemfitError)
     },
 }
-METHODS = [("**.py", "python"), ("**.html", "jinja2")]
+METHODS = [("**.py", "python"), ("**.html", "jinja2"), ("**.md", "jinja2")]
 _HEADER = """\
 # Chinese sentences of memfit, by the English ones in the code.
 # `make messages` adds new sentences; fill in their msgstr.
@@ -57,7 +57,10 @@ def extracted() -> Catalog:
     """Returns all sentences of the code, the templates and the command line's help."""
     found = Catalog(locale="zh_CN", charset="utf-8", header_comment=_HEADER, fuzzy=False)
     for path, _, message, _, context in extract_from_dir(
-        SOURCE, METHODS, keywords=KEYWORDS, options_map={"**.html": {"silent": "false"}}
+        SOURCE,
+        METHODS,
+        keywords=KEYWORDS,
+        options_map={name: {"silent": "false"} for name in ("**.html", "**.md")},
     ):
         found.add(message, locations=[(f"src/memfit/{Path(path).as_posix()}", 0)], context=context)
     for text in help_texts():

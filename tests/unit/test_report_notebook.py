@@ -46,6 +46,11 @@ def test_a_result_shows_metrics_memory_curves_and_where_the_report_is(tmp_path: 
     assert len(html) < 200_000
 
 
+def test_a_printed_result_is_one_line(tmp_path: Path) -> None:
+    said = str(result_of(make_run(tmp_path, metrics={"f1": 0.93456, "mse": 12.0})))
+    assert said == f"RunResult(f1 0.9346, mse 12, {tmp_path})"
+
+
 def test_it_changes_nothing_of_the_page_around_it(tmp_path: Path) -> None:
     html = notebook_html(read_summary(make_run(tmp_path)))
     assert "<script" not in html

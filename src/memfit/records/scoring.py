@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import ConfigError
-from memfit.i18n import t
+from memfit.i18n import N_
 
 if TYPE_CHECKING:
     from memfit.config import DataConfig, RunConfig
@@ -197,12 +197,18 @@ def kept_scoring(config: Any, labels: LabelSpace) -> Scoring | None:
 
 def scoring_of_run(config: RunConfig, text: TextData, arguments: Any) -> Scoring:
     """The positive class, the leading metric and the threshold of a run."""
-    chosen_by = arguments.metric_for_best_model
+    chosen_by, labels = arguments.metric_for_best_model, text.labels
+    several = labels.task == "single_label" and len(labels.names) != 2
+    if config.threshold is not None and (several or labels.task == "regression"):
+        raise ConfigError(
+            "--threshold is for two classes or several labels a row, and this table has "
+            "neither; leave it out"
+        )
     return scoring_for(
-        text.labels,
+        labels,
         text.counts.train_class_counts,
-        positive=_positive_label(config.data, text.labels),
-        threshold=_threshold(config, text.labels),
+        positive=_positive_label(config.data, labels),
+        threshold=config.threshold,
         leads=chosen_by.removeprefix("eval_") if chosen_by else None,
     )
 
@@ -237,29 +243,16 @@ def scoring_of_table(
     return replace(scoring, averaging="binary", positive=positive, why="given", threshold=threshold)
 
 
-def _threshold(config: RunConfig, labels: LabelSpace) -> float | str | None:
-    if config.threshold is not None and (
-        labels.task == "regression" or (labels.task == "single_label" and len(labels.names) != 2)
-    ):
-        raise ConfigError(
-            "--threshold is for two classes or several labels a row, and this table has "
-            "neither; leave it out"
-        )
-    return config.threshold
-
-
 def _positive_label(data: DataConfig, labels: LabelSpace) -> str | None:
     from memfit.data.labels import label_named
 
     if data.positive_label is None:
         return None
     if labels.task != "single_label" or len(labels.names) != 2:
-        raise ConfigError(
-            t(
-                "--positive-label is for two classes, and there are {count} here; leave it out",
-                count=len(labels.names),
+        kind = N_("--positive-label is for two classes, and a row has one of them; leave it out")
+        if labels.task == "single_label":
+            kind = N_(
+                "--positive-label is for two classes, and there are {count} here; leave it out"
             )
-            if labels.task == "single_label"
-            else t("--positive-label is for two classes, and a row has one of them; leave it out")
-        )
+        raise ConfigError(kind, count=len(labels.names))
     return label_named(data.positive_label, labels, data.label_names, "--positive-label")

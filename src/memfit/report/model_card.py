@@ -3,21 +3,24 @@
 It speaks the language of who uploads; metadata, and the line that tells it was made, stay.
 
 It is made of counts and figures. Texts of the data, local paths and file names are not in it.
+`model_card.md` is its template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memfit.config.files import read_json
 from memfit.errors import ConfigError, nearest
-from memfit.i18n import N_, pt, t
+from memfit.i18n import N_, t
 from memfit.printing import clean
 from memfit.records.results import RunFolder
 from memfit.report import memory_bar, sections
 from memfit.report.formatting import averaging_sentence, metric, named, number, together
+from memfit.report.page import fill
 from memfit.report.view import RunView, read_view
 from memfit.units import format_both, format_seconds
 
@@ -138,41 +141,11 @@ def model_card(
     folder: Path, repo: str, licence: str, to: str = "hub", words: AuthorsWords | None = None
 ) -> str:
     """Front matter for the hub's search, its use and limits, then sections of figures."""
-    run, words = RunFolder(folder), words or AuthorsWords()
-    view = read_view(run) if run.summary.is_file() else None
-    use, limits = words.intended_use.strip(), words.limitations.strip()
-    use = use or t(
-        "*To be filled in: which texts this model is for, and what its answers are used for.*"
-    )
-    limits = limits or t(
-        "*To be filled in: what it must not be used for, and whose texts it has not seen.*"
-    )
-    known = "\n".join(f"- {one}" for one in (_known_limits(view) if view else ()))
-    parts = [
-        _front_matter(view, licence),
-        f"# {repo.partition('/')[2]}\n\n{_opening(folder, view)}",
-        _section(t("Use"), _usage(repo, to)),
-        _section(t("Intended use"), use),
-        _section(t("Limitations"), known, limits),
-    ]
-    versions = {} if view is None else view.summary.versions
-    if view is not None:
-        parts += [_results(view), _data(view), _training(view), _memory(view), _time(view)]
-        parts.append(_plan(view))
-    names = ("memfit", "torch", "transformers")
-    found = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    parts.append(
-        t("Trained and uploaded with memfit ({versions}).", versions=found)
-        if found
-        else t("Trained and uploaded with memfit.")
-    )
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _front_matter(view: RunView | None, licence: str) -> str:
     from huggingface_hub import ModelCardData
 
-    data = ModelCardData(
+    run, words = RunFolder(folder), words or AuthorsWords()
+    view = read_view(run) if run.summary.is_file() else None
+    front = ModelCardData(
         license=licence,
         library_name="transformers",
         pipeline_tag="text-classification",
@@ -180,68 +153,39 @@ def _front_matter(view: RunView | None, licence: str) -> str:
         base_model=_hub_id(view.summary.model) if view is not None else None,
         metrics=sorted(view.summary.metrics) if view is not None else None,
     )
-    return f"---\n{data.to_yaml()}\n---"
+    labels = view.summary.labels if view is not None else _labels(folder)
+    versions = {} if view is None else view.summary.versions
+    made_with = ("memfit", "torch", "transformers")
+    card = fill(
+        "model_card.md",
+        front=front.to_yaml(),
+        repo=repo,
+        to=to,
+        task="" if view is None else view.summary.task,
+        labels=labels,
+        use=words.intended_use.strip(),
+        limitations=words.limitations.strip(),
+        versions=", ".join(f"{name} {versions[name]}" for name in made_with if name in versions),
+        cell=_cell,
+        run=_figures(view) if view is not None else None,
+    )
+    return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
-def _hub_id(name: str) -> str | None:
-    """The base model if it is on the hub; the path of a folder is private."""
-    if Path(name).is_absolute() or Path(name).exists() or ":" in name or "\\" in name:
-        return None
-    return name if name.count("/") <= 1 and not name.startswith((".", "~")) else None
+def _labels(folder: Path) -> tuple[str, ...]:
+    named = read_json(folder / "config.json").get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    return tuple(str(label) for label in named.values())
 
 
-def _opening(folder: Path, view: RunView | None) -> str:
-    if view is not None:
-        task, labels = view.summary.task, list(view.summary.labels)
-    else:
-        named = read_json(folder / "config.json").get("id2label")
-        task, labels = "", list((named or {"0": "LABEL_0", "1": "LABEL_1"}).values())
-    kinds = {
-        "regression": N_("Gives a text a number ({names})."),
-        "multi_label": N_("Gives a text any of these labels: {names}."),
-    }
-    kind = kinds.get(task, N_("Gives a text one of these labels: {names}."))
-    return t(kind, names=", ".join(_cell(label) for label in labels))
-
-
-def _usage(repo: str, to: str) -> str:
-    lines = ["from transformers import pipeline", ""]
-    source = f'"{repo}"'
-    if to == "modelscope":
-        lines = ["from modelscope_hub import HubApi", *lines]
-        source = f'str(HubApi().download_repo("{repo}", "model"))'
-    lines.append(f'classify = pipeline("text-classification", model={source})')
-    lines.append('print(classify("..."))')
-    return "```python\n" + "\n".join(lines) + "\n```"
-
-
-def _known_limits(view: RunView) -> Iterable[str]:
-    """What the figures tell of its limits."""
-    summary = view.summary
-    if summary.task == "single_label":
-        yield t("A text that none of the labels fits gets one of them all the same.")
-    if rows := summary.data.get("validation_rows"):
-        yield t(
-            "It was measured on {rows} rows only, of the kind it was trained on: texts of another "
-            "kind may be answered worse.",
-            rows=number(rows),
-        )
-    if (tokens := summary.lengths.get("max_length")) is not None:
-        yield t("What follows the first {tokens} tokens of a text is not read.", tokens=tokens)
+def _figures(view: RunView) -> dict[str, Any]:
+    """What the run measured, as the template takes it."""
+    summary, data, lengths = view.summary, view.summary.data, view.summary.lengths
     classes = view.evaluation.classes if view.evaluation is not None else ()
     weak = sorted((row for row in classes if row.recall < _WEAK_RECALL), key=lambda row: row.recall)
-    for row in weak[:_MOST_WEAK]:
-        name = _cell(row.name)
-        yield t("Of the texts of class {name} it finds {share:.0%}.", name=name, share=row.recall)
-
-
-def _results(view: RunView) -> str:
-    """Metrics, classes, and what makes them less than they seem; no text of the data is in it."""
-    summary = view.summary
-    rows = summary.data.get("validation_rows")
+    why = summary.why if summary.why == "imbalance" else ""  # its reader has no --positive-label
+    rows = data.get("validation_rows")
     counted = isinstance(rows, int)
     kind = N_("On {rows} validation rows.") if counted else N_("On the validation rows.")
-    why = summary.why if summary.why == "imbalance" else ""  # its reader has no --positive-label
     said = [
         t(kind, rows=number(rows)),
         averaging_sentence(summary.averaging, _cell(summary.positive), why),
@@ -252,96 +196,58 @@ def _results(view: RunView) -> str:
             "alone answers by the highest probability."
         )
         said.append(t(kind, threshold=summary.threshold))
-    metrics = _table(
-        [t("metric"), t("value")],
-        [(named("metric", name), metric(value)) for name, value in summary.metrics.items()],
-    )
-    classes = ""
-    if view.evaluation is not None and view.evaluation.classes:
-        every = len(view.evaluation.classes)
-        each = sections.class_table(view.evaluation, digits=4, most=every)
-        classes = _table(each.head, each.rows)
-    warned = "\n".join(f"- {_cell(one.sentence)}" for one in summary.warnings)
-    results = _section(t("Results"), together([one for one in said if one]), metrics, classes)
-    return results + (f"\n\n{_section(t('Warnings'), warned)}" if warned else "")
-
-
-def _data(view: RunView) -> str:
-    data, lengths = view.summary.data, view.summary.lengths
     dropped = sum(int(data.get(name, 0)) for name in ("dropped_no_text", "dropped_no_label"))
-    counts = {**lengths, **data, "dropped": dropped}
-    rows = [
-        (t(title), number(counts[name]))
-        for name, title in _COUNTS.items()
-        if isinstance(counts.get(name), int)
+    known_counts = {**lengths, **data, "dropped": dropped}
+    counts = [
+        (t(title), number(known_counts[key]))
+        for key, title in _COUNTS.items()
+        if isinstance(known_counts.get(key), int)
     ]
     if {"p50", "p90", "max"} <= lengths.keys():
-        spread = " / ".join(str(lengths[name]) for name in ("p50", "p90", "max"))
-        rows.append((t("tokens of a text: median / 90 % / longest"), spread))
+        spread = " / ".join(str(lengths[key]) for key in ("p50", "p90", "max"))
+        counts.append((t("tokens of a text: median / 90 % / longest"), spread))
     if "max_length" in lengths:
-        cut = t("{tokens} tokens", tokens=lengths["max_length"])
-        rows.append((t("texts are cut at"), cut))
-    classes = sections.rows_of_classes(view)
-    spread = _table(classes.head, classes.rows) if classes is not None else ""
-    return _section(t("Data"), _table(["", t("count")], rows), spread)
-
-
-def _training(view: RunView) -> str:
-    name, facts = view.summary.model, view.summary.training
-    known = _hub_id(name)
+        tokens = t("{tokens} tokens", tokens=lengths["max_length"])
+        counts.append((t("texts are cut at"), tokens))
+    known, name, plan = _hub_id(summary.model), summary.model, sections.plan(view)
     base = f"`{known}`" if known is not None else t("a model from a local folder")
     if name.startswith("modelscope:"):
         base = t("`{name}` (ModelScope)", name=name.removeprefix("modelscope:"))
-    rows = [(t("base model"), base)]
-    rows += [
-        (named("training", key), sections.fact(key, facts[key]))
-        for key in _TRAINING
-        if facts.get(key) is not None
-    ]
-    return _section(t("Training"), _table(["", t("value")], rows))
+    facts = {key: summary.training[key] for key in _TRAINING if key in summary.training}
+    budget = summary.memory.budget_bytes
+    return {
+        "rows": number(rows) if counted else "",
+        "max_length": lengths.get("max_length"),
+        "weak": weak[:_MOST_WEAK],
+        "sentences": together([one for one in said if one]),
+        "metrics": [(named("metric", key), metric(one)) for key, one in summary.metrics.items()],
+        "classes": sections.class_table(classes, 4, len(classes)) if classes else None,
+        "warnings": [one.sentence for one in summary.warnings],
+        "counts": counts,
+        "class_rows": sections.rows_of_classes(view),
+        "training": [
+            (t("base model"), base),
+            *(
+                (named("training", key), sections.fact(key, one))
+                for key, one in facts.items()
+                if one is not None
+            ),
+        ],
+        "budget": "" if budget is None else format_both(budget),
+        "peaks": memory_bar.peak_table(view.peaks) if view.peaks else None,
+        "on_cpu": view.on_cpu,
+        "device": summary.device,
+        "times": [(named("work", key), format_seconds(s)) for key, s in summary.seconds.items()],
+        "fidelity": named("fidelity", view.plan.fidelity) if view.plan else "",
+        "strategies": plan["strategies"] if plan else None,
+    }
 
 
-def _memory(view: RunView) -> str:
-    if not view.peaks:
-        return ""
-    table = memory_bar.peak_table(view.peaks)
-    rows = [(row["name"], *row["cells"]) for row in table["rows"]]
-    last, *sizes = rows.pop()
-    shown = _table([t("at the peak"), *table["columns"]], [*rows, (f"**{last}**", *sizes)])
-    budget = view.summary.memory.budget_bytes
-    within = "" if budget is None else t("The budget was {budget}.", budget=format_both(budget))
-    return _section(t("Memory") if view.on_cpu else pt("of a GPU", "Memory"), within, shown)
-
-
-def _time(view: RunView) -> str:
-    summary = view.summary
-    rows = [(named("work", name), format_seconds(one)) for name, one in summary.seconds.items()]
-    if not rows:
-        return ""
-    on = t("On {device}.", device=_cell(summary.device)) if summary.device else ""
-    return _section(t("Time"), on, _table([t("part"), t("time")], rows))
-
-
-def _plan(view: RunView) -> str:
-    """How it was made to fit."""
-    made = sections.plan(view)
-    if view.plan is None or made is None or made["strategies"] is None:
-        return ""
-    fidelity = named("fidelity", view.plan.fidelity)
-    does = t("What it does to the result: {fidelity}.", fidelity=_cell(fidelity))
-    table = _table(made["strategies"].head, made["strategies"].rows)
-    return _section(t("Plan"), does if view.plan.fidelity else "", table)
-
-
-def _section(heading: str, *parts: str) -> str:
-    return "\n\n".join([f"## {heading}", *(part for part in parts if part)])
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
-    if not lines:
-        return ""
-    return "\n".join(["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *lines])
+def _hub_id(name: str) -> str | None:
+    """The base model if it is on the hub; the path of a folder is private."""
+    if Path(name).is_absolute() or Path(name).exists() or ":" in name or "\\" in name:
+        return None
+    return name if name.count("/") <= 1 and not name.startswith((".", "~")) else None
 
 
 def _cell(value: object) -> str:

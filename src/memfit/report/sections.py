@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from memfit.i18n import N_, NP_, pt, shown, t
 from memfit.printing import clean
-from memfit.records.evaluation import Evaluation
+from memfit.records.evaluation import ClassRow, Evaluation
 from memfit.report import plots
 from memfit.report.formatting import (
     FIDELITY_SENTENCES,
@@ -234,7 +234,7 @@ def quality(view: RunView) -> dict[str, Any] | None:
     texts = [(clean(item.text), item) for item in view.mistakes]
     return {
         "sentence": together([one for one in said if one]),
-        "classes": class_table(result) if result.classes else None,
+        "classes": class_table(result.classes) if result.classes else None,
         "matrix": _matrix(result) if small else None,
         "confusions": confusions,
         "mistakes": [
@@ -250,9 +250,11 @@ def quality(view: RunView) -> dict[str, Any] | None:
     }
 
 
-def class_table(result: Evaluation, digits: int = 3, most: int = MOST_CLASSES) -> PageTable:
+def class_table(
+    classes: Sequence[ClassRow], digits: int = 3, most: int = MOST_CLASSES
+) -> PageTable:
     """Precision, recall and F1 of each class; of very many the weakest."""
-    rows, caption = list(result.classes), t("Each class")
+    rows, caption = list(classes), t("Each class")
     if len(rows) > most:
         caption = t("The {shown} weakest of {count:,} classes", shown=most, count=len(rows))
         rows = sorted(rows, key=lambda row: row.f1)[:most]

@@ -76,6 +76,10 @@ class RunResult:
         """The best model's metrics on the validation rows."""
         return dict(self.summary.metrics)
 
+    def __repr__(self) -> str:
+        figures = [f"{name} {value:.4g}" for name, value in self.metrics.items()]
+        return f"RunResult({', '.join([*figures, str(self.output_dir)])})"
+
     def _repr_html_(self) -> str:
         from memfit.report.notebook import notebook_html
 
