@@ -17,8 +17,9 @@ from memfit.config import ModelConfig
 from memfit.errors import ConfigError
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
+from memfit.report.estimate_json import verdict_on
 from memfit.report.timeline import moments
-from memfit.run.stock_flags import device_for, step_spec, verdict
+from memfit.run.stock_flags import device_for, step_spec
 from waits import without_waits
 
 BERT = {
@@ -216,7 +217,7 @@ def test_a_card_almost_full_fits_barely(config_only: Path) -> None:
         dataclasses.replace(find_card("T4"), total_bytes=size, unknown_bytes=0)
         for size in (needed - 1, needed, round(needed / 0.98), round(needed / 0.96))
     ]
-    words = [verdict(found, card) for card in cards]
+    words = [verdict_on(found, card) for card in cards]
     assert words == ["over", "barely", "barely", "fits"]
 
 

@@ -76,6 +76,7 @@ def estimate(
     target = check_target(timeline, _CANNOT_WRITE) if timeline is not None else None
     with console.working():
         from memfit import api
+        from memfit.report import estimate_json
         from memfit.run import stock_flags
 
         device = stock_flags.device_for(gpu, place)
@@ -88,7 +89,7 @@ def estimate(
             _draw(found, target, options["model"], device)
         notes = stock_flags.notes(options, device)
     if as_json:
-        values = stock_flags.as_json(found, device, notes)
+        values = estimate_json.estimate_json(found, device, notes)
         console.show_json({"model": options["model"], **values})
     else:
         for note in notes:
@@ -183,9 +184,9 @@ def _show(found: MemoryEstimate, device: DeviceProfile | None, *, named: bool) -
 
 def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> str:
     from memfit.memory.device import has_cuda
-    from memfit.run import stock_flags
+    from memfit.report.estimate_json import verdict_on
 
-    verdict = stock_flags.verdict(found, device)
+    verdict = verdict_on(found, device)
     said = t(_VERDICTS[verdict], card=device.name, total=format_both(device.total_bytes))
     return (
         said
@@ -197,10 +198,10 @@ def _verdict(found: MemoryEstimate, device: DeviceProfile, *, named: bool) -> st
 def _rules_table(found: MemoryEstimate) -> RenderableType:
     """The four rules everybody knows, beside what the step really does."""
     from memfit.report import terminal
+    from memfit.report.estimate_json import classic_rules, component_maxima
     from memfit.report.formatting import named
-    from memfit.run import stock_flags
 
-    rules, most = stock_flags.classic_rules(found), stock_flags.component_maxima(found)
+    rules, most = classic_rules(found), component_maxima(found)
     heads = (t("component"), t("classic rule"), t("says"), t("at the peak"), t("at its most"))
     shown = terminal.table(*heads)
     for name, size in found.peak.components.items():

@@ -240,9 +240,9 @@ class MeasureOneStep(TrainerCallback):
         if self.step is not None or self._begun_steps < 2 or args.torch_compile:
             return
         step = state.global_step + 1
+        batches: Any = parts.get("train_dataloader")
         try:
-            accumulated = max(args.gradient_accumulation_steps, 1)
-            an_epoch = math.ceil(len(parts["train_dataloader"]) / accumulated)
+            an_epoch = math.ceil(len(batches) / max(args.gradient_accumulation_steps, 1))
         except TypeError:  # a stream has no length, and no end to meet
             an_epoch = 0
         # The last step of an epoch takes what the full ones left, unless it is the only one.

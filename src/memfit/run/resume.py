@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,11 @@ def resumed_config(
             changed="; ".join(changed),
         )
     return given
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with the run in a folder."""
+    return f"memfit train --resume --output-dir {shlex.quote(str(folder))}"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

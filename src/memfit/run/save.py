@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from memfit.i18n import t
 from memfit.records.results import OutputClaim
 from memfit.records.scoring import Scoring, keep_scoring
 from memfit.run.rank_group import RankError, RankGroup
+from memfit.run.resume import resume_command
 
 if TYPE_CHECKING:
     from memfit.training.trainer import BudgetTrainer
@@ -120,8 +120,9 @@ def command_in_errors(claim: OutputClaim, group: RankGroup) -> Iterator[None]:
 
 
 def _resumable(error: RunStoppedError, claim: OutputClaim) -> RunStoppedError:
-    again = f"memfit train --resume --output-dir {shlex.quote(str(claim.path))}"
-    error.resume_with = again + " --on-nan skip" * isinstance(error, LossError)
+    error.resume_with = resume_command(claim.path)
+    if isinstance(error, LossError):
+        error.resume_with += " --on-nan skip"
     return error
 
 

@@ -1,9 +1,9 @@
-"""From the flags of a stock Trainer run to the step that is priced, and to its numbers as JSON."""
+"""From the flags of a stock Trainer run to the step that is priced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from memfit._compat import modernize
 from memfit.config import ModelConfig
@@ -11,20 +11,13 @@ from memfit.config.training_fields import DEFAULTS, SHORT_NAMES, training_fields
 from memfit.data import LabelSpace
 from memfit.errors import ConfigError, nearest
 from memfit.i18n import t
-from memfit.memory.components import Component, MemoryPeak
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace, DeviceProfile
-    from memfit.memory.stock_estimate import MemoryEstimate
     from memfit.memory.stock_step import StepSpec
-
-Verdict = Literal["fits", "barely", "over"]
 
 DEFAULT_GPU = "H200 141GB"
 """Assumed where there is no GPU and none is named: the card whose context was measured."""
-
-BARELY = 0.03
-"""A card this nearly full is within what a prediction of device memory may be off."""
 
 # These change what the step allocates in ways the trace does not follow.
 _NOT_PRICED = (
@@ -42,16 +35,21 @@ def step_spec(model: ModelConfig, options: Mapping[str, Any]) -> StepSpec:
     given, own = _sorted_options(options)
     rows = int(given.get("per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"]))
     task = own.get("task") or "single_label"
+    if task not in ("single_label", "multi_label", "regression"):
+        raise ConfigError(
+            "task is {task}; it is one of single_label, multi_label, regression", task=repr(task)
+        )
     labels = 1 if task == "regression" else int(own.get("num_labels") or 2)
+    optim = str(getattr(given.get("optim"), "value", given.get("optim") or "adamw_torch_fused"))
     settings: Any = load_config(model)
     spec = StepSpec(
         config=settings,
         rows=rows,
         length=int(own.get("max_length") or 128),
         num_labels=labels,
-        problem_type=_problem_type(task),
+        problem_type=LabelSpace(task, ()).problem_type,
         precision=_precision(model.dtype, given),
-        optim=_optimizer(given),
+        optim={"adamw_8bit": "adamw_bnb_8bit"}.get(optim, optim),
         gradient_accumulation_steps=int(given.get("gradient_accumulation_steps", 1)),
         gradient_checkpointing=bool(given.get("gradient_checkpointing", False)),
         freeze=model.freeze,
@@ -88,14 +86,6 @@ def _sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return fields, own
 
 
-def _problem_type(task: str) -> str:
-    if task not in ("single_label", "multi_label", "regression"):
-        raise ConfigError(
-            "task is {task}; it is one of single_label, multi_label, regression", task=repr(task)
-        )
-    return LabelSpace(task, ()).problem_type
-
-
 def _precision(dtype: str | None, given: Mapping[str, Any]) -> str:
     """Autocast by --bf16 or --fp16; --dtype loads the weights themselves in half precision."""
     autocast = [name for name in ("bf16", "fp16") if given.get(name)]
@@ -112,11 +102,6 @@ def _precision(dtype: str | None, given: Mapping[str, Any]) -> str:
     return pure or (autocast[0] if autocast else "fp32")
 
 
-def _optimizer(given: Mapping[str, Any]) -> str:
-    name = str(getattr(given.get("optim"), "value", given.get("optim") or "adamw_torch_fused"))
-    return {"adamw_8bit": "adamw_bnb_8bit"}.get(name, name)
-
-
 def _check_length(spec: StepSpec, name: str) -> None:
     from memfit.memory.tracing.meta_models import build_on_meta, model_config
     from memfit.models.layers import position_limit
@@ -127,11 +112,12 @@ def _check_length(spec: StepSpec, name: str) -> None:
     )
     limit = position_limit(build_on_meta(plain, model_config(plain)))
     if limit is not None and spec.length > limit:
-        said = {"length": spec.length, "limit": limit, "model": name}
         raise ConfigError(
             "max_length {length} is beyond the {limit} positions of {model}; write "
             "--max-length {limit} or less",
-            **said,
+            length=spec.length,
+            limit=limit,
+            model=name,
         )
 
 
@@ -146,32 +132,6 @@ def device_for(
     if gpu is not None:
         return gpu
     return this_card() or find_card(DEFAULT_GPU)
-
-
-def component_maxima(estimate: MemoryEstimate) -> dict[str, int]:
-    """The most each component holds at any moment; their moments differ."""
-    live = dict.fromkeys(Component, 0)
-    most = dict.fromkeys(Component, 0)
-    for event in estimate.events:
-        live[event.component] += event.nbytes if event.birth else -event.nbytes
-        most[event.component] = max(most[event.component], live[event.component])
-    most[Component.CONTEXT] = estimate.peak.components.get(Component.CONTEXT, 0)
-    return {str(name): size for name, size in most.items()}
-
-
-def classic_rules(estimate: MemoryEstimate) -> dict[str, int]:
-    """What the four rules say: 4 bytes a parameter, 4 its gradient, 8 AdamW, the rest activations.
-
-    The rest is what the step allocates beyond the first three.
-    """
-    weights, gradients, optimizer = (estimate.parameters * size for size in (4, 4, 8))
-    rest = max(estimate.peak.allocated_bytes - weights - gradients - optimizer, 0)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations": rest,
-    }
 
 
 def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]:
@@ -204,56 +164,3 @@ def notes(options: Mapping[str, Any], device: DeviceProfile | None) -> list[str]
             )
         )
     return found
-
-
-def as_json(
-    estimate: MemoryEstimate, device: DeviceProfile | None, notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The numbers as the command prints them with --json."""
-    return {
-        "parameters": estimate.parameters,
-        "trainable_parameters": estimate.trainable_parameters,
-        **_peak_json(estimate.peak),
-        "steady_bytes": estimate.steady_bytes,
-        "component_maxima": component_maxima(estimate),
-        "classic_rules": classic_rules(estimate),
-        "phases": {name: _peak_json(peak) for name, peak in estimate.phases.items()},
-        "device": None
-        if device is None
-        else {
-            "name": device.name,
-            "total_bytes": device.total_bytes,
-            "usable_bytes": device.usable_bytes,
-            "context_measured": device.measured,
-        },
-        "fits": None if device is None else fits(estimate, device),
-        "traced_layers": list(estimate.traced_layers),
-        "notes": list(notes),
-    }
-
-
-def fits(estimate: MemoryEstimate, device: DeviceProfile) -> bool:
-    """Whether every phase stays within the card."""
-    return _highest_bytes(estimate) <= device.usable_bytes
-
-
-def verdict(estimate: MemoryEstimate, device: DeviceProfile) -> Verdict:
-    """`fits`, `over`, or `barely` where the prediction's own error decides."""
-    if not fits(estimate, device):
-        return "over"
-    barely = _highest_bytes(estimate) > (1 - BARELY) * device.usable_bytes
-    return "barely" if barely else "fits"
-
-
-def _highest_bytes(estimate: MemoryEstimate) -> int:
-    return max(peak.device_bytes for peak in estimate.phases.values())
-
-
-def _peak_json(peak: MemoryPeak) -> dict[str, Any]:
-    return {
-        "components": {str(name): peak.components.get(name, 0) for name in Component},
-        "peak_allocated_bytes": peak.allocated_bytes,
-        "peak_reserved_bytes": peak.reserved_bytes,
-        "device_peak_bytes": peak.device_bytes,
-        "peak_module": peak.module,
-    }

@@ -50,7 +50,7 @@ from memfit.run.choose_plan import ChosenPlan, PlanSource, choose_plan, naming
 from memfit.run.preloading import load_libraries
 from memfit.run.prepare import Prepared, budget_of_rank, prepare
 from memfit.run.rank_group import RankGroup, joined
-from memfit.run.resume import last_checkpoint, with_absolute_paths
+from memfit.run.resume import last_checkpoint, resume_command, with_absolute_paths
 from memfit.run.save import command_in_errors, model_saved_on_failure, save_model
 from memfit.run.summary import summarize
 from memfit.waiting import doing, telling
@@ -293,7 +293,7 @@ def train(run: TrainingRun, prepared: Prepared, chosen: ChosenPlan) -> Training:
             "stopped at step {step} of {steps}; go on with: {command}",
             step=trainer.state.global_step,
             steps=trainer.state.max_steps,
-            command=f"memfit train --resume --output-dir {run.claim.path}",
+            command=resume_command(run.claim.path),
         )
         run.say(stopped)
         raise
