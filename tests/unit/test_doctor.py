@@ -480,7 +480,7 @@ def test_whatever_a_strategy_says_about_a_device_is_said_in_chinese(
         monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
         said |= reasons(here)
     assert {"cpu 没有 CUDA graph", "没有安装 peft；请安装：pip install memfit[lora]"} <= said
-    assert len(said) == 13
+    assert len(said) == 12
     assert [text for text in said if not CHINESE.search(text)] == []
 
 
@@ -533,7 +533,7 @@ def test_chinese_tables_are_aligned_within_eighty_columns(
     table = lines[lines.index(next(one for one in lines if one.startswith("策略"))) :]
     third = cell_len(table[0].partition("在 GeForce")[0])
     assert {cell_len(line.partition("可用")[0]) for line in table if "可用" in line} == {third}
-    assert len([line for line in table if "可用" in line]) == len(ORDER) - 5
+    assert len([line for line in table if "可用" in line]) == len(ORDER) - 4
     assert re.search(r"紧密拼接 +一致 +可用", text)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from memfit.doctor.diagnosis import Diagnosis
     from memfit.doctor.environment import Environment
-    from memfit.doctor.reach import Cell
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "scikit-learn")
 
@@ -241,16 +240,17 @@ def _trains(found: Diagnosis) -> RenderableType | None:
     fidelities = [named("fidelity", name) for name in ("exact", "rounding")]
     shown = terminal.table(t("model"), *fidelities, t("with --allow"))
     for one in found.trains:
-        cells = [_cell(cell) for cell in (one.exact, one.rounding, one.allowed)]
-        shown.add_row(one.model.name, *([t("cannot be priced")] if one.problem else cells))
+        cells = [t("cannot be priced")] if one.problem else []
+        for cell in () if one.problem else (one.exact, one.rounding, one.allowed):
+            if cell is None:
+                cells.append(t("not needed"))
+                continue
+            size = f"{cell.device_bytes / 10**9:.1f} GB"
+            speed = f"{cell.texts_per_second:,.0f}"
+            text = N_("{size}, {speed}/s") if cell.fits else N_("no ({size})")
+            cells.append(t(text, size=size, speed=speed))
+        shown.add_row(one.model.name, *cells)
     # Wrapped here: Chinese breaks between its characters, which rich does not know.
     width = min(terminal.console().width, terminal.MAX_WIDTH)
     head, foot = ("\n".join(wrap(text, width)) for text in (title, note))
     return Group(Text(head, style="bold"), shown, Text(foot, style="dim"))
-
-
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
-        return t("not needed")
-    size, speed = f"{cell.device_bytes / 10**9:.1f} GB", f"{cell.texts_per_second:,.0f}"
-    return t(N_("{size}, {speed}/s") if cell.fits else N_("no ({size})"), size=size, speed=speed)

@@ -94,10 +94,14 @@ class Measurements:
 
 def measure(index: int = 0) -> Measurements:
     """Measures this machine's card, or its CPU where there is none, and keeps what it finds."""
-    return _of_card(index) if torch.cuda.is_available() else _of_cpu()
-
-
-# ---- a card ----
+    if torch.cuda.is_available():
+        return _of_card(index)
+    names = ("fp32_flops", "half_flops", "memory_bytes_per_second", "launch_seconds")
+    made = Measurements("CPU")
+    made.take(
+        "cpu", lambda: {name: getattr(step_time.calibrate("cpu").reached, name) for name in names}
+    )
+    return made
 
 
 def _of_card(index: int) -> Measurements:
@@ -347,23 +351,3 @@ def _inline(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-# ---- a CPU ----
-
-
-def _of_cpu() -> Measurements:
-    made = Measurements("CPU")
-    made.take("cpu", _cpu_speeds)
-    return made
-
-
-def _cpu_speeds() -> dict[str, float]:
-    speeds = step_time.calibrate("cpu").reached
-    assert speeds is not None
-    return {
-        "fp32_flops": speeds.fp32_flops,
-        "half_flops": speeds.half_flops,
-        "memory_bytes_per_second": speeds.memory_bytes_per_second,
-        "launch_seconds": speeds.launch_seconds,
-    }
