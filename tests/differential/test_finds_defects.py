@@ -50,10 +50,10 @@ def test_an_own_loss_that_is_handed_packed_inputs(monkeypatch: pytest.MonkeyPatc
 def test_items_of_several_labels_that_are_counted_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = first(lambda c: c.task == "multi" and c.loss == "func" and not _is_rounded(c))
 
-    def rows(self: Any, inputs: Any) -> Any:  # noqa: ARG001
-        return row_count(inputs)
+    def rows(self: Any, batches: Any, device: Any) -> Any:  # noqa: ARG001
+        return row_count(batches[0])
 
-    monkeypatch.setattr(BudgetTrainer, "_items_in", rows)
+    monkeypatch.setattr(BudgetTrainer, "_get_num_items_in_batch", rows)
     assert all(map(reported, cases))
 
 

@@ -29,7 +29,7 @@ from transformers import TrainerState
 
 from memfit.config.files import UNFINISHED
 from memfit.engine.micro_batches import MicroBatching
-from memfit.errors import NoCheckpointError, OutputError
+from memfit.errors import ConfigError, NoCheckpointError, OutputError
 from memfit.i18n import t
 
 MANIFEST = "manifest.json"
@@ -302,15 +302,45 @@ def recorded_micro_batching(checkpoint: str | Path) -> MicroBatching | None:
     return None if recorded is None else MicroBatching(**recorded)
 
 
-def recorded_rows(checkpoint: str | Path) -> int | None:
-    """Returns the rows of each step of this checkpoint's training; None if not known."""
-    rows: int | None = _recorded(checkpoint).get("effective_rows")
-    return rows
-
-
 def _recorded(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / _OURS
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def warn_of_other_cut(checkpoint: Path, now: MicroBatching) -> None:
+    """Warns if the run goes on with other micro-batches: dropout draws other numbers then."""
+    if (recorded := recorded_micro_batching(checkpoint)) not in (None, now):
+        _warn(
+            t(
+                "{checkpoint} was trained with {recorded}, this run goes on with "
+                "{now}: the same training up to rounding and dropout's random "
+                "numbers, not bit for bit",
+                checkpoint=checkpoint,
+                recorded=recorded,
+                now=now,
+            )
+        )
+
+
+def rows_of_each_rank(checkpoint: Path, effective_rows: int, ranks: int) -> int | None:
+    """Returns the rows of each rank, if another number of ranks trained this; else None.
+
+    Each rank leaves a file of random state. A step learns from as many rows as before.
+    """
+    rows: int | None = _recorded(checkpoint).get("effective_rows")
+    trained_by = len(list(checkpoint.glob("rng_state*.pth")))
+    if rows in (None, effective_rows) or trained_by in (0, ranks):
+        return None
+    assert rows is not None
+    if rows % ranks:
+        raise ConfigError(
+            "{checkpoint} was trained with {rows} rows a step, which {ranks} processes "
+            "cannot share evenly; start a number of them that divides it",
+            checkpoint=checkpoint,
+            rows=rows,
+            ranks=ranks,
+        )
+    return rows // ranks
 
 
 _REPLACED, _REMOVED = "replaced-", "removed-"

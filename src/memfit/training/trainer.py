@@ -59,9 +59,9 @@ from memfit.strategies.fully_sharded import is_divided
 from memfit.training.checkpoints import (
     Search,
     record_micro_batching,
-    recorded_micro_batching,
-    recorded_rows,
+    rows_of_each_rank,
     step_of,
+    warn_of_other_cut,
 )
 from memfit.training.export import MasterWeights
 from memfit.training.guard.step_guard import Guard
@@ -208,7 +208,7 @@ class BudgetTrainer(transformers.Trainer):
 
     def _prepare(self, class_weights: Sequence[float] | torch.Tensor | None) -> None:
         if kind_of(self.args.device) == "cpu":
-            self._check_weights()
+            check_half_weights(self.model)
         # The classification heads accept num_items_in_batch and ignore it (transformers#47688).
         self._stock_counts_items = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = False
@@ -220,20 +220,6 @@ class BudgetTrainer(transformers.Trainer):
             smoothing = self.args.label_smoothing_factor
             self.compute_loss_func = ClassWeightedLoss(class_weights, smoothing)
         self.data_collator = quick(self.data_collator)
-
-    def _check_weights(self) -> None:
-        """Weights in half precision need a CPU that multiplies them."""
-        types = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}
-        for dtype in sorted(types & set(TYPES)):
-            if reason := half_on_cpu().reason(dtype):
-                raise ConfigError(
-                    t(
-                        "the weights are {dtype}, and {reason}; load them in float32 (leave "
-                        "--dtype out)",
-                        dtype=dtype,
-                        reason=reason,
-                    )
-                )
 
     def equip(self, model: nn.Module) -> None:
         """Makes executor and guard for the model as it is now."""
@@ -299,9 +285,14 @@ class BudgetTrainer(transformers.Trainer):
 
     def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
         """How an effective batch is run; override to run it another way."""
+        if self.setup.sees_inputs or shows_tokens(self.model):
+            # Nothing is cut off that a loss or an output of this training can show.
+            trim = Trim.COUNTED if self.setup.packing is not None else Trim.NONE
+        else:
+            trim = trimming_for(self.model)
         executor = StepExecutor(
             micro_batching=micro_batching,
-            trim=self._trimming(),
+            trim=trim,
             weigh=self.loss_weight,
             prepare=self._prepare_inputs,
             loss=self._micro_batch_loss,
@@ -341,15 +332,17 @@ class BudgetTrainer(transformers.Trainer):
     def _train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
-                t(
-                    "no parameter of the model is trainable: every requires_grad is False; "
-                    "leave at least the classification head unfrozen"
-                )
+                "no parameter of the model is trainable: every requires_grad is False; "
+                "leave at least the classification head unfrozen"
             )
         checkpoint = self.checkpoints.continue_from(resume_from_checkpoint)
+        begins = t("preparing the first step …")
         if checkpoint is not None:
-            self._compare_micro_batching(str(checkpoint))
-            self._keep_effective_batch(str(checkpoint))
+            begins = t("loading {checkpoint} …", checkpoint=checkpoint.name)
+            warn_of_other_cut(checkpoint, self.guard.micro_batching)
+            ranks = self.ranks.world_size
+            if (rows := rows_of_each_rank(checkpoint, self.effective_rows, ranks)) is not None:
+                self.args.per_device_train_batch_size = self._train_batch_size = rows
         bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
         for bar in bars:
             bar.read_tokens = lambda: self.guard.tokens
@@ -359,7 +352,7 @@ class BudgetTrainer(transformers.Trainer):
                     around.enter_context(context())
                 around.enter_context(self.guard.held())
                 around.enter_context(self._preparing)
-                self._preparing.enter_context(doing(_preparation(checkpoint)))
+                self._preparing.enter_context(doing(begins))
                 # Graphs hold the libraries' workspaces by their addresses, and memory.
                 around.callback(self.guard.drop_graphs)
                 return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
@@ -461,7 +454,9 @@ class BudgetTrainer(transformers.Trainer):
         if kind_of(self.args.device) == "cpu":
             self.heap.step()
         self.noise.begin_step(inputs)
-        return self.health.keep(self.guard.run(model, inputs), self._usual_loss)
+        loss = self.guard.run(model, inputs)
+        steps = 1 + self.state.global_step - self._globalstep_last_logged
+        return self.health.keep(loss, usual=lambda: self._tr_loss / steps)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         for before_move in self.setup.before_move:
@@ -471,7 +466,16 @@ class BudgetTrainer(transformers.Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As the Trainer's, or the optimizer a strategy brings; its updates end once begun."""
         if self.optimizer is None and self.setup.make_optimizer is not None:
-            self.optimizer = self.setup.make_optimizer(self._parameter_groups(), self.args)
+            decayed = set(self.get_decay_parameter_names(self.model))
+            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+            groups = [
+                {
+                    "params": [p for n, p in named if (n in decayed) == decays],
+                    "weight_decay": self.args.weight_decay if decays else 0.0,
+                }
+                for decays in (True, False)
+            ]
+            self.optimizer = self.setup.make_optimizer(groups, self.args)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
         self.health.prepare()
@@ -520,9 +524,9 @@ class BudgetTrainer(transformers.Trainer):
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """As the Trainer's; packed first, where that strategy is used."""
-        if self._packs_here and isinstance(inputs, Mapping) and "input_ids" in inputs:
-            assert self.setup.packing is not None
-            inputs = dict(self.setup.packing.inputs_of(inputs))
+        packing, inside = self.setup.packing, self.setup.sees_inputs or shows_tokens(self.model)
+        if packing is not None and not inside and isinstance(inputs, Mapping):
+            inputs = dict(packing.inputs_of(inputs)) if "input_ids" in inputs else inputs
         prepared: Batch = super()._prepare_inputs(inputs)
         return prepared
 
@@ -751,22 +755,6 @@ class BudgetTrainer(transformers.Trainer):
 
     # ---- inside ----
 
-    def _usual_loss(self) -> torch.Tensor:
-        """The mean of the steps since the last line of the log."""
-        return self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-
-    @property
-    def _packs_here(self) -> bool:
-        """Whether batches are packed before they go to the device."""
-        packing, inside = self.setup.packing, self.setup.sees_inputs
-        return packing is not None and not inside and not shows_tokens(self.model)
-
-    def _trimming(self) -> Trim:
-        """What may be cut off: nothing that a loss or an output of this training can show."""
-        if self.setup.sees_inputs or shows_tokens(self.model):
-            return Trim.COUNTED if self.setup.packing is not None else Trim.NONE
-        return trimming_for(self.model)
-
     def evaluating_executor(self) -> StepExecutor:
         """How a batch is cut to be predicted: as in training, unless the outputs show padding."""
         if shows_tokens(self.model):
@@ -780,7 +768,9 @@ class BudgetTrainer(transformers.Trainer):
         weight: float,  # noqa: ARG002
     ) -> torch.Tensor:
         # What divides a sum by the number of items gets this micro-batch's own: that is a mean.
-        items = self._items_in(inputs)
+        items = None
+        if self.compute_loss_func is not None or self.setup.sees_inputs:
+            items = self._get_num_items_in_batch([inputs], self.args.device)
         with self.compute_loss_context_manager():
             if items is None:
                 loss = self.compute_loss(model, inputs)
@@ -789,24 +779,6 @@ class BudgetTrainer(transformers.Trainer):
         assert isinstance(loss, torch.Tensor)
         # 1, unless accumulation was set on trainer.args after the trainer was made.
         return loss / getattr(self, "current_gradient_accumulation_steps", 1)
-
-    def _items_in(self, inputs: Batch) -> Any:
-        """`num_items_in_batch` for a loss of the user's own; None for the model's, a mean."""
-        if self.compute_loss_func is None and not self.setup.sees_inputs:
-            return None
-        return self._get_num_items_in_batch([inputs], self.args.device)
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The learning parameters, with and without weight decay, as the Trainer groups them."""
-        decayed = set(self.get_decay_parameter_names(self.model))
-        learning = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        return [
-            {
-                "params": [p for n, p in learning if n in decayed],
-                "weight_decay": self.args.weight_decay,
-            },
-            {"params": [p for n, p in learning if n not in decayed], "weight_decay": 0.0},
-        ]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """As the Trainer's, but the model does not get the count, and takes a mean."""
@@ -824,41 +796,16 @@ class BudgetTrainer(transformers.Trainer):
         del device
         return list(itertools.islice(epoch_iterator, num_batches)), None
 
-    def _keep_effective_batch(self, checkpoint: str) -> None:
-        """A training that goes on with another number of ranks still learns from the same rows."""
-        recorded, ranks = recorded_rows(checkpoint), self.ranks.world_size
-        if (
-            recorded is None
-            or recorded == self.effective_rows
-            or not _was_shared(checkpoint, ranks)
-        ):
-            return
-        if recorded % ranks:
-            raise ConfigError(
-                t(
-                    "{checkpoint} was trained with {rows} rows a step, which {ranks} processes "
-                    "cannot share evenly; start a number of them that divides it",
-                    checkpoint=checkpoint,
-                    rows=recorded,
-                    ranks=ranks,
-                )
-            )
-        self.args.per_device_train_batch_size = self._train_batch_size = recorded // ranks
 
-    def _compare_micro_batching(self, checkpoint: str) -> None:
-        recorded, now = recorded_micro_batching(checkpoint), self.guard.micro_batching
-        if recorded not in (None, now):
-            warnings.warn(
-                t(
-                    "{checkpoint} was trained with {recorded}, this run goes on with "
-                    "{now}: the same training up to rounding and dropout's random "
-                    "numbers, not bit for bit",
-                    checkpoint=checkpoint,
-                    recorded=recorded,
-                    now=now,
-                ),
-                UserWarning,
-                stacklevel=3,
+def check_half_weights(model: nn.Module) -> None:
+    """Raises ConfigError for weights in half precision on a CPU that cannot multiply them."""
+    types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    for dtype in sorted(types & set(TYPES)):
+        if reason := half_on_cpu().reason(dtype):
+            raise ConfigError(
+                "the weights are {dtype}, and {reason}; load them in float32 (leave --dtype out)",
+                dtype=dtype,
+                reason=reason,
             )
 
 
@@ -871,18 +818,6 @@ class _BeforeTraining(TrainerCallback):
     def on_train_begin(self, *_: Any, **parts: Any) -> None:
         """Called by the Trainer."""
         self._trainer.prepare_steps(parts.get("train_dataloader"))
-
-
-def _preparation(checkpoint: Path | None) -> str:
-    """What a person waits for before the first step."""
-    if checkpoint is None:
-        return t("preparing the first step …")
-    return t("loading {checkpoint} …", checkpoint=checkpoint.name)
-
-
-def _was_shared(checkpoint: str, ranks: int) -> bool:
-    """Whether another number of ranks wrote this: each rank has a file of random state."""
-    return len(list(Path(checkpoint).glob("rng_state*.pth"))) not in (0, ranks)
 
 
 def _fields(args: transformers.TrainingArguments) -> dict[str, Any]:
