@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_utils import HubStrategy
 
 from memfit.config.files import atomic_writer
-from memfit.training.parts import TrainerParts, unwrapped
+from memfit.training.guard.updates import unwrapped
+
+if TYPE_CHECKING:
+    from memfit.training.trainer import BudgetTrainer
 
 _OPTIMIZER_FILE = "optimizer.pt"
 
@@ -28,7 +31,9 @@ _HALF = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """The weights of a low-bit training in full precision; there are none in other trainings."""
 
-    def __init__(self, trainer: TrainerParts, load_optimizer: Callable[[str | None], None]) -> None:
+    def __init__(
+        self, trainer: BudgetTrainer, load_optimizer: Callable[[str | None], None]
+    ) -> None:
         self._trainer = trainer
         self._load_optimizer = load_optimizer
         self._are_older = False
@@ -45,7 +50,8 @@ class MasterWeights:
         if not self.exist:
             return None
         if self._are_older:
-            return {name: _widened(value) for name, value in self._model.state_dict().items()}
+            host = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+            return {n: v.float() if v.dtype in _HALF else v for n, v in host.items()}
         optimizer = unwrapped(self._trainer.optimizer)
         state: dict[str, torch.Tensor] = optimizer.fp32_state_dict(self._model, device="cpu")
         return state
@@ -56,7 +62,11 @@ class MasterWeights:
         if state is None:
             return False
         self._model.save_pretrained(str(folder), state_dict=state)
-        _say_float32(folder / "config.json")
+        config = folder / "config.json"
+        if config.is_file():  # adapters alone have none; weights are loaded in the type it names
+            found = json.loads(config.read_text(encoding="utf-8")) | {"dtype": "float32"}
+            with atomic_writer(config) as file:
+                file.write(json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
         return True
 
     def widen(self) -> None:
@@ -96,7 +106,12 @@ class MasterWeights:
             begun = [job for job in self._upload_jobs() if job not in before]
         finally:
             args.hub_strategy = asked
-            _remove_after(begun, folder)
+            # An upload lists the whole output folder in its own thread, and fails without a word
+            # where a folder disappears meanwhile.
+            if begun:
+                begun[-1].add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
         if begun and asked in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             self._upload(checkpoint)
 
@@ -123,34 +138,3 @@ class MasterWeights:
             revision=trainer.args.hub_revision,
         )
         trainer.push_in_progress.jobs.append(job)
-
-
-def _remove_after(uploads: Sequence[Any], folder: str) -> None:
-    """Removes a folder once they are done.
-
-    An upload lists the whole output folder in its own thread, and fails without a word where a
-    folder disappears meanwhile.
-    """
-
-    def remove(_: object = None) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    if uploads:
-        uploads[-1].add_done_callback(remove)
-    else:
-        remove()
-
-
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    moved = value.detach().cpu()
-    return moved.float() if moved.dtype in _HALF else moved
-
-
-def _say_float32(config: Path) -> None:
-    """Writes float32 into the config: weights are loaded in the type it names."""
-    if not config.is_file():
-        return  # adapters alone have none
-    found = json.loads(config.read_text(encoding="utf-8"))
-    found["dtype"] = "float32"
-    with atomic_writer(config) as file:
-        file.write(json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

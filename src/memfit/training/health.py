@@ -33,19 +33,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memfit.config.schema import ON_NAN
-from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, LossError
 from memfit.i18n import N_, t
 from memfit.memory.device import is_cuda
 from memfit.strategies.fully_sharded import is_divided
-from memfit.training.parts import TrainerParts, unwrapped
+from memfit.training.guard.updates import unwrapped
+
+if TYPE_CHECKING:
+    from memfit.training.trainer import BudgetTrainer
 
 _LOOKS = 3
 """How many looks must all show it: a single batch may have almost no gradient."""
@@ -70,25 +72,28 @@ class StallWatch(TrainerCallback):
         self._next_step = 0
         self._is_done = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **parts: Any) -> None:
         """Starts watching, unless the optimizer keeps the bits that half-precision weights lack."""
-        optimizer = parts.get("optimizer")
-        inner = type(getattr(optimizer, "optimizer", optimizer)).__module__
-        self._shares, self._before = [], []
-        self._is_done = not inner.startswith(("torch.optim", "transformers."))
-        self._next_step = state.global_step + self._wait(state)
+        module = type(unwrapped(parts.get("optimizer"))).__module__
+        self._shares, self._before, self._next_step = [], [], 0
+        self._is_done = not module.startswith(("torch.optim", "transformers."))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Remembers some weights that have a gradient."""
-        optimizer = parts.get("optimizer")
-        due = not self._is_done and state.global_step + 1 >= self._next_step
-        if due and _steps_in_earnest(optimizer):
-            self._before = _sample(optimizer)
-            self._next_step = state.global_step + 1 + self._wait(state)
+        """Remembers some weights that have a gradient, when the learning rate is near its top."""
+        if self._is_done:
+            return
+        # In a short run the looks are a share of it apart.
+        wait = max(min(_STEPS_BETWEEN, state.max_steps // (_LOOKS + 1)), 1)
+        self._next_step = self._next_step or state.global_step + wait
+        groups = parts["optimizer"].param_groups
+        if state.global_step + 1 >= self._next_step and any(
+            group["lr"] >= _OF_THE_LARGEST_RATE * group.get("initial_lr", group["lr"]) > 0
+            for group in groups
+        ):
+            self._before = _sample([p for group in groups for p in group["params"]])
+            self._next_step = state.global_step + 1 + wait
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -101,16 +106,10 @@ class StallWatch(TrainerCallback):
         kind = str(self._before[0][2].dtype).removeprefix("torch.")
         self._before = []
         self._shares.append(moved / count)
-        self._is_done = self._shares[-1] >= _MOVED_AT_LEAST or len(self._shares) == _LOOKS
-        if max(self._shares) < _MOVED_AT_LEAST and len(self._shares) == _LOOKS:
-            self._say(state.global_step + 1, kind, parts["optimizer"])
-
-    def _wait(self, state: TrainerState) -> int:
-        """Steps to the next look; in a short run a share of it."""
-        return max(min(_STEPS_BETWEEN, state.max_steps // (_LOOKS + 1)), 1)
-
-    def _say(self, step: int, kind: str, optimizer: Any) -> None:
-        rate = max(group["lr"] for group in optimizer.param_groups)
+        stands = self._shares[-1] < _MOVED_AT_LEAST
+        self._is_done = not stands or len(self._shares) == _LOOKS
+        if not stands or not self._is_done:
+            return
         remedy = t("use a larger learning rate")
         if kind in ("bfloat16", "float16"):
             remedy = t(
@@ -122,9 +121,9 @@ class StallWatch(TrainerCallback):
                 "the run stands still: in step {step} only {share:.0%} of the weights "
                 "with a gradient moved; at a learning rate of {rate:.1e} updates round "
                 "to nothing in {kind}; {remedy}",
-                step=step,
+                step=state.global_step + 1,
                 share=self._shares[-1],
-                rate=rate,
+                rate=max(group["lr"] for group in parts["optimizer"].param_groups),
                 kind=kind,
                 remedy=remedy,
             ),
@@ -133,24 +132,12 @@ class StallWatch(TrainerCallback):
         )
 
 
-def _steps_in_earnest(optimizer: Any) -> bool:
-    """Whether the learning rate is near its maximum, which the schedule notes in each group."""
-    return any(
-        group["lr"] >= _OF_THE_LARGEST_RATE * group.get("initial_lr", group["lr"]) > 0
-        for group in optimizer.param_groups
-    )
-
-
-def _sample(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _sample(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Samples weights of the largest parameters that have a gradient: places and values."""
-    learning = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None and not p.grad.is_sparse
-    ]
+    learning = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
     taken = []
     for p in sorted(learning, key=lambda p: -p.numel())[:_TENSORS]:
+        assert p.grad is not None
         count = _here(p).numel()
         places = torch.arange(0, count, max(count // _ELEMENTS, 1), device=p.device)
         places = places[_picked(p.grad, places) != 0]
@@ -200,9 +187,12 @@ class LossWatch:
         record: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         if on_nan not in ON_NAN:
-            said = {"flag": "on_nan", "value": repr(on_nan), "choices": ", ".join(ON_NAN)}
             raise ConfigError(
-                t("{flag} is {value}; it is one of {choices}.{hint}", hint="", **said)
+                "{flag} is {value}; it is one of {choices}.{hint}",
+                flag="on_nan",
+                value=repr(on_nan),
+                choices=", ".join(ON_NAN),
+                hint="",
             )
         self.skips = on_nan == "skip"
         self.rows_of = rows_of
@@ -231,10 +221,6 @@ class LossWatch:
                 optimizer.found_inf = (~torch.isfinite(numbers).all()).float()
             else:
                 left_out = not bool(torch.isfinite(numbers).all())
-        self._send(step, numbers)
-        return left_out
-
-    def _send(self, step: int, numbers: Tensor) -> None:
         host = numbers.to("cpu", non_blocking=True)  # pinned: the copy waits for nothing
         arrived = None
         if is_cuda(numbers.device):
@@ -244,6 +230,7 @@ class LossWatch:
         while self._pending and (arrived := self._pending[0].arrived) and arrived.query():
             first = self._pending.popleft()
             self._judge(first.step, first.numbers)
+        return left_out
 
     def settle(self) -> None:
         """Looks at all numbers that are still on their way; waits for the GPU."""
@@ -259,27 +246,27 @@ class LossWatch:
         loss, norm = numbers.tolist()
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        rows = self.rows_of(step)
-        finite = math.isfinite(loss)
+        rows = self.rows_of(step) or ()
         what = (
             t("the gradient is {value}", value=norm)
-            if finite
+            if math.isfinite(loss)
             else t("the loss is {value}", value=loss)
         )
         where = _place(step, rows)
         if not self.skips:
             raise LossError(t("{what} in {where}", what=what, where=where))
         self.skipped_steps.append(step)
-        if _in_a_row(self.skipped_steps) >= SKIPS_IN_A_ROW:
-            said = {"what": what, "where": where, "count": SKIPS_IN_A_ROW}
+        if self.skipped_steps[-SKIPS_IN_A_ROW:] == [*range(step - SKIPS_IN_A_ROW + 1, step + 1)]:
             raise LossError(
                 t(
                     "{what} in {where}, the {count}th step in a row: the weights no longer "
                     "work; try a smaller learning rate",
-                    **said,
+                    what=what,
+                    where=where,
+                    count=SKIPS_IN_A_ROW,
                 )
             )
-        self.record({"step": step, "skipped": what, "rows": list(rows or ())})
+        self.record({"step": step, "skipped": what, "rows": list(rows)})
         warnings.warn(
             t(
                 "{where} is skipped, {what}: weights and optimizer stay as they were, the "
@@ -292,74 +279,53 @@ class LossWatch:
         )
 
 
+def _place(step: int, rows: Sequence[int]) -> str:
+    more = len(rows) - _SHOWN_ROWS
+    kind = N_("step {step} (rows {rows} of the training dataset)") if rows else N_("step {step}")
+    if more > 0:
+        kind = N_("step {step} (rows {rows} and {more} more of the training dataset)")
+    return t(kind, step=step, rows=", ".join(map(str, rows[:_SHOWN_ROWS])), more=more)
+
+
 def gate_sink(sink: GatedSink, device: torch.device) -> None:
     """Makes a low-bit sink skip steps whose gradient is not finite."""
     from memfit.strategies.lowbit.step_scalars import LossScale
 
     if not hasattr(sink, "loss_scale"):
         raise ConfigError(
-            t(
-                "on_nan='skip' cannot be used here: this optimizer updates weights while "
-                "the gradient is still being made; leave it at 'stop'"
-            )
+            "on_nan='skip' cannot be used here: this optimizer updates weights while "
+            "the gradient is still being made; leave it at 'stop'"
         )
     if sink.loss_scale is None:
         # A scale of 1 that stays: only the gate of it is wanted.
         sink.loss_scale = LossScale(device, initial=1.0, growth=1.0, backoff=1.0, largest=1.0)
 
 
-def check_weights(model: torch.nn.Module, step: int, ranks: Peers) -> None:
-    """Raises LossError if a weight is not finite: such a checkpoint would be useless."""
-    if any(ranks.highest([int(not _are_finite(model))])):
-        raise LossError(
-            t("after step {step} weights of the model are not finite numbers", step=step)
-        )
-
-
-def _are_finite(model: torch.nn.Module) -> bool:
-    """Whether all learning weights are finite, as far as this rank holds them."""
-    by_place: dict[Any, list[Tensor]] = {}
-    for weight in (_here(p) for p in model.parameters() if p.requires_grad):
-        # Weights that wait in host memory have an empty storage here.
-        if weight.numel() and weight.untyped_storage().nbytes():
-            by_place.setdefault((weight.device, weight.dtype), []).append(weight)
-    for alike in by_place.values():
-        sums = torch.stack([norm.float() for norm in torch._foreach_norm(alike, math.inf)])
-        if not bool(torch.isfinite(sums).all()):
-            return False
-    return True
-
-
 def rows_of_step(dataloader: Any, step: int) -> list[int] | None:
-    """The dataset's rows that a step learned from, drawn again from the loader's own sampler."""
-    batches = getattr(dataloader, "batch_sampler", None)
+    """Returns the rows that a step learned from, drawn again from the loader's own sampler.
+
+    The samplers are left as they were. None for a stream, or a sampler of another kind.
+    """
+    part = batches = getattr(dataloader, "batch_sampler", None)
+    before: list[tuple[Any, int, Any]] = []
     try:
         epoch, index = divmod(step - 1, len(dataloader))
-        drawn = _drawn(batches, epoch, index)
-    except (TypeError, ValueError, AttributeError):  # a stream, or a sampler of another kind
+        while part is not None:
+            if isinstance(getattr(part, "epoch", None), int):
+                generator = getattr(part, "generator", None)
+                state = generator.get_state() if isinstance(generator, torch.Generator) else None
+                before.append((part, part.epoch, state))
+                part.epoch = epoch
+            part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+        found = next(islice(iter(batches), index, None), None)  # type: ignore[arg-type]
+        return None if found is None else [int(row) for row in found]
+    except (TypeError, ValueError, AttributeError):
         return None
-    return drawn
-
-
-def _drawn(batches: Any, epoch: int, index: int) -> list[int] | None:
-    """One batch of an epoch's order; the samplers are left as they were."""
-    before: list[tuple[Any, int, Any]] = []
-    part = batches
-    while part is not None:
-        if isinstance(getattr(part, "epoch", None), int):
-            generator = getattr(part, "generator", None)
-            state = generator.get_state() if isinstance(generator, torch.Generator) else None
-            before.append((part, part.epoch, state))
-            part.epoch = epoch
-        part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
-    try:
-        found = next(islice(iter(batches), index, None), None)
     finally:
-        for one, was, state in before:
-            one.epoch = was
+        for sampler, was, state in before:
+            sampler.epoch = was
             if state is not None:
-                one.generator.set_state(state)
-    return None if found is None else [int(row) for row in found]
+                sampler.generator.set_state(state)
 
 
 def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
@@ -370,30 +336,10 @@ def _numbers(loss: Tensor, norm: Tensor | float | None) -> Tensor:
     return torch.stack([loss.detach().float().reshape(()), other.reshape(())])
 
 
-def _place(step: int, rows: Sequence[int] | None) -> str:
-    if not rows:
-        return t("step {step}", step=step)
-    more = len(rows) - _SHOWN_ROWS
-    shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
-    kind = (
-        N_("step {step} (rows {rows} and {more} more of the training dataset)")
-        if more > 0
-        else N_("step {step} (rows {rows} of the training dataset)")
-    )
-    return t(kind, step=step, rows=shown, more=more)
-
-
-def _in_a_row(steps: Sequence[int]) -> int:
-    count = 1
-    while count < len(steps) and steps[-count - 1] == steps[-count] - 1:
-        count += 1
-    return count
-
-
 class Health:
     """Looks at the loss and the gradient norm of every step of one trainer."""
 
-    def __init__(self, trainer: TrainerParts, on_nan: str) -> None:
+    def __init__(self, trainer: BudgetTrainer, on_nan: str) -> None:
         self._trainer = trainer
         self.watch = LossWatch(
             on_nan,
@@ -434,4 +380,19 @@ class Health:
         """Raises before a checkpoint would hold weights that a non-finite batch has spoiled."""
         self.watch.settle()
         trainer = self._trainer
-        check_weights(trainer.model, trainer.state.global_step, trainer.setup.ranks)
+        by_place: dict[Any, list[Tensor]] = {}
+        for weight in (_here(p) for p in trainer.model.parameters() if p.requires_grad):
+            # Weights that wait in host memory have an empty storage here.
+            if weight.numel() and weight.untyped_storage().nbytes():
+                by_place.setdefault((weight.device, weight.dtype), []).append(weight)
+        finite = all(
+            bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
+            for norms in (torch._foreach_norm(alike, math.inf) for alike in by_place.values())
+        )
+        if any(trainer.setup.ranks.highest([int(not finite)])):
+            raise LossError(
+                t(
+                    "after step {step} weights of the model are not finite numbers",
+                    step=trainer.state.global_step,
+                )
+            )

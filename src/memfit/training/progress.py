@@ -159,7 +159,9 @@ class MemfitProgress(TrainerCallback):
         if self._bar is not None:
             self._bar.status = self._status()
             self._bar.update(self._task, completed=state.global_step, pace=self._pace(state))
-        elif self._is_line_due(state):
+        elif state.global_step % max(1, state.max_steps // _LINES_IN_A_PIPE) == 0 or (
+            state.global_step == state.max_steps
+        ):
             step = t("step {step}/{steps}", step=state.global_step, steps=state.max_steps)
             shown = [one for one in (step, self._status(), self._pace(state)) if one]
             self.say("  ".join(shown))
@@ -194,16 +196,12 @@ class MemfitProgress(TrainerCallback):
             self._pause_began = 0.0
         if self._read_memory is None or not metrics:
             return
-        name, value = _main_metric(metrics, args.metric_for_best_model)
-        if value is not None:
-            self._shown[name] = _figure(name, value)
-            self.say(
-                t(
-                    "epoch {epoch:.2f}: {metric}",
-                    epoch=state.epoch or 0.0,
-                    metric=_figure(name, value),
-                )
-            )
+        # The metric that chooses the best model, or the first of those people look at.
+        for name in ((args.metric_for_best_model or "").removeprefix("eval_"), *_METRICS):
+            if isinstance(value := metrics.get(f"eval_{name}"), int | float):
+                self._shown[name] = figure = _figure(name, float(value))
+                self.say(t("epoch {epoch:.2f}: {metric}", epoch=state.epoch or 0.0, metric=figure))
+                break
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -247,11 +245,8 @@ class MemfitProgress(TrainerCallback):
         message: str = N_("training will take about {time}, evaluation aside"),
     ) -> None:
         """Not where it was said before the start, nor where nothing is left to wait for."""
-        if (
-            self.step_seconds is None
-            and seconds is not None
-            and state.global_step < state.max_steps
-        ):
+        left = state.global_step < state.max_steps
+        if self.step_seconds is None and seconds is not None and left:
             total = format_seconds(seconds * (state.max_steps - self._first_step))
             self.say(t(message, time=total))
 
@@ -292,10 +287,6 @@ class MemfitProgress(TrainerCallback):
     def _timed_seconds(self) -> float:
         return self.clock() - self._started - self._paused
 
-    def _is_line_due(self, state: TrainerState) -> bool:
-        every = max(1, state.max_steps // _LINES_IN_A_PIPE)
-        return state.global_step % every == 0 or state.global_step == state.max_steps
-
 
 _METRIC_NAMES = {
     "loss": N_("loss"),
@@ -309,14 +300,6 @@ def _figure(name: str, value: float) -> str:
     """Under what a person calls it, where there is a word for it."""
     called = t(_METRIC_NAMES[name]) if name in _METRIC_NAMES else name
     return t("{name} {value}", name=called, value=f"{value:.4f}")
-
-
-def _main_metric(metrics: Mapping[str, Any], wanted: str | None) -> tuple[str, float | None]:
-    """The metric that chooses the best model, or the one people look at first."""
-    for name in ((wanted or "").removeprefix("eval_"), *_METRICS):
-        if isinstance(value := metrics.get(f"eval_{name}"), int | float):
-            return name, float(value)
-    return "", None
 
 
 class MemoryLogging(TrainerCallback):

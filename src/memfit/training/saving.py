@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -52,9 +52,12 @@ from memfit.training.checkpoints import (
     tidy,
     write_manifest,
 )
-from memfit.training.parts import TrainerParts, unwrapped
+from memfit.training.guard.updates import unwrapped
 from memfit.units import format_bytes
 from memfit.waiting import doing
+
+if TYPE_CHECKING:
+    from memfit.training.trainer import BudgetTrainer
 
 _BY_SAFETENSORS = frozenset(
     {
@@ -68,7 +71,7 @@ _BY_SAFETENSORS = frozenset(
 _Loaded = TypeVar("_Loaded")
 
 
-def check_savable(trainer: TrainerParts, *, saves_model: bool = False) -> int:
+def check_savable(trainer: BudgetTrainer, *, saves_model: bool = False) -> int:
     """Returns the bytes of a checkpoint, 0 if none is to be written.
 
     SaveError names what cannot be saved; OutputError says that a checkpoint has no room, or the
@@ -100,7 +103,7 @@ def check_savable(trainer: TrainerParts, *, saves_model: bool = False) -> int:
     return size_bytes
 
 
-def _pickled_parts(trainer: TrainerParts) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _pickled_parts(trainer: BudgetTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields the parts that the Trainer pickles, by their names in messages."""
     yield N_("what the training arguments hold"), lambda: trainer.args
     if trainer.args.save_only_model:
@@ -230,7 +233,7 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, trainer: TrainerParts, make_room: Callable[[], None], *, saves_model: bool = False
+        self, trainer: BudgetTrainer, make_room: Callable[[], None], *, saves_model: bool = False
     ) -> None:
         self._trainer = trainer
         self._make_room = make_room

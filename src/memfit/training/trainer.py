@@ -65,7 +65,7 @@ from memfit.training.checkpoints import (
 )
 from memfit.training.export import MasterWeights
 from memfit.training.guard.step_guard import Guard
-from memfit.training.guard.updates import allocate_state, careful
+from memfit.training.guard.updates import allocate_state, careful, unwrapped
 from memfit.training.health import Health, StallWatch
 from memfit.training.loaders import (
     ShareOfRank,
@@ -82,7 +82,6 @@ from memfit.training.model_changes import (
     give_back,
     own_optimizer,
 )
-from memfit.training.parts import unwrapped
 from memfit.training.progress import MemfitProgress, register_memory_logging
 from memfit.training.saving import CheckpointSaver, arguments_as_given, reading, same_parameters
 from memfit.training.shared_evaluation import SharedEvaluation
@@ -454,9 +453,12 @@ class BudgetTrainer(transformers.Trainer):
         if kind_of(self.args.device) == "cpu":
             self.heap.step()
         self.noise.begin_step(inputs)
-        loss = self.guard.run(model, inputs)
-        steps = 1 + self.state.global_step - self._globalstep_last_logged
-        return self.health.keep(loss, usual=lambda: self._tr_loss / steps)
+
+        def usual() -> torch.Tensor:
+            """The mean of the steps since the last line of the log."""
+            return self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+
+        return self.health.keep(self.guard.run(model, inputs), usual)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         for before_move in self.setup.before_move:

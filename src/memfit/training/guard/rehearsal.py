@@ -37,7 +37,8 @@ from memfit.training.guard.adjusting import Pieces, StepSettings, pieces_of
 from memfit.training.limits import LiveBytes
 
 if TYPE_CHECKING:
-    from memfit.training.guard.step_guard import Guard, GuardedTrainer
+    from memfit.training.guard.step_guard import Guard
+    from memfit.training.trainer import BudgetTrainer
 
 _FORWARD_SHARE = 1 / 3
 """A forward pass against forward and backward, which takes twice as long."""
@@ -50,7 +51,7 @@ _SAVED_BYTES_PER_SECOND = 7.5e8
 """Speed of saving: copied to the host, written, read for its checksum and flushed."""
 
 
-def update_seconds(trainer: GuardedTrainer) -> float:
+def update_seconds(trainer: BudgetTrainer) -> float:
     """Seconds of the optimizer's update after each backward, by the speed of memory.
 
     0 if the rehearsed step contains the update, or if it happens elsewhere.
@@ -70,7 +71,7 @@ def update_seconds(trainer: GuardedTrainer) -> float:
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
 
 
-def with_exchange(trainer: GuardedTrainer, found: Rehearsal) -> Rehearsal:
+def with_exchange(trainer: BudgetTrainer, found: Rehearsal) -> Rehearsal:
     """Adds what the ranks wait for each other in a step; all of them must come here together."""
     ranks, device = trainer.ranks, trainer.args.device
     if not ranks.together:
@@ -100,14 +101,15 @@ def with_exchange(trainer: GuardedTrainer, found: Rehearsal) -> Rehearsal:
     return replace(found, step_seconds=alone + exchange_seconds, exchange_seconds=exchange_seconds)
 
 
-def seconds_between_steps(trainer: GuardedTrainer, found: Rehearsal) -> float:
+def seconds_between_steps(trainer: BudgetTrainer, found: Rehearsal) -> float:
     """Seconds that evaluations and checkpoints take before the last step."""
     args, state = trainer.args, trainer.state
     steps = state.max_steps - state.global_step
     an_epoch = max(round(state.max_steps / max(state.num_train_epochs, 1)), 1)
     evaluation = found.evaluation_seconds
     if evaluation is None:
-        rows = len(trainer.eval_dataset) if hasattr(trainer.eval_dataset, "__len__") else 0
+        dataset: Any = trainer.eval_dataset
+        rows = len(dataset) if hasattr(dataset, "__len__") else 0
         batches = rows / max(args.per_device_train_batch_size, 1)
         evaluation = batches * (found.step_seconds - found.exchange_seconds) * _FORWARD_SHARE
     saving = trainer.checkpoints.size_bytes / _SAVED_BYTES_PER_SECOND

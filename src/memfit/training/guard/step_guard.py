@@ -20,12 +20,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from memfit.engine.exchange import Peers
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
@@ -61,44 +60,13 @@ from memfit.training.guard.rehearsal import (
     with_exchange,
 )
 from memfit.training.limits import Cap, CountingCap, CudaCap, SpillWatch
-from memfit.training.parts import TrainerParts
 from memfit.training.progress import MemfitProgress
 from memfit.units import MIB, Budget, format_both
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
-    from memfit.planner.plans import Plan
     from memfit.strategies import Setup
-    from memfit.training.saving import CheckpointSaver
-
-
-class GuardedTrainer(TrainerParts, Protocol):
-    """What the guard and its rehearsal need of a trainer."""
-
-    executor: StepExecutor
-    ranks: Peers
-    eval_dataset: Any
-    budget: Budget | None
-
-    @property
-    def plan(self) -> Plan | None:
-        """What was planned for the budget."""
-
-    @property
-    def checkpoints(self) -> CheckpointSaver:
-        """The trainer's checkpoints."""
-
-    def evaluating_executor(self) -> StepExecutor:
-        """How a batch is cut to be predicted."""
-
-    def prediction_step(self, model: nn.Module, inputs: Batch, prediction_loss_only: bool) -> Any:
-        """Predicts one batch."""
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Loads what is evaluated."""
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes a checkpoint."""
+    from memfit.training.trainer import BudgetTrainer
 
 
 class LiveStrategies:
@@ -172,7 +140,7 @@ class Guard:
 
     def __init__(
         self,
-        trainer: GuardedTrainer,
+        trainer: BudgetTrainer,
         used: Effects,
         *,
         line: MemoryLine | None = None,
@@ -191,6 +159,10 @@ class Guard:
         self.adjustments = Adjustments(lambda: trainer.state.log_history, say)
         self.settings = self._planned()
         """The largest settings a step may have: the plan's, or smaller after a failure."""
+        if line is not None and not self.dials.depth and not stack_problem(trainer.model, None):
+            # Layers cannot be changed here: count them as if all of them were kept.
+            per_token = line.bytes_per_token(stack_of(trainer.model).depth)
+            line = MemoryLine(line.fixed_bytes, per_token, 0.0)
         self.line = line
         self.adapts = adapts
         self.rehearsal: Rehearsal | None = None

@@ -26,7 +26,6 @@ from transformers.optimization import Adafactor
 
 from memfit.memory.out_of_memory import retrying
 from memfit.strategies.fully_sharded import is_divided, with_part
-from memfit.training.parts import unwrapped
 
 _MARK = "_memfit_careful"
 
@@ -34,9 +33,15 @@ _TEMPORARIES = 2
 """An update makes at most so many tensors as large as the gradients (torch's own: one)."""
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer itself; accelerate wraps it for the training."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def allocate_state(optimizer: Optimizer) -> bool:
     """Makes the state that the first step would make. Returns whether this optimizer can."""
-    if callable(own := getattr(optimizer, "init_state", None)) and _takes_nothing(own):
+    own = getattr(optimizer, "init_state", None)
+    if callable(own) and not inspect.signature(own).parameters:
         own()
         if (sink := getattr(optimizer, "sink", None)) is not None:
             sink.allocate()
@@ -46,31 +51,29 @@ def allocate_state(optimizer: Optimizer) -> bool:
         return False
     lists = len(inspect.signature(initialise).parameters) - 1
     for group in optimizer.param_groups:
-        with _gradients_of_nothing(group["params"]):
+        given = [p for p in group["params"] if p.requires_grad and p.grad is None]
+        with _gradients([(p, _nothing_like(p)) for p in given]):
             initialise(group, *([] for _ in range(lists)))
     return True
 
 
-def _takes_nothing(method: Callable[..., Any]) -> bool:
-    return not inspect.signature(method).parameters
+def _nothing_like(p: Any) -> Tensor:
+    """Returns a zero gradient whose elements are all the same number in memory."""
+    zero = torch.zeros((), dtype=p.dtype, device=p.device)
+    return with_part(p, zero.expand(p.to_local().shape)) if is_divided(p) else zero.expand(p.shape)
 
 
 @contextlib.contextmanager
-def _gradients_of_nothing(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Zero gradients that all share one element, for parameters that learn and have none."""
-    given = [p for p in parameters if p.requires_grad and p.grad is None]
-    for p in given:
-        p.grad = _nothing_like(p)
+def _gradients(given: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """Inside, these parameters have these gradients; an optimizer skips those without any."""
+    before = [(p, p.grad) for p, _ in given]
+    for p, gradient in given:
+        p.grad = gradient
     try:
         yield
     finally:
-        for p in given:
-            p.grad = None
-
-
-def _nothing_like(p: Any) -> Tensor:
-    zero = torch.zeros((), dtype=p.dtype, device=p.device)
-    return with_part(p, zero.expand(p.to_local().shape)) if is_divided(p) else zero.expand(p.shape)
+        for p, gradient in before:
+            p.grad = gradient
 
 
 def careful(
@@ -81,7 +84,7 @@ def careful(
 ) -> None:
     """Makes the optimizer finish every step that it begins; `room_bytes` is the memory for it.
 
-    `last_resort` gives back memory that is only held to save time (out_of_memory.retrying).
+    `last_resort` frees memory that is only held to save time (out_of_memory.retrying).
     """
     optimizer = unwrapped(optimizer)  # a trainer that trains once more has the wrapped one
     if hasattr(optimizer, _MARK):
@@ -91,14 +94,14 @@ def careful(
 
     @functools.wraps(plain)
     def step(self: Optimizer, closure: Any = None, **named: Any) -> Any:
-        # A closure wants all gradients at once. A fused kernel needs nothing for itself.
-        whole = closure is not None or self.defaults.get("fused") or not _splits(self)
         with retrying(device, last_resort=last_resort):
-            parts = [] if whole else list(_parts(self, room_bytes()))
+            # A closure wants all gradients at once. A fused kernel needs nothing for itself.
+            whole = closure is not None or self.defaults.get("fused")
+            parts = [] if whole else _parts(self, room_bytes())
             if len(parts) <= 1:
                 return plain(closure, **named) if closure is not None else plain(**named)
             for shown in parts:
-                with _only(shown, parts):
+                with _gradients([(p, None) for part in parts if part is not shown for p in part]):
                     plain(**named)
             return None
 
@@ -106,40 +109,25 @@ def careful(
     setattr(optimizer, _MARK, True)
 
 
-def _splits(optimizer: Optimizer) -> bool:
-    """Whether several calls of its step, each on some parameters, make the same update as one."""
+def _parts(optimizer: Optimizer, room_bytes: int | None) -> list[list[Tensor]]:
+    """Returns groups of parameters to update together, each small enough for the free memory.
+
+    None, if several calls of the optimizer's step might not make the same update as one call.
+    """
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim.") or kind is Adafactor
-    heard = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return known and not heard
-
-
-def _parts(optimizer: Optimizer, room_bytes: int | None) -> Iterator[list[Tensor]]:
-    """Groups of parameters to update together, each small enough for the free memory."""
-    ready = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    if room_bytes is None:
-        yield ready
-        return
-    part: list[Tensor] = []
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if room_bytes is None or hooked or not known:
+        return []
+    parts: list[list[Tensor]] = [[]]
     size_bytes = 0
-    for p in ready:
-        needs = _TEMPORARIES * p.numel() * max(p.element_size(), 4)
-        if part and size_bytes + needs > room_bytes:
-            yield part
-            part, size_bytes = [], 0
-        part.append(p)
-        size_bytes += needs
-    yield part
-
-
-@contextlib.contextmanager
-def _only(shown: list[Tensor], parts: list[list[Tensor]]) -> Iterator[None]:
-    """Hides the gradients of all other parts: an optimizer leaves parameters without one alone."""
-    hidden = [(p, p.grad) for part in parts if part is not shown for p in part]
-    for p, _ in hidden:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in hidden:
-            p.grad = gradient
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is None:
+            continue
+        needs_bytes = _TEMPORARIES * p.numel() * max(p.element_size(), 4)
+        if parts[-1] and size_bytes + needs_bytes > room_bytes:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(p)
+        size_bytes += needs_bytes
+    return parts
