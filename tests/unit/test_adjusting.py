@@ -78,12 +78,6 @@ def test_where_nothing_fits_the_longest_row_is_tried_alone():
     assert settings == StepSettings(70, recomputed=DEPTH)
 
 
-def test_fewer_tokens_recompute_fewer_layers_than_planned():
-    planned = StepSettings(400, recomputed=7)
-    found = [DIALS.recomputing(range(7), planned, tokens, LINE, 6000) for tokens in (150, 250, 400)]
-    assert found == [StepSettings(400, recomputed=0), StepSettings(400, recomputed=3), None]
-
-
 def test_recomputing_the_last_layer_frees_nothing():
     """It is on the device for its own backward."""
     assert DIALS.kept_layers(StepSettings(recomputed=DEPTH)) == 1

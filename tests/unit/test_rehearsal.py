@@ -216,35 +216,6 @@ def test_a_plan_that_misses_its_budget_is_cut_by_its_line(tmp_path):
     assert tight.guard.budget_cap.peak_bytes <= budget
 
 
-def test_packed_batches_of_few_tokens_recompute_fewer_layers_than_planned(tmp_path):
-    """And never hold more than the largest batch did."""
-    long, short = (
-        [{**row, "input_ids": (row["input_ids"] * 64)[:length]} for row in rows_of(24)]
-        for length in (64, 16)
-    )
-    model = build("bert", num_hidden_layers=4, max_position_embeddings=64)
-    rows = [*long[:8], *short]
-    trainer = trainer_of(tmp_path, [Packing(), Checkpointing(3)], "10GB", model, train_dataset=rows,
-                         micro_batching=MicroBatching())  # fmt: skip
-    trainer.guard.adapts = True
-    trainer.guard.line = MemoryLine(0.0, 500.0, 4 * (10 * 32 + 3 * 37 + 2 * 64))
-    recomputed: dict[int, int] = {}
-    settings_for = trainer.guard.settings_for
-
-    def noted(lengths: list[int]) -> Any:
-        settings = settings_for(lengths)
-        recomputed[sum(lengths)] = settings.recomputed
-        return settings
-
-    trainer.guard.settings_for = noted
-    trainer.args.max_steps = 4
-    trainer.train()
-    assert recomputed[max(recomputed)] == 3
-    assert recomputed[min(recomputed)] < 3
-    assert trainer.guard.adjustments.made == []
-    assert trainer.guard.budget_cap.peak_bytes <= trainer.guard.rehearsal.peak_bytes * 1.001
-
-
 def test_a_stream_cannot_be_rehearsed_and_trains(tmp_path):
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,34 +208,8 @@ COUNT_EVERY = 50
 """On a CPU, one step in this many is counted although it should fit."""
 
 
-class Cap(Protocol):
-    """Holds a process below a limit."""
-
-    @property
-    def read(self) -> Read:
-        """Reads the memory that there is."""
-
-    def move(self, limit_bytes: int) -> bool:
-        """Sets a new limit. Returns True if the process still holds more than it."""
-
-    def keep(self) -> bool:
-        """Re-applies the limit if the context has grown. Returns True if more than it is held."""
-
-    def measure(self) -> bool:
-        """Measures the context, then `keep`."""
-
-    def room_bytes(self) -> int | None:
-        """What is left below the limit now; None if only counting can tell."""
-
-    def counting(self, tokens: int, key: object) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a step whose largest micro-batch has this many tokens, run in the way `key`."""
-
-    def release(self) -> None:
-        """Restores the limit that was in force before."""
-
-
 class CudaCap:
-    """A share of the card that torch's allocator keeps to."""
+    """A share of the card that torch's allocator keeps to; the context is subtracted from it."""
 
     def __init__(self, read: CudaReader) -> None:
         self.read = read
@@ -246,7 +220,7 @@ class CudaCap:
         self._allowed_bytes: int | None = None
 
     def move(self, limit_bytes: int) -> bool:
-        """As in `Cap`; the context, which torch's allocator does not count, is subtracted."""
+        """Sets a new limit. Returns True if the process still holds more than it."""
         self._limit_bytes = limit_bytes
         self._allowed_bytes = max(limit_bytes - self.read.context_bytes, 0)
         share = min(self._allowed_bytes / self._total_bytes, 1.0)
@@ -311,7 +285,7 @@ class CountingCap:
         return sum(storage.nbytes() for storage in storages.values())
 
     def move(self, limit_bytes: int) -> bool:
-        """As in `Cap`; below a smaller limit all steps are counted again."""
+        """Sets a new limit; below a smaller one all steps are counted again. Returns False."""
         if self._limit_bytes is not None and limit_bytes < self._limit_bytes:
             self._proven.clear()
         self._limit_bytes = limit_bytes
@@ -350,3 +324,7 @@ class CountingCap:
         """Stops counting."""
         self._limit_bytes = None
         limit_allocator(self._device, None)
+
+
+Cap = CudaCap | CountingCap
+"""Holds a process below a limit."""

@@ -270,16 +270,10 @@ class ModelChanges:
         return self.setup.model
 
     def remake_model(self, trial: Any) -> None:
-        """Drops the model, then makes a new one for another training, with the same changes."""
-        self._drop_model()
-        self.setup = self._new_setup(None, self._trainer.args)
-        self.make_model(trial)
-        self._trainer._hp_search_setup(trial)  # a plan is made for the batches of this trial
-        self.apply()
-        self._trainer.equip(self.setup.model)
+        """Drops the model and what belongs to it, then makes a new one with the same changes.
 
-    def _drop_model(self) -> None:
-        """Drops the model and everything that belongs to it: two would not fit."""
+        Two models would not fit.
+        """
         trainer = self._trainer
         if hasattr(trainer, "executor"):
             trainer.executor.drop()
@@ -290,6 +284,11 @@ class ModelChanges:
         trainer.optimizer = trainer.lr_scheduler = None
         trainer.model = trainer.model_wrapped = self.setup.model = None  # type: ignore[assignment]
         trainer.accelerator.free_memory()
+        self.setup = self._new_setup(None, trainer.args)
+        self.make_model(trial)
+        trainer._hp_search_setup(trial)  # a plan is made for the batches of this trial
+        self.apply()
+        trainer.equip(self.setup.model)
 
     # ---- giving the model back ----
 
@@ -306,7 +305,12 @@ class ModelChanges:
         weights = trainer.masters.joined() or {}
         self.setup.restore()
         model = self.setup.model
-        _without_autocast(model)
+        # accelerate's wrapper computes in the precision of the last training. Its own
+        # `unwrap_model` takes the decorators of transformers off with it.
+        if (original := vars(model).pop("_original_forward", None)) is not None:
+            vars(model).pop("forward", None)
+            if getattr(original, "__func__", None) is not type(model).forward:
+                model.forward = original
         for name, parameter in model.named_parameters():
             if name in weights:
                 parameter.data = weights[name].to(parameter.device)
@@ -355,15 +359,3 @@ def _shape_of(model: nn.Module, args: transformers.TrainingArguments) -> Any:
     """What a plan depends on: the sizes of all weights, and the effective batch."""
     shapes = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
     return type(model), args.per_device_train_batch_size, shapes
-
-
-def _without_autocast(model: nn.Module) -> None:
-    """Take accelerate's wrapper off, which computes in the precision of the last training.
-
-    Its own `unwrap_model` takes the decorators of transformers off with it.
-    """
-    original = vars(model).pop("_original_forward", None)
-    if original is not None:
-        vars(model).pop("forward", None)
-        if getattr(original, "__func__", None) is not type(model).forward:
-            model.forward = original

@@ -215,7 +215,7 @@ class BudgetTrainer(transformers.Trainer):
             self.compute_loss = tolerant  # type: ignore[method-assign]
         if class_weights is not None:
             if self.compute_loss_func is not None:
-                raise ConfigError(t("give class_weights or compute_loss_func, not both"))
+                raise ConfigError("give class_weights or compute_loss_func, not both")
             smoothing = self.args.label_smoothing_factor
             self.compute_loss_func = ClassWeightedLoss(class_weights, smoothing)
         self.data_collator = quick(self.data_collator)
@@ -226,14 +226,8 @@ class BudgetTrainer(transformers.Trainer):
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
-        asked = self.changes.asked
-        self.guard = Guard(
-            self,
-            self.changes.effects,
-            line=getattr(self.plan, "line", None),
-            adapts=asked.given is None and asked.limits is None,
-            say=self._say_adjustment,
-        )
+        line = getattr(self.plan, "line", None)
+        self.guard = Guard(self, self.changes.effects, line=line, say=self._say_adjustment)
 
     # ---- what memfit adds ----
 

@@ -9,7 +9,7 @@ smaller   after a failure: half the micro-batch; at one row every layer recomput
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -158,27 +158,13 @@ class Dials:
             return settings
         least = replace(settings, recomputed=self.depth)
         if self.captured:
-            more = range(settings.recomputed, self.depth + 1)
-            if (found := self.recomputing(more, settings, tokens, line, limit_bytes)) is not None:
-                return found
+            for layers in range(settings.recomputed, self.depth + 1):
+                found = replace(settings, recomputed=layers)
+                if line.peak_bytes(tokens, self.kept_layers(found)) <= limit_bytes:
+                    return found
         else:
             cut = line.most_tokens(limit_bytes, self.kept_layers(settings))
             if cut >= max(lengths):
                 return replace(settings, max_tokens=cut)
         cut = line.most_tokens(limit_bytes, self.kept_layers(least))
         return replace(least, max_tokens=max(cut, max(lengths)))
-
-    def recomputing(
-        self,
-        layers: Iterable[int],
-        settings: StepSettings,
-        tokens: int,
-        line: MemoryLine,
-        limit_bytes: float,
-    ) -> StepSettings | None:
-        """Returns the settings with the first number of recomputed layers that fits; else None."""
-        for count in layers:
-            found = replace(settings, recomputed=count)
-            if line.peak_bytes(tokens, self.kept_layers(found)) <= limit_bytes:
-                return found
-        return None

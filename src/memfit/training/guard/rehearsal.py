@@ -16,9 +16,7 @@ libraries loaded, the largest graph captured.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -133,9 +131,6 @@ _QUICK_SECONDS = 1.0
 _MISSED = 1.05
 """A plan that does not fit is taken to need so many times its limit."""
 
-_DRAWN = 200
-"""How many batches are drawn to find which sizes occur."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
@@ -146,8 +141,6 @@ class Rehearsal:
     peak_bytes: int
     """The highest moment of the largest batch."""
     worst_lengths: tuple[int, ...]
-    capture_seconds: float = 0.0
-    """How long the graphs take that have still to be captured."""
     evaluation_seconds: float | None = None
     """All rows of one evaluation, on one rank; None where none was tried."""
     pieces: int = 1
@@ -181,9 +174,6 @@ class _Stage:
         count = min(trainer.args.per_device_train_batch_size, len(dataset))
         self._longest = longest_rows(dataset, count)
         self._count = count
-        self._warmed: _Tried | None = None
-        self._captured = 0
-        """Graphs captured for `_warmed`."""
         self._usual_pieces = 1
         self._was_cut = False
         """Whether the plan's line of memory was used to make the largest batch smaller."""
@@ -203,10 +193,7 @@ class _Stage:
             evaluating = self._evaluate_beside(worst, lengths) if is_cuda(self._device) else None
             guard.measure()
             seconds = self._usual_seconds(tried) + update_seconds(self._trainer)
-            capturing = self._capture_seconds(seconds)
-        return Rehearsal(
-            seconds, tried.peak_bytes, tuple(lengths), capturing, evaluating, self._usual_pieces
-        )
+        return Rehearsal(seconds, tried.peak_bytes, tuple(lengths), evaluating, self._usual_pieces)
 
     def _correct_line(self, tried: _Tried) -> None:
         """Makes the line of memory pass through what the largest batch took."""
@@ -269,12 +256,10 @@ class _Stage:
             smaller = guard.failed(used, pieces)
         if smaller is None:
             raise DoesNotFitError(
-                t(
-                    "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
-                    "choose a shorter --max-length or a smaller model",
-                    way=used,
-                    failed=failed,
-                )
+                "the longest row alone does not fit ({way}): {failed}; raise --budget, or "
+                "choose a shorter --max-length or a smaller model",
+                way=used,
+                failed=failed,
             )
         guard.note(
             t("the largest batch was tried and did not fit ({failed})", failed=failed),
@@ -362,7 +347,7 @@ class _Stage:
                     executor.rehearse(model, batch)
 
         started = time.perf_counter()
-        failed = guard.attempt(run, settings, pieces)
+        _, failed = guard.attempt(run, settings, pieces)
         seconds = time.perf_counter() - started
         guard.clear(model, free=bool(failed))
         if failed:
@@ -383,29 +368,11 @@ class _Stage:
             pieces = pieces_of(lengths, settings.micro_batching, packed=self._packed)
             self._usual_pieces = pieces.count
             if on_cuda:  # its kernels are compiled, its graph is captured when it comes again
-                graphs = self._trainer.executor.captured_graphs
-                self._warmed, _ = self._try(usual, settings, dressed=2)
-                self._captured = self._trainer.executor.captured_graphs - graphs
+                self._try(usual, settings, dressed=2)
             again, _ = self._try(usual, settings, dressed=int(on_cuda), metered=on_cuda)
             if again is not None:
                 return again.seconds
         return tried.seconds * sum(lengths) / max(tried.all_tokens, 1)
-
-    def _capture_seconds(self, step_seconds: float) -> float:
-        """Seconds to capture the graphs still needed, judged by the last capture."""
-        executor = self._trainer.executor
-        if not isinstance(executor, GraphedExecutor) or not (self._captured and self._warmed):
-            return 0.0
-        each = max(self._warmed.seconds - 2 * step_seconds, 0.0) / self._captured
-        lengths = row_lengths(self._dataset)
-        draw = random.Random(0)
-        wanted: Counter[int] = Counter()
-        for _ in range(min(self._trainer.state.max_steps, _DRAWN)):
-            rows = draw.sample(lengths, self._count)
-            pieces = pieces_of(rows, self._guard.settings_for(rows).micro_batching, packed=True)
-            wanted[executor.buckets.fit(pieces.tokens)] += 1
-        again = {tokens for tokens, times in wanted.items() if times > 1}
-        return each * len(again - executor.captured_tokens)
 
 
 def longest_rows(dataset: Any, count: int) -> list[int]:

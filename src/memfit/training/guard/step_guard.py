@@ -20,7 +20,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,9 @@ from memfit.waiting import doing
 if TYPE_CHECKING:
     from memfit.strategies import Setup
     from memfit.training.trainer import BudgetTrainer
+
+
+Outcome = TypeVar("Outcome")
 
 
 class LiveStrategies:
@@ -135,7 +138,6 @@ class Guard:
     """Runs the steps of one trainer.
 
     `line` is the plan's line of memory; where there is none, the rehearsal measures one.
-    `adapts` allows packed batches of few tokens to recompute fewer layers than planned.
     """
 
     def __init__(
@@ -144,7 +146,6 @@ class Guard:
         used: Effects,
         *,
         line: MemoryLine | None = None,
-        adapts: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.trainer = trainer
@@ -164,7 +165,6 @@ class Guard:
             per_token = line.bytes_per_token(stack_of(trainer.model).depth)
             line = MemoryLine(line.fixed_bytes, per_token, 0.0)
         self.line = line
-        self.adapts = adapts
         self.rehearsal: Rehearsal | None = None
         """What the largest batch showed before the first step."""
         self.proven: tuple[int, int] | None = None
@@ -231,9 +231,8 @@ class Guard:
             if self.rehearsal is not None:
                 self.rehearsal = with_exchange(trainer, self.rehearsal)
         if (found := self.rehearsal) is not None:
-            between_seconds = seconds_between_steps(trainer, found) + found.capture_seconds
             for bar in bars:
-                bar.expect(found.step_seconds, between_seconds)
+                bar.expect(found.step_seconds, seconds_between_steps(trainer, found))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -308,7 +307,7 @@ class Guard:
         start = RandomState.now(self._device)
         while True:
             pieces = pieces_of(lengths, settings.micro_batching, packed=executor.packed)
-            loss, failed = self._attempt(lambda e: e.run(model, batch), settings, pieces)
+            loss, failed = self.attempt(lambda e: e.run(model, batch), settings, pieces)
             if loss is not None:
                 self.tokens += sum(lengths)
                 self.used = self.micro_batching
@@ -393,19 +392,9 @@ class Guard:
     # ---- one attempt ----
 
     def attempt(
-        self, run: Callable[[StepExecutor], None], settings: StepSettings, pieces: Pieces
-    ) -> str:
-        """Tries something before the first step. Returns the error's text, or an empty one."""
-
-        def done(executor: StepExecutor) -> Tensor:
-            run(executor)
-            return torch.zeros(())
-
-        return self._attempt(done, settings, pieces)[1]
-
-    def _attempt(
-        self, run: Callable[[StepExecutor], Tensor], settings: StepSettings, pieces: Pieces
-    ) -> tuple[Tensor | None, str]:
+        self, run: Callable[[StepExecutor], Outcome], settings: StepSettings, pieces: Pieces
+    ) -> tuple[Outcome | None, str]:
+        """Runs something that may find no memory. Returns its outcome, or the error's text."""
         executor = self._executor_for(settings)
         # A copy that finds no memory runs again, and the step does not count as failed.
         copying = retrying if self._buffers.may_move else lambda _: contextlib.nullcontext()
@@ -478,24 +467,11 @@ class Guard:
         if self.limit_bytes >= rehearsed_under_bytes:
             limit_bytes = max(limit_bytes, proven_bytes + 1)  # the line's rounding
         if self.dials.captured:  # all batches run with the same layers recomputed
-            return self.dials.fitting(
-                settings, self.worst_lengths or lengths, line, limit_bytes, packed=packed
-            )
-        settings = self.dials.fitting(settings, lengths, line, limit_bytes, packed=packed)
-        # Padded rows may hold memory whatever their length (DeBERTa repeats its positions).
-        if self.adapts and packed and line.layer_token_bytes:
-            tokens = pieces_of(lengths, settings.micro_batching, packed=packed).tokens
-            within_bytes = min(limit_bytes, proven_bytes) * _WITHOUT_ERROR
-            fewer = range(settings.recomputed)
-            found = self.dials.recomputing(fewer, settings, tokens, line, within_bytes)
-            return found or settings
-        return settings
+            lengths = self.worst_lengths or lengths
+        return self.dials.fitting(settings, lengths, line, limit_bytes, packed=packed)
 
     def failed(self, used: StepSettings, pieces: Pieces) -> StepSettings | None:
         """Returns the settings for the next try, also for later steps; None if there are none."""
-        self.adapts, adapted = False, used.recomputed < self.settings.recomputed
-        if adapted:
-            return self.settings  # what was planned was not tried
         smaller = self.dials.smaller(used, pieces)
         if smaller is not None:
             self.settings = smaller
