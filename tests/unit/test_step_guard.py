@@ -394,7 +394,7 @@ def test_buffers_that_cannot_be_copied_at_first_lose_no_step(tmp_path, monkeypat
     """The first operators of an attempt copy the model's buffers."""
 
     def trained(failing: Any) -> torch.Tensor:
-        attempt = Guard._attempt
+        attempt = Guard.attempt
 
         def watched(*args: Any) -> Any:
             with failing:
@@ -402,7 +402,7 @@ def test_buffers_that_cannot_be_copied_at_first_lose_no_step(tmp_path, monkeypat
 
         trainer = trainer_of(tmp_path, fields={"max_steps": 1})
         with monkeypatch.context() as changed:
-            changed.setattr(Guard, "_attempt", watched)
+            changed.setattr(Guard, "attempt", watched)
             trainer.train()
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
