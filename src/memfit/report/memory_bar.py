@@ -14,12 +14,10 @@ from memfit.i18n import N_, pt, t
 from memfit.memory.components import Component, MemoryPeak
 from memfit.printing import clean
 from memfit.report import plots
-from memfit.report.formatting import UNUSED, PageTable, Picture, named, number, together
+from memfit.report.formatting import UNUSED, Picture, named, together
 from memfit.report.terminal import MAX_WIDTH
 from memfit.report.view import PeakShown, RunView, peak_components
 from memfit.units import format_both, format_bytes, percent, tenths_of_percent
-
-MOST_ADJUSTMENTS = 50
 
 SCALE_REACHES = 8
 """A picture's scale ends at the budget, unless that is more than this many times the peak."""
@@ -56,8 +54,6 @@ def memory_section(view: RunView) -> dict[str, Any] | None:
         "verdicts": verdicts(view),
         "sentences": together(said),
         "table": peak_table(view.peaks) if view.peaks else None,
-        "adjustments": _adjustments(view) if view.adjustments else None,
-        "unadjusted": not view.adjustments and view.summary.memory.budget_bytes is not None,
     }
 
 
@@ -180,25 +176,6 @@ def peak_table(peaks: Mapping[str, PeakShown]) -> dict[str, Any]:
         else t("Bytes by what they are for")
     )
     return {"caption": caption, "columns": [t(_PEAKS[name]) for name in peaks], "rows": rows}
-
-
-def _adjustments(view: RunView) -> PageTable:
-    made = view.adjustments
-    caption = (
-        t(
-            "What was adjusted while it trained: the first {shown} of {count:,}",
-            shown=MOST_ADJUSTMENTS,
-            count=len(made),
-        )
-        if len(made) > MOST_ADJUSTMENTS
-        else t("What was adjusted while it trained")
-    )
-    rows = [
-        [str(index), number(one.step), clean(one.why), clean(one.before), clean(one.after)]
-        for index, one in enumerate(made[:MOST_ADJUSTMENTS], 1)
-    ]
-    head = [t("no."), t("step"), pt("adjustment", "why"), t("before"), t("after")]
-    return PageTable(caption, rows, head, numbers=False)
 
 
 # ---- the terminal ----

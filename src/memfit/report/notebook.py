@@ -70,7 +70,7 @@ def _run(view: RunView, **values: Any) -> str:
         view,
         title=sections.title(view),
         state=sections.state(view),
-        warnings=sections.run_warnings(view),
+        warnings=view.summary.warnings,
         figures=sections.figures(view),
         **values,
     )

@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from memfit.i18n import chosen_language, language, pt, speaking, t
 from memfit.printing import clean
 from memfit.records.results import RunFolder, RunSummary
 from memfit.report import curves, memory_bar, plots, sections
+from memfit.report.formatting import number
 from memfit.report.view import RUNNING, RunView, read_view
+from memfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -82,20 +85,16 @@ def _page(view: RunView, *, live: bool, served: bool = False, **changes: Any) ->
         "state": sections.state(view),
         "path": clean(view.folder.path.absolute()),
         "verdict": sections.verdict(view),
-        "warnings": sections.run_warnings(view),
+        "view": view,
         "figures": sections.figures(view),
         "trial": {"pairs": bool(view.summary.data.get("text_pair_column"))} if served else None,
         "memory": memory_bar.memory_section(view),
         "curves": drawn,
         "missing": missing,
         "training": sections.training_parts(view),
-        "ranks": sections.ranks(view),
         "evaluation": sections.quality(view),
         "plan": sections.plan(view),
         "data": sections.data(view),
-        "usage": sections.usage(view),
-        "made_with": sections.made_with(view),
-        "again": sections.again(view),
         "config": "\n".join(clean(line) for line in view.config.splitlines()),
     }
     refresh = int(1000 * REFRESH_SECONDS) if live else 0
@@ -122,7 +121,10 @@ def fill(template: str, **values: Any) -> str:
     """A template of this folder; all is escaped but what is `Markup` and what is `drawn`."""
     from markupsafe import Markup
 
-    shared = {"drawn": Markup, "t": t, "pt": pt, "lang": LANG_TAGS[language()]}
+    shared = {
+        "drawn": Markup, "t": t, "pt": pt, "lang": LANG_TAGS[language()], "clean": clean,
+        "number": number, "bytes": format_bytes, "seconds": format_seconds, "quoted": shlex.quote,
+    }  # fmt: skip
     return _templates().get_template(template).render(**shared, **values)
 
 

@@ -41,8 +41,6 @@ MOST_CLASSES = 100
 
 MOST_CONFUSIONS = 20
 
-LONGEST_TEXT = 300
-
 GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
 
 _LEAST_GAIN = 0.01
@@ -193,11 +191,6 @@ def figures(view: RunView) -> list[dict[str, str]]:
     return shown
 
 
-def run_warnings(view: RunView) -> list[dict[str, str]]:
-    """What makes the figures less than they seem, and what to do about it."""
-    return [{"says": one.sentence, "do": one.advice} for one in view.summary.warnings]
-
-
 # ---- the evaluation ----
 
 
@@ -231,21 +224,11 @@ def quality(view: RunView) -> dict[str, Any] | None:
         rows = [[true, said, f"{count:,}"] for count, true, said in pairs[:MOST_CONFUSIONS]]
         head = [t("is"), t("was called"), t("rows")]
         confusions = PageTable(t("The most frequent confusions"), rows, head) if rows else None
-    texts = [(clean(item.text), item) for item in view.mistakes]
     return {
         "sentence": together([one for one in said if one]),
         "classes": class_table(result.classes) if result.classes else None,
         "matrix": _matrix(result) if small else None,
         "confusions": confusions,
-        "mistakes": [
-            {
-                "text": text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…",
-                "expected": clean(item.expected),
-                "predicted": clean(item.predicted),
-                "score": number(item.score),
-            }
-            for text, item in texts
-        ],
         "score_name": pt("score", "value") if result.task == "regression" else t("score"),
     }
 
@@ -337,27 +320,6 @@ def training_parts(view: RunView) -> dict[str, PageTable]:
         "short": PageTable(t("In short"), short),
         "more": PageTable(listed.caption, [row for row in listed.rows if row[0] not in firsts]),
     }
-
-
-def ranks(view: RunView) -> PageTable | None:
-    """What each rank held and how long it waited; None of a training by one process."""
-    if not view.summary.ranks:
-        return None
-    head = [
-        t("rank"), t("device"), t("highest memory"), t("in steps"), t("waiting"), t("tokens"),
-    ]  # fmt: skip
-    rows = [
-        [
-            str(one.rank),
-            clean(one.device),
-            "–" if one.peak_bytes is None else format_bytes(one.peak_bytes),
-            format_seconds(one.step_seconds),
-            format_seconds(one.waiting_seconds),
-            f"{one.tokens:,}",
-        ]
-        for one in view.summary.ranks
-    ]
-    return PageTable(t("Each rank"), rows, head)
 
 
 # ---- the plan ----
@@ -473,39 +435,3 @@ def lengths_sentence(lengths: Mapping[str, Any]) -> str:
         cut=lengths["cut_rows"],
         share=percent(lengths["cut_rows"] / lengths["count"]),
     )
-
-
-# ---- how to use it, and how it was made ----
-
-
-def usage(view: RunView) -> list[tuple[str, str]]:
-    """Commands and code that use the model, ready to copy; none before there is a model."""
-    if view.state != FINISHED:
-        return []
-    where = str(view.folder.path)
-    python = f'import memfit\nclassifier = memfit.load({where!r})\nprint(classifier.predict(["…"]))'
-    return [
-        (t("In Python"), python),
-        (t("In a terminal"), clean(f'memfit predict {shlex.quote(where)} "…"')),
-        (
-            t("With transformers alone"),
-            f'transformers.pipeline("text-classification", {where!r})("…")',
-        ),
-    ]
-
-
-def again(view: RunView) -> str:
-    """The command that repeats the training."""
-    config = shlex.quote(str(view.folder.config.absolute()))
-    return clean(f"memfit train --config {config} --output-dir NEW_FOLDER")
-
-
-def made_with(view: RunView) -> PageTable | None:
-    """Versions, the machine and the configuration's digest."""
-    summary = view.summary
-    rows = [(clean(name), clean(version)) for name, version in summary.versions.items()]
-    if summary.device:
-        rows.append((t("device"), clean(summary.device)))
-    if summary.config_digest:
-        rows.append((t("configuration"), clean(summary.config_digest)))
-    return PageTable(t("Versions and machine"), rows) if rows else None
