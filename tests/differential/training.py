@@ -431,13 +431,13 @@ class Training:
         if not self.budgeted or not self.case.failing:
             yield
             return
-        failing, attempt = Failing(self.case.failing), Guard._attempt
+        failing, attempt = Failing(self.case.failing), Guard.attempt
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with failing:
                 return attempt(*args, **kwargs)
 
-        with mock.patch.object(Guard, "_attempt", watched), _without_torchscript():
+        with mock.patch.object(Guard, "attempt", watched), _without_torchscript():
             yield
 
     # ---- looking ----
