@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -251,7 +251,13 @@ def _micro_batch(batch: Any, count: int, rows: list[int], spans: list[Span]) -> 
     stop = max((spans[row][1] for row in rows), default=width)
     if (start, stop) != (0, width):
         inputs = {
-            name: _columns_of(name, value, start, stop, width) for name, value in inputs.items()
+            name: value[:, start:stop]
+            if name in TOKEN_INPUTS
+            and isinstance(value, torch.Tensor)
+            and value.dim() > 1
+            and value.shape[1] == width
+            else value
+            for name, value in inputs.items()
         }
     return MicroBatch(tuple(rows), inputs)
 
@@ -281,12 +287,6 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _columns_of(name: str, value: Any, start: int, stop: int, width: int) -> Any:
-    if name not in TOKEN_INPUTS or not isinstance(value, torch.Tensor) or value.dim() < 2:
-        return value
-    return value[:, start:stop] if value.shape[1] == width else value
-
-
 _CHUNK_ROWS = 10_000
 
 
@@ -300,29 +300,21 @@ def has_rows(dataset: Any) -> bool:
 def row_lengths(dataset: Any) -> list[int]:
     """Tokens of every row; empty where rows cannot be looked at."""
     if hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
-        dataset = _as_python(dataset)
+        kind = getattr(dataset, "format", {}).get("type", "custom")
+        if kind not in (None, "custom"):  # rows as lists; a transform of the user's stays
+            dataset = dataset.with_format(None)
         if "length" in dataset.column_names:
             return [int(length) for length in dataset["length"]]
         if "input_ids" in dataset.column_names:
-            return [length for chunk in _chunks(dataset) for length in _lengths(chunk["input_ids"])]
+            # As rows lie in Arrow no list is made to count them.
+            plain = dataset if kind == "custom" else dataset.with_format("arrow")
+            starts = range(0, len(plain), _CHUNK_ROWS)
+            chunks = (plain[start : start + _CHUNK_ROWS]["input_ids"] for start in starts)
+            return [length for chunk in chunks for length in _lengths(chunk)]
     elif has_rows(dataset):
         rows = (dataset[index] for index in range(len(dataset)))
         return [len(row["input_ids"]) for row in rows if isinstance(row, Mapping)]
     return []
-
-
-def _as_python(dataset: Any) -> Any:
-    """Rows as lists, whatever tensors they are made into; a transform of the user's stays."""
-    kind = getattr(dataset, "format", {}).get("type")
-    return dataset.with_format(None) if kind not in (None, "custom") else dataset
-
-
-def _chunks(dataset: Any) -> Iterator[Any]:
-    """The rows in parts: as they lie in Arrow, where lists need not be made to count them."""
-    if getattr(dataset, "format", {"type": "custom"})["type"] != "custom":
-        dataset = dataset.with_format("arrow")
-    for start in range(0, len(dataset), _CHUNK_ROWS):
-        yield dataset[start : start + _CHUNK_ROWS]
 
 
 def _lengths(column: Any) -> list[int]:
@@ -361,7 +353,11 @@ def merged_predictions(
     position = {row: index for index, row in enumerate(order)}
     back = [position[row] for row in range(len(order))]
     losses, logits, labels = zip(*predictions, strict=True)
-    return _mean(losses, weights), _joined(logits, back), _joined(labels, back)
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
+    total = sum(weight for _, weight in counted)
+    terms = [loss * (weight / total) for loss, weight in counted if loss is not None]
+    mean = torch.stack(terms).sum() if terms else losses[0]
+    return mean, _joined(logits, back), _joined(labels, back)
 
 
 def to_cpu(prediction: Prediction) -> Prediction:
@@ -376,13 +372,6 @@ def logits_and_labels(output: EvalLoopOutput | PredictionOutput) -> tuple[Any, A
     return logits[0] if isinstance(logits, tuple) else logits, output.label_ids
 
 
-def _mean(losses: Sequence[torch.Tensor | None], weights: Sequence[float]) -> torch.Tensor | None:
-    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
-    total = sum(weight for _, weight in counted)
-    terms = [loss * (weight / total) for loss, weight in counted if loss is not None]
-    return torch.stack(terms).sum() if terms else losses[0]
-
-
 def _joined(pieces: Sequence[Any], back: list[int]) -> Any:
     whole = pieces[0]
     for piece in pieces[1:]:
@@ -390,14 +379,4 @@ def _joined(pieces: Sequence[Any], back: list[int]) -> Any:
             whole = nested_concat(  # type: ignore[no-untyped-call]
                 whole, piece, padding_index=IGNORED_LABEL
             )
-    return _reordered(whole, back)
-
-
-def _reordered(value: Any, back: list[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[back] if value.dim() > 0 and len(value) == len(back) else value
-    if isinstance(value, Mapping):
-        return {name: _reordered(part, back) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_reordered(part, back) for part in value)
-    return value
+    return _rows_of(whole, back, len(back))
