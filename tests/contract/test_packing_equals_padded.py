@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from memfit.engine.packed_batch import PackedBatch, weighted_loss
-from memfit.strategies.packing.packed_model import can_pack, packed
+from memfit.strategies.packing.packed_model import PackedModel, packing_problem
 
 LENGTHS = (3, 29, 7, 16, 1, 11, 29)
 POSITIONS = 40  # fewer than the packed batch has tokens
@@ -140,7 +140,7 @@ def assert_same_step(
 def compare(model: Any, batch: dict[str, Tensor], tolerance: float = 1e-5) -> PackedBatch:
     """Assert that the packed step equals the padded one; gives the packed batch back."""
     expected = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = packer.pack(batch)
         assert_same_step(expected, step(model, flat.inputs()), tolerance)
     return flat
@@ -164,7 +164,7 @@ def test_padding_to_a_fixed_length_changes_nothing(family: str) -> None:
 def test_left_padding_gives_what_right_padding_gives(family: str) -> None:
     model = build(family).train()
     expected = step(model, padded_batch(model))
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = packer.pack(padded_batch(model, left=True))
         assert_same_step(expected, step(model, flat.inputs()))
 
@@ -181,7 +181,7 @@ def test_padding_that_is_not_behind_the_texts_has_the_part_it_has_unpacked(famil
     model = build(family).train()
     for batch in (padded_batch(model, left=True), between(padded_batch(model))):
         expected = step(model, batch)
-        with packed(model) as packer:
+        with PackedModel(model) as packer:
             assert_same_step(expected, step(model, dict(packer.inputs_of(batch))))
             packer.pack_inside()
             assert_same_step(expected, step(model, batch))
@@ -201,7 +201,7 @@ def test_dummy_tokens_and_rows_change_neither_loss_nor_gradient(family: str) -> 
     model = build(family).train()
     batch = padded_batch(model)
     expected = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = packer.pack(batch, pad_to_tokens=160, pad_to_rows=12, max_seqlen=32)
         logits, loss, gradients = step(model, flat.inputs())
         assert flat.total_tokens == 160
@@ -222,7 +222,7 @@ def test_dummy_rows_after_a_bucket_that_is_exactly_full(family: str) -> None:
     model = build(family).train()
     batch = padded_batch(model)
     expected = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = packer.pack(batch, pad_to_tokens=sum(LENGTHS), pad_to_rows=10, max_seqlen=32)
         logits, loss, gradients = step(model, flat.inputs())
     assert_same_step(expected, (logits[:7], loss, gradients))
@@ -236,7 +236,7 @@ def test_bfloat16_agrees_within_its_own_rounding(family: str) -> None:
     logits, _, gradients = step(exact, batch)
     model = copy.deepcopy(exact).to(torch.bfloat16)
     padded = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = step(model, packer.pack(batch).inputs())
 
     def gradient_error(other: dict[str, Tensor]) -> float:
@@ -259,7 +259,7 @@ def test_gradient_checkpointing_recomputes_with_the_text_boundaries(
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         assert_same_step(expected, step(model, packer.pack(batch).inputs()))
 
 
@@ -269,7 +269,7 @@ def test_two_checkpointed_forwards_before_their_backwards_keep_their_own_texts()
     halves = [{n: c[:3] for n, c in batch.items()}, {n: c[3:] for n, c in batch.items()}]
     expected = [step(model, half) for half in halves]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         losses = [model(**packer.pack(half).inputs()).loss for half in halves]
         for loss, (_, _, gradients) in zip(losses, expected, strict=True):
             model.zero_grad()
@@ -297,7 +297,7 @@ def test_lora_adapters_get_the_same_gradients(family: str) -> None:
     )
     torch.manual_seed(0)
     model = get_peft_model(build(family), adapter).train()
-    assert can_pack(model).ok
+    assert packing_problem(model) == ""
     compare(model, padded_batch(model.get_base_model()))
 
 
@@ -316,7 +316,7 @@ def test_other_losses_are_weighted_by_real_rows(
     batch = {**padded_batch(model), "labels": labels}
     compare(model, batch)
     logits, loss, gradients = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         flat = packer.pack(batch, pad_to_rows=9, pad_to_tokens=128)
         model.zero_grad()
         padded_logits = model(**flat.inputs(labels=False)).logits
@@ -334,7 +334,7 @@ def test_padded_batches_still_go_the_stock_way_while_packed(family: str) -> None
     model = build(family).eval()
     batch = padded_batch(model)
     expected = model(**batch).logits
-    with packed(model):
+    with PackedModel(model):
         assert torch.equal(model(**batch).logits, expected)
 
 
@@ -345,7 +345,7 @@ def test_eager_attention_is_packed_and_falls_back_to_itself(family: str) -> None
     batch = padded_batch(model)
     compare(model, batch)
     expected = model(**batch).logits
-    with packed(model):
+    with PackedModel(model):
         assert torch.equal(model(**batch).logits, expected)
 
 
@@ -356,7 +356,7 @@ def test_remove_restores_the_stock_model_exactly(family: str) -> None:
     expected = model(**batch).logits
     configs = {name: id(module.config) for name, module in _with_config(model)}
     hooks = _hooks(model)
-    packer = packed(model)
+    packer = PackedModel(model)
     model(**packer.pack(batch).inputs())
     assert _hooks(model) > hooks
     packer.remove()
@@ -375,7 +375,7 @@ def test_a_second_model_of_the_same_config_object_is_not_touched(family: str) ->
     assert first.config is second.config
     batch = padded_batch(second)
     expected = second(**batch).logits
-    with packed(first):
+    with PackedModel(first):
         assert torch.equal(second(**batch).logits, expected)
         assert second.config._attn_implementation == "sdpa"
         assert first.config._attn_implementation == "sdpa"  # nothing of ours is ever saved
@@ -383,9 +383,7 @@ def test_a_second_model_of_the_same_config_object_is_not_touched(family: str) ->
 
 @every_family
 def test_every_family_is_recognised(family: str) -> None:
-    support = can_pack(build(family))
-    assert support.ok
-    assert "agree" in support.reason
+    assert packing_problem(build(family)) == ""
 
 
 def _with_config(model: nn.Module) -> list[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from memfit.strategies.fused import fused_kernels_torch
 from memfit.strategies.fused.fused_kernels import Drop, Seeds, keep_mask
 from memfit.strategies.fused.fused_layers import fuse
 from memfit.strategies.fused.layer_functions import dense_dropout_add_norm, joined_view
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 
@@ -192,7 +192,7 @@ def test_fp32_equals_the_stock_model_padded_and_packed(name: str) -> None:
     assert FusedLayers().unavailable(setup) == ""
     FusedLayers().apply(setup)
     ours, our_gradient = step(model, batch)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         theirs, their_gradient = step(model, packer.pack(batch).to("cuda").inputs())
     for found, expected in ((ours, logits), (theirs, logits)):
         assert error(found, expected) <= 1e-5
@@ -209,11 +209,11 @@ def test_half_precision_costs_fused_no_more_than_stock(dtype: torch.dtype) -> No
     logits, gradient = step(exact, batch)
     model = copy.deepcopy(exact).to(dtype)
     fuse_later = copy.deepcopy(exact)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         stock, stock_gradient = step(model, packer.pack(batch).to("cuda").inputs())
     fuse(fuse_later, Seeds())
     fuse_later.to(dtype)  # weights may be converted after the layers are fused
-    with packed(fuse_later) as packer:
+    with PackedModel(fuse_later) as packer:
         ours, our_gradient = step(fuse_later, packer.pack(batch).to("cuda").inputs())
     stock_error = float((stock_gradient - gradient).norm() / gradient.norm())
     our_error = float((our_gradient - gradient).norm() / gradient.norm())
@@ -229,7 +229,7 @@ def test_recomputed_layers_draw_the_same_masks() -> None:
     model = build(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.0)
     batch = padded_batch(model)
     fuse(model, Seeds())
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         inputs = packer.pack(batch).to("cuda").inputs()
         _, expected = step(model, inputs)
         setup = setup_of(model)
@@ -245,7 +245,7 @@ def test_recomputed_layers_draw_the_same_masks() -> None:
 def test_a_fused_step_never_waits_for_the_device() -> None:
     model = build()
     fuse(model, Seeds())
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         inputs = packer.pack(padded_batch(model)).to("cuda").inputs(labels=False)
         model(**inputs).logits.sum().backward()  # the first call compiles and joins
         torch.cuda.synchronize()
@@ -293,7 +293,7 @@ def captured(body: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def gradient_graph(model: Any, batch: dict[str, Tensor]) -> Callable[[], Tensor]:
     """A graph whose result is the gradient as one vector."""
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         static = packer.pack(batch, pad_to_tokens=1024, pad_to_rows=8, max_seqlen=128).to("cuda")
 
         def body() -> Tensor:
@@ -364,7 +364,7 @@ def large_batch() -> dict[str, Tensor]:
 
 def timed(model: Any, label: str) -> tuple[float, float]:
     """Milliseconds of a replayed forward and backward, and the peak above the weights in MiB."""
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         static = packer.pack(large_batch(), pad_to_tokens=TOKENS, max_seqlen=128).to("cuda")
 
         def body() -> Tensor:

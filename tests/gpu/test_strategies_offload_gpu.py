@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memfit.strategies import ActivationOffload, Checkpointing, OptimizerOffload, Setup
 from memfit.strategies.offload.activation_offload import ActivationHost
 from memfit.strategies.offload.host_memory import CudaLink
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 from memfit.training.limits import pinned_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
@@ -184,7 +184,7 @@ def test_offload_beside_recomputation_is_the_smallest() -> None:
 
 def test_an_offloaded_step_never_waits_for_the_device() -> None:
     model = build(dtype=torch.bfloat16)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         batch = packer.pack({n: x.cpu() for n, x in batch_for(model).items()}).to("cuda")
         inputs = batch.inputs(labels=False)
         setup, host, _ = offload(model, min_bytes=1024)
@@ -366,7 +366,7 @@ def test_bert_large_trains_all_its_parameters_in_a_gibibyte(
     with torch.device("cuda"):
         model = build(**changes)
     setup = setup_for(model, learning_rate=2e-5)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         Checkpointing().apply(setup)
         ActivationOffload().apply(setup)
         OptimizerOffload(weights=weights, dtype="bfloat16").apply(setup)

@@ -29,7 +29,7 @@ from memfit.strategies.lowbit.gradient_sinks import KeptInt8
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.number_formats import to_lowbit
 from memfit.strategies.offload.optimizer_offload import HostWeights
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 
 FUSED = ("bert", "roberta", "electra", "ernie")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -69,7 +69,7 @@ def test_logits_and_gradients_are_the_stock_models(name: str) -> None:
     expected = step(model, batch)
     fused(model)
     close(step(model, batch), expected)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         close(step(model, packer.pack(batch).inputs()), expected)
     assert all(joined_view(weights) is not None for weights in projections(model))
 

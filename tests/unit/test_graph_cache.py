@@ -10,7 +10,7 @@ from memfit.engine.executors import GraphedExecutor
 from memfit.engine.graph_cache import Signatures, TokenBuckets
 from memfit.engine.micro_batches import MicroBatching, Trim, row_count
 from memfit.engine.packed_batch import pack
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 from small_training import collate, model_of, texts
 
 BUCKETS = TokenBuckets(256)
@@ -74,7 +74,7 @@ def test_a_step_is_packed_with_all_its_inputs_with_or_without_a_mask(masked):
     batch["table"] = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     if not masked:
         del batch["attention_mask"]
-    with packed(model) as packing, torch.no_grad():
+    with PackedModel(model) as packing, torch.no_grad():
         executor = GraphedExecutor(
             micro_batching=MicroBatching(), trim=Trim.RIGHT, weigh=lambda _: 3.0,
             prepare=dict, loss=lambda *_: torch.zeros(()), backward=lambda _: None,
@@ -92,7 +92,7 @@ def test_a_step_is_packed_with_all_its_inputs_with_or_without_a_mask(masked):
 class Counting:
     """A sink that would let every step be captured."""
 
-    capturable, hooked, updates_in_backward, phases = True, True, False, ("apply",)
+    capturable, hooked = True, True
 
     def __init__(self):
         self.armed = 0
@@ -100,7 +100,7 @@ class Counting:
     def begin(self, _count, replayed=False):
         assert not replayed
 
-    def arm(self, _index, _phase):
+    def arm(self, _index):
         self.armed += 1
 
     def end_backward(self):
@@ -111,7 +111,7 @@ def test_a_batch_padded_on_the_left_is_launched_padded_instead_of_replayed_packe
     model, sink = model_of(dropout=0.0).eval(), Counting()
     batch = collate(texts(6), side="left")
     expected = model(**batch).loss.detach()
-    with packed(model) as packing:
+    with PackedModel(model) as packing:
         executor = GraphedExecutor(
             micro_batching=MicroBatching(max_rows=2), trim=Trim.RIGHT, weigh=row_count,
             prepare=packing.inputs_of, loss=lambda model, inputs, _: model(**inputs).loss,

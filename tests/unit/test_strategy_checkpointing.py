@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memfit.errors import ConfigError
 from memfit.strategies import Checkpointing, Fidelity, Setup, activation_checkpointing
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 
 # transformers' DeBERTa still uses torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -128,7 +128,7 @@ def test_evaluation_and_forward_passes_without_gradients_recompute_nothing(
 @pytest.mark.parametrize("name", ["bert", "albert", "modernbert"])
 def test_packed_batches_recompute_with_their_boundaries(name: str) -> None:
     model = build(name)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         inputs = packer.pack(batch_for(model, rows=5)).inputs()
         logits, gradient = step(model, inputs)
         recompute(model)
@@ -142,7 +142,7 @@ def test_two_packed_forward_passes_before_their_backward_do_not_mix() -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         batches = [packer.pack(batch_for(model, rows=rows)).inputs() for rows in (2, 5)]
         expected = sum(step(model, inputs)[1] for inputs in batches)
         recompute(model)

@@ -19,7 +19,7 @@ from memfit.memory.tracing.tracker import Tracker
 from memfit.strategies import ActivationOffload, Checkpointing, Fidelity, Setup
 from memfit.strategies.offload.activation_offload import ActivationHost
 from memfit.strategies.offload.host_memory import Arena, Link, PlainLink
-from memfit.strategies.packing.packed_model import packed
+from memfit.strategies.packing.packed_model import PackedModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
@@ -116,7 +116,7 @@ def test_views_of_one_storage_travel_once_and_keep_their_strides() -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_packed_batches_are_offloaded(name: str) -> None:
     model = build(name)
-    with packed(model) as packer:
+    with PackedModel(model) as packer:
         inputs = packer.pack(batch_for(model, rows=5)).inputs()
         _, gradient = step(model, inputs)
         offload(model, LateLink())

@@ -94,16 +94,6 @@ class Buffers:
         if self._moving is None:
             self._moving = before.moved
 
-    @contextlib.contextmanager
-    def preserved(self, model: nn.Module) -> Iterator[None]:
-        """Restores the buffers after the pass inside."""
-        before = self.now(model)
-        try:
-            yield
-        finally:
-            self.learn(before)
-            before.restore()
-
 
 @dataclass(frozen=True, slots=True)
 class RandomState:

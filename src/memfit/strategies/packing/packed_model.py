@@ -132,7 +132,7 @@ class PackedModel:
         if family is None or not isinstance(inner, PreTrainedModel):
             raise ModelError(
                 Message(
-                    "{name} cannot be packed; ask can_pack() for the reason",
+                    "{name} cannot be packed; ask packing_problem() for the reason",
                     name=type(inner).__name__,
                 )
             )
@@ -229,11 +229,6 @@ class PackedModel:
         add(stack.register_forward_hook(hand_over, with_kwargs=True))
 
 
-def packed(model: nn.Module) -> PackedModel:
-    """Make a model read packed batches; undo with `remove()` or as a context manager."""
-    return PackedModel(model)
-
-
 class _FirstTokensOnly:
     """Cuts the last layer, after its attention, to the tokens the head reads."""
 
@@ -321,31 +316,18 @@ _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_TOLERANCE = 5e-2
 
 
-@dataclass(frozen=True, slots=True)
-class PackingSupport:
-    """Whether a model can be packed, and why (not), in plain words."""
+def packing_problem(model: nn.Module) -> str:
+    """Why a model cannot be packed, by its family, then by trying; empty where it can.
 
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-def can_pack(model: nn.Module) -> PackingSupport:
-    """Decides by family, then compares packed with padded logits on the model itself.
-
-    A model without real weights (meta or fake tensors) is judged by its family alone.
+    Packed and padded logits are compared on the model itself. A model without real weights (meta or
+    fake tensors) is judged by its family alone.
     """
     inner = unwrap(model)
     if refusal := _refusal(model, inner):
-        return PackingSupport(False, refusal)
+        return refusal
     assert isinstance(inner, PreTrainedModel)
-    name = type(inner).__name__
     if not has_values(inner):
-        return PackingSupport(
-            True, Message("{name}: a known family; not tried, as it has no weights yet", name=name)
-        )
+        return ""
     try:
         refusal = _probe(model, inner)
     except Exception as error:
@@ -355,9 +337,9 @@ def can_pack(model: nn.Module) -> PackingSupport:
             kind=type(error).__name__,
             error=str(error),
         )
-    if refusal:
-        return PackingSupport(False, Message("{name}: {refusal}", name=name, refusal=refusal))
-    return PackingSupport(True, Message("{name}: packed and padded logits agree", name=name))
+    if not refusal:
+        return ""
+    return Message("{name}: {refusal}", name=type(inner).__name__, refusal=refusal)
 
 
 def _refusal(model: nn.Module, inner: nn.Module) -> str:
@@ -375,7 +357,7 @@ def _refusal(model: nn.Module, inner: nn.Module) -> str:
     if kind in REFUSED:
         return Message(REFUSED[kind])
     if kind not in FAMILIES:
-        if _is_causal(inner):
+        if any(getattr(module, "is_causal", False) is True for module in inner.modules()):
             return Message("{kind} is a decoder; only encoders are packed so far", kind=kind)
         return Message("there is no packing rule for the model type {kind}", kind=repr(kind))
     if getattr(config, "is_decoder", False):
@@ -396,17 +378,13 @@ def _refusal(model: nn.Module, inner: nn.Module) -> str:
     return ""
 
 
-def _is_causal(model: PreTrainedModel) -> bool:
-    return any(getattr(module, "is_causal", False) is True for module in model.modules())
-
-
 def _probe(model: nn.Module, inner: PreTrainedModel) -> str:
     """Two ways through the model with three short texts; empty when they agree."""
     device, dtype = inner.device, inner.dtype
     padded = probe_batch(inner)
     with evaluating(model), torch.no_grad():
         expected = model(**{name: column.to(device) for name, column in padded.items()}).logits
-        with packed(model) as packer, count_packed_calls() as calls:
+        with PackedModel(model) as packer, count_packed_calls() as calls:
             batch = packer.pack(padded).to(device)
             logits: Tensor = model(**batch.inputs()).logits
     config: Any = inner.config

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from memfit.i18n import N_, Message
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.packing.packed_model import can_pack, packed
+from memfit.strategies.packing.packed_model import PackedModel, packing_problem
 from memfit.strategies.planning import Axis, Effects, PlanFigures
 from memfit.units import percent
 
@@ -52,11 +52,10 @@ class Packing(Strategy):
                 "{shown}=True in its config asks for one entry a token, padding included",
                 shown=shown,
             )
-        support = can_pack(setup.model)
-        return "" if support.ok else support.reason
+        return packing_problem(setup.model)
 
     def change(self, setup: Setup) -> None:
-        setup.packing = packing = packed(setup.model)
+        setup.packing = packing = PackedModel(setup.model)
 
         def undo() -> None:
             packing.remove()
