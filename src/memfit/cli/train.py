@@ -13,7 +13,7 @@ from memfit.config import DataConfig, ModelConfig, RunConfig, files
 from memfit.config.schema import DATA_SOURCES
 from memfit.errors import ConfigError
 from memfit.i18n import t
-from memfit.waiting import doing, make_way, telling
+from memfit.waiting import doing, telling
 
 EPILOG = (
     "Every field of transformers' TrainingArguments is an option under its own name, with dashes "
@@ -55,39 +55,24 @@ def train(
 ) -> None:
     """Fine-tune a classifier on a table of texts and labels."""
     del ctx
-    with files.cache_unused(no_cache), telling(quiet=quiet), doing(t("preparing …")):
-        _train(data or [], config, resume, watch, options, as_json=as_json, quiet=quiet)
-
-
-def _train(
-    given: list[str],
-    config: str | None,
-    resume: bool,
-    watch: bool,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    from memfit import api
-
-    if len(given) > 1:
+    tables = data or []
+    if len(tables) > 1:
         raise ConfigError(
             "memfit train takes one table and got {count}: {tables}; join them into one file, "
             "or train on each with its own --output-dir",
-            count=len(given),
-            tables=", ".join(given),
+            count=len(tables),
+            tables=", ".join(tables),
         )
-    with console.only_results_on_stdout():
-        result = api.finetune(
-            given[0] if given else None,
-            config=config,
-            resume=resume,
-            quiet=quiet,
-            watch=watch,
-            **options,
-        )
-    make_way()
+    with (
+        files.cache_unused(no_cache),
+        telling(quiet=quiet),
+        doing(t("preparing …")),
+        console.only_results_on_stdout(),
+    ):
+        from memfit import api
+
+        how: dict[str, Any] = {"resume": resume, "quiet": quiet, "watch": watch}
+        result = api.finetune(tables[0] if tables else None, config=config, **how, **options)
     if as_json:
         console.show_json({"output_dir": result.output_dir, **result.summary.to_dict()})
         return
