@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,6 +39,12 @@ _MADE_BY_MEMFIT = '<meta name="generator" content="memfit">'
 
 _SAME_ROWS = ("data.path", "data.validation_file", "data.validation_split", "data.seed")
 """Settings that decide which rows a run is evaluated on."""
+
+_CAUTIONS = {
+    "rows": N_("The runs were not evaluated on the same rows: compare their metrics with care."),
+    "positive": N_("The metrics are not of the same positive class."),
+    "device": N_("The runs were trained on different devices: their times differ by that."),
+}
 
 _LIBRARIES = ("memfit", "torch", "transformers")
 
@@ -88,9 +95,9 @@ class Comparison:
         """The lines under each heading; headings without a line are left out."""
         found = {
             "settings": list(_settings(self.views)),
-            "metrics": list(_metrics(self.views)),
+            "metrics": list(_metrics(self.views, comparable={"rows", "positive"} <= self.same)),
             "memory": list(_memory(self.views)),
-            "time": list(_time(self.views)),
+            "time": list(_time(self.views, comparable="device" in self.same)),
         }
         return {name: rows for name, rows in found.items() if rows}
 
@@ -106,18 +113,22 @@ class Comparison:
 
     def cautions(self) -> list[str]:
         """Why figures may not be comparable."""
-        said = []
-        if not _same_rows(self.views):
-            said.append(
-                t("The runs were not evaluated on the same rows: compare their metrics with care.")
-            )
-        if not _same_positive(self.views):
-            said.append(t("The metrics are not of the same positive class."))
-        if not _same_device(self.views):
-            said.append(
-                t("The runs were trained on different devices: their times differ by that.")
-            )
-        return said
+        return [t(sentence) for what, sentence in _CAUTIONS.items() if what not in self.same]
+
+    @cached_property
+    def same(self) -> set[str]:
+        """What all runs share: the `rows` they were evaluated on, `positive` class, `device`."""
+        configs = [_flat(view.config) for view in self.views]
+        summaries = [view.summary for view in self.views]
+        found: dict[str, list[Any]] = {
+            "rows": [
+                (one.data.get("validation_rows"), *(config.get(key) for key in _SAME_ROWS))
+                for one, config in zip(summaries, configs, strict=True)
+            ],
+            "positive": [one.positive for one in summaries if one.metrics],
+            "device": [one.device for one in summaries],
+        }
+        return {what for what, values in found.items() if not _differs(values)}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: figures as numbers, and the settings that differ."""
@@ -172,7 +183,12 @@ class Comparison:
         return filled(
             "comparison.html",
             title=t("{count} runs compared", count=len(self.runs)),
-            runs=[_shown(name, view, folder) for name, view in self.runs.items()],
+            runs=[
+                (clean(name), view, _link(view.folder.report, folder))
+                for name, view in self.runs.items()
+            ],
+            state=sections.state,
+            verdict=sections.verdict,
             names=[clean(name) for name in self.runs],
             cautions=self.cautions(),
             sections=[(name, self._title(name), rows) for name, rows in self.sections().items()],
@@ -208,22 +224,14 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("summary.json", "run.toml"))
 
 
-def _shown(name: str, view: RunView, folder: Path | None) -> dict[str, Any]:
-    """A run as the page's list shows it, with a link to its report."""
-    report, link = view.folder.report, ""
-    if folder is not None and report.is_file():
-        try:
-            link = quote(Path(os.path.relpath(report, folder)).as_posix())
-        except ValueError:  # another drive of Windows
-            link = report.as_uri()
-    return {
-        "name": clean(name),
-        "path": clean(view.folder.path),
-        "state": sections.state(view),
-        "verdict": sections.verdict(view),
-        "warnings": len(view.summary.warnings),
-        "report": link,
-    }
+def _link(report: Path, folder: Path | None) -> str:
+    """Where a page in the folder finds the report; empty if there is none."""
+    if folder is None or not report.is_file():
+        return ""
+    try:
+        return quote(Path(os.path.relpath(report, folder)).as_posix())
+    except ValueError:  # another drive of Windows
+        return report.as_uri()
 
 
 def _in_short(name: str, view: RunView) -> tuple[str, str]:
@@ -237,21 +245,6 @@ def _in_short(name: str, view: RunView) -> tuple[str, str]:
     return clean(name), " · ".join(facts) or "–"
 
 
-def _same_rows(views: Sequence[RunView]) -> bool:
-    rows = [view.summary.data.get("validation_rows") for view in views]
-    configs = [_flat(view.config) for view in views]
-    settings = ([one.get(key) for one in configs] for key in _SAME_ROWS)
-    return not any(_differs(values) for values in (rows, *settings))
-
-
-def _same_positive(views: Sequence[RunView]) -> bool:
-    return not _differs([view.summary.positive for view in views if view.summary.metrics])
-
-
-def _same_device(views: Sequence[RunView]) -> bool:
-    return not _differs([view.summary.device for view in views])
-
-
 def _differs(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
 
@@ -262,15 +255,13 @@ def _differs(values: Sequence[Any]) -> bool:
 def _settings(views: Sequence[RunView]) -> Iterator[Row]:
     for key, values in _differing(views).items():
         name = key.rpartition(".")[2]
-        words = (_setting(name, value) for value in values)
+        words = [number(value) for value in values]
+        if name == "strategies":
+            words = [t(", ").join(named("strategy", s) for s in one or ()) or "–" for one in values]
+        elif name == "fidelity":
+            words = [named("fidelity", one) if one else "–" for one in values]
         shown = tuple(terminal.shorten(one, 60) for one in words)
         yield Row(name if name in _LIBRARIES else setting_name(name), shown)
-
-
-def _setting(name: str, value: Any) -> str:
-    if name == "strategies" and value:
-        return t(", ").join(named("strategy", one) for one in value)
-    return named("fidelity", value) if name == "fidelity" and value else number(value)
 
 
 def _differing(views: Sequence[RunView]) -> dict[str, list[Any]]:
@@ -325,8 +316,7 @@ def _plain(value: Any) -> Any:
 # ---- figures ----
 
 
-def _metrics(views: Sequence[RunView]) -> Iterator[Row]:
-    comparable = _same_rows(views) and _same_positive(views)
+def _metrics(views: Sequence[RunView], *, comparable: bool) -> Iterator[Row]:
     for name in dict.fromkeys(name for view in views for name in view.summary.metrics):
         values = [view.summary.metrics.get(name) for view in views]
         best = _best(views, values, lowest=name in _LOWER_IS_BETTER) if comparable else _NONE
@@ -345,8 +335,7 @@ def _memory(views: Sequence[RunView]) -> Iterator[Row]:
     yield from _row(t("of the budget"), [peak and peak.share for peak in measured], percent)
 
 
-def _time(views: Sequence[RunView]) -> Iterator[Row]:
-    comparable = _same_device(views)
+def _time(views: Sequence[RunView], *, comparable: bool) -> Iterator[Row]:
     for which in ("train", "total"):
         seconds = [view.summary.seconds.get(which) for view in views]
         # A run that did not come to its end was not quicker.
