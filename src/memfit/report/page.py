@@ -21,7 +21,7 @@ from memfit.records.results import RunFolder, RunSummary
 from memfit.report import curves, memory_bar, plots, sections
 from memfit.report.formatting import number
 from memfit.report.view import RUNNING, RunView, read_view
-from memfit.units import format_bytes, format_seconds
+from memfit.units import format_bytes, format_seconds, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -124,6 +124,7 @@ def fill(template: str, **values: Any) -> str:
     shared = {
         "drawn": Markup, "t": t, "pt": pt, "lang": LANG_TAGS[language()], "clean": clean,
         "number": number, "bytes": format_bytes, "seconds": format_seconds, "quoted": shlex.quote,
+        "percent": percent,
     }  # fmt: skip
     return _templates().get_template(template).render(**shared, **values)
 

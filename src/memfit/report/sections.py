@@ -34,9 +34,6 @@ from memfit.units import (
 
 LARGEST_MATRIX = 20
 
-SHARES_UP_TO = 8
-"""Up to this many columns have room for a share under each count."""
-
 MOST_CLASSES = 100
 
 MOST_CONFUSIONS = 20
@@ -227,7 +224,7 @@ def quality(view: RunView) -> dict[str, Any] | None:
     return {
         "sentence": together([one for one in said if one]),
         "classes": class_table(result.classes) if result.classes else None,
-        "matrix": _matrix(result) if small else None,
+        "matrix": result if small else None,
         "confusions": confusions,
         "score_name": pt("score", "value") if result.task == "regression" else t("score"),
     }
@@ -254,29 +251,6 @@ def class_table(
         ],
         [t("class"), *(named("metric", name) for name in scores), t("rows")],
     )
-
-
-def _matrix(result: Evaluation) -> dict[str, Any]:
-    names = [clean(row.name) for row in result.classes]
-    shares = len(names) <= SHARES_UP_TO
-
-    def cell(count: int, total: int, right: bool) -> dict[str, Any]:
-        share = count / max(total, 1)
-        return {
-            "count": f"{count:,}",
-            "share": round(share, 3),
-            "percent": percent(share) if shares else "",
-            "right": right,
-        }
-
-    rows = [
-        {
-            "name": name,
-            "cells": [cell(n, sum(counts), column == index) for column, n in enumerate(counts)],
-        }
-        for index, (name, counts) in enumerate(zip(names, result.confusion, strict=True))
-    ]
-    return {"names": names, "rows": rows}
 
 
 # ---- the training ----
