@@ -36,8 +36,6 @@ MANIFEST = "manifest.json"
 
 _VERSION = 1
 
-_CHUNK_BYTES = 1 << 22
-
 _THREADS = 4
 
 
@@ -66,7 +64,7 @@ def write_manifest(folder: Path) -> Path:
 
 def _entry(path: Path) -> dict[str, Any]:
     with path.open("r+b") as file:  # Windows flushes only what may be written to
-        digest = _digest(file)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": digest}
 
@@ -82,30 +80,21 @@ def problem_with(folder: Path) -> str:
     except (OSError, ValueError) as error:
         return t("{file} cannot be read: {reason}", file=MANIFEST, reason=error)
     for name, entry in files.items():
+        path = folder / name
         try:
-            problem = _problem(folder, name, entry)
+            if not path.is_file():
+                return t("{file} is missing", file=name)
+            if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+                return t("{file} is a link to somewhere else", file=name)
+            if (size_bytes := path.stat().st_size) != entry["bytes"]:
+                sizes = {"bytes": f"{size_bytes:,}", "whole": f"{entry['bytes']:,}"}
+                return t("{file} has {bytes} of its {whole} bytes", file=name, **sizes)
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry.get("sha256"):
+                    return t("{file} does not match its checksum", file=name)
         except OSError as error:
-            problem = t(
-                "{file} cannot be read: {reason}", file=name, reason=error.strerror or error
-            )
-        if problem:
-            return problem
-    return ""
-
-
-def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
-    path = folder / name
-    if not path.is_file():
-        return t("{file} is missing", file=name)
-    if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
-        return t("{file} is a link to somewhere else", file=name)
-    size_bytes = path.stat().st_size
-    if size_bytes != entry["bytes"]:
-        sizes = {"bytes": f"{size_bytes:,}", "whole": f"{entry['bytes']:,}"}
-        return t("{file} has {bytes} of its {whole} bytes", file=name, **sizes)
-    with path.open("rb") as file:
-        if _digest(file) != entry.get("sha256"):
-            return t("{file} does not match its checksum", file=name)
+            reason = error.strerror or error
+            return t("{file} cannot be read: {reason}", file=name, reason=reason)
     return ""
 
 
@@ -139,13 +128,6 @@ def sync_directory(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _own_digest(values: Mapping[str, Any]) -> str:
@@ -270,17 +252,16 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
 
 
 def nothing_good(output_dir: str | Path, search: Search) -> str:
-    """Why a run cannot be resumed."""
+    """Returns why a run cannot be resumed."""
     if not search.passed_over:
         return t(
             "nothing to resume: No valid checkpoint found in output directory ({folder})",
             folder=output_dir,
         )
-    damaged = "; ".join(search.notes())
     return t(
         "nothing to resume: no checkpoint in {folder} is whole. {damaged}",
         folder=output_dir,
-        damaged=damaged,
+        damaged="; ".join(search.notes()),
     )
 
 
