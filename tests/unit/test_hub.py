@@ -122,8 +122,9 @@ def test_no_token_is_in_what_is_said_of_an_error(token: str) -> None:
 def test_no_token_is_in_an_error_of_either_hub(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", token)
-    for client in (huggingface, modelscope):
-        with pytest.raises(memfit.MemfitError) as caught, client._explained("upload", token):
+    asked = hubs.explained(lambda error: huggingface._sentence(error, "upload", "", token))
+    for explained in (asked, modelscope._explained("upload", token)):
+        with pytest.raises(memfit.MemfitError) as caught, explained:
             raise RuntimeError(f"failed with {token}")
         assert token not in str(caught.value)
         assert caught.value.__cause__ is None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import ConfigError, nearest
+from memfit.errors import ConfigError, MemfitError, nearest
 from memfit.printing import clean, without_tokens
 
 
@@ -42,6 +44,17 @@ def is_connection(error: BaseException) -> bool:
     return any(kind.__name__ == "TransportError" for kind in type(error).__mro__) or isinstance(
         error, ConnectionError | TimeoutError
     )
+
+
+@contextlib.contextmanager
+def explained(sentence: Callable[[Exception], MemfitError]) -> Iterator[None]:
+    """Makes every error of a hub's client the one that `sentence` returns."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        raise sentence(error) from None
 
 
 def is_set(variable: str) -> bool:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.i18n import N_, t
-from memfit.models.hubs import causes, is_connection, reason, refuse_if
+from memfit.models.hubs import causes, explained, is_connection, reason, refuse_if
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def login(token: str | None, *, force: bool) -> str:
     if token is None and not force and get_token() is not None:
         with contextlib.suppress(MemfitError):
             return _user()
-    with _explained("login", token):
+    with explained(lambda error: _sentence(error, "login", "", token)):
         if token is not None:
             hub_login(token)
         else:
@@ -125,7 +124,7 @@ def login(token: str | None, *, force: bool) -> str:
 def _user() -> str:
     from huggingface_hub import HfApi
 
-    with _explained("who"):
+    with explained(lambda error: _sentence(error, "who", "")):
         return str(HfApi().whoami()["name"])
 
 
@@ -135,7 +134,7 @@ def upload(what: Upload) -> str:
 
     refuse_if(is_off())
     api = HfApi()
-    with _explained("upload", repo=what.repo):
+    with explained(lambda error: _sentence(error, "upload", what.repo)):
         made = api.create_repo(what.repo, private=True if what.private else None, exist_ok=True)
         if what.private and not api.model_info(what.repo).private:
             raise ConfigError(
@@ -148,74 +147,41 @@ def upload(what: Upload) -> str:
 
 
 def _commit(api: HfApi, what: Upload) -> None:
+    """One commit; tried again where that may help, without Xet where the hub lacks it."""
+    from huggingface_hub import CommitOperationAdd, constants
+
     with contextlib.ExitStack() as plainly:
         for wait in (*WAITS_SECONDS, None):
+            # Made anew for each attempt: an operation remembers what became of it before.
+            added: dict[str, str | bytes] = {file.name: str(file) for file in what.files}
+            operations = [
+                CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+                for name, content in {**added, "README.md": what.card}.items()
+            ]
             try:
-                api.create_commit(what.repo, _operations(what), commit_message=_MESSAGE)
+                api.create_commit(what.repo, operations, commit_message=_MESSAGE)
                 return
             except Exception as error:
-                if _lacks_xet(error):
-                    plainly.enter_context(_without_xet())
-                elif wait is None or not _may_pass(error):
+                chain = causes(error)
+                said = " ".join(map(str, chain))
+                # Mirrors and hubs of one's own may know large files only the older way (LFS).
+                lacks_xet = "xet-write-token" in said and "404" in said
+                if lacks_xet and not constants.HF_HUB_DISABLE_XET:
+                    constants.HF_HUB_DISABLE_XET = True
+                    plainly.callback(setattr, constants, "HF_HUB_DISABLE_XET", False)
+                elif wait is None or not any(
+                    is_connection(one) or _status(one) in (408, 429, 500, 502, 503, 504)
+                    for one in chain
+                ):
                     raise
                 else:
                     time.sleep(wait)
-
-
-def _operations(what: Upload) -> list[Any]:
-    """Made anew for each attempt: an operation remembers what became of it in the one before."""
-    from huggingface_hub import CommitOperationAdd
-
-    added = [(file.name, str(file)) for file in what.files]
-    return [
-        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in added),
-        CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=what.card),
-    ]
-
-
-def _lacks_xet(error: BaseException) -> bool:
-    """Mirrors and hubs of one's own may know large files only the older way (LFS)."""
-    from huggingface_hub import constants
-
-    said = " ".join(str(each) for each in causes(error))
-    return not constants.HF_HUB_DISABLE_XET and "xet-write-token" in said and "404" in said
-
-
-@contextlib.contextmanager
-def _without_xet() -> Iterator[None]:
-    """What HF_HUB_DISABLE_XET=1 does, for this upload."""
-    from huggingface_hub import constants
-
-    constants.HF_HUB_DISABLE_XET = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_DISABLE_XET = False
 
 
 def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     return status if isinstance(status, int) else None
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether trying again may help."""
-    return any(
-        is_connection(each) or (_status(each) or 0) in (408, 429, 500, 502, 503, 504)
-        for each in causes(error)
-    )
-
-
-@contextlib.contextmanager
-def _explained(doing: str, *secrets: str | None, repo: str = "") -> Iterator[None]:
-    """Every way it fails as one sentence, with no token in it."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except Exception as error:
-        raise _sentence(error, doing, repo, *secrets) from None
 
 
 _DOING = {
@@ -284,25 +250,17 @@ _CHUNK_BYTES = 2**20
 
 def prefetch(name: str) -> None:
     """The weights of a model into the cache; what goes wrong but the connection is left alone."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-    files: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(Exception):  # a name that is none, no permission: told when it loads
-        files = _weight_files(name)
-    for file in files:
-        if not isinstance(try_to_load_from_cache(name, file), str):
-            _prefetch(name, file)
-
-
-def _weight_files(name: str) -> list[str]:
-    """The weight files that transformers reads: safetensors, if there are any."""
-    from huggingface_hub import HfApi
-
-    siblings = HfApi().model_info(name).siblings or []
-    names = [item.rfilename for item in siblings if "/" not in item.rfilename]
+        siblings = HfApi().model_info(name).siblings or []
+        names = [item.rfilename for item in siblings if "/" not in item.rfilename]
     safe = [each for each in names if each.startswith("model") and each.endswith(".safetensors")]
     old = [each for each in names if each.startswith("pytorch_model") and each.endswith(".bin")]
-    return sorted(safe or old)
+    for file in sorted(safe or old):  # what transformers reads
+        if not isinstance(try_to_load_from_cache(name, file), str):
+            _prefetch(name, file)
 
 
 def _prefetch(name: str, file: str) -> None:
@@ -311,7 +269,7 @@ def _prefetch(name: str, file: str) -> None:
     about = _about(name, file)
     if about is None or about.size is None or about.size < SMALLEST_BYTES:
         return
-    blob = _blob(name, str(about.etag))
+    blob = _folder(name) / "blobs" / str(about.etag)
     if blob.exists():
         return
     part = blob.with_name(f"{blob.name}.memfit.incomplete")
@@ -321,13 +279,13 @@ def _prefetch(name: str, file: str) -> None:
     # Where another process is at it already, huggingface_hub fetches a copy of its own.
     with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
         _fetch(name, file, part)
-        if part.exists() and _is_whole(part, about):
-            part.replace(blob)
+        if _size(part) == about.size:
+            with part.open("rb") as read:
+                digest = hashlib.file_digest(read, "sha256").hexdigest()
+            # Large files are named after their checksum.
+            if digest == blob.name or len(blob.name) != len(digest):
+                part.replace(blob)
         part.unlink(missing_ok=True)
-
-
-def _blob(name: str, etag: str) -> Path:
-    return _folder(name) / "blobs" / etag
 
 
 def _folder(name: str, *within: str) -> Path:
@@ -379,13 +337,14 @@ def _fetch(name: str, file: str, part: Path) -> None:
 
 def _append(about: HfFileMetadata, part: Path, file: str) -> None:
     from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+    from huggingface_hub.utils.tqdm import tqdm
 
     begun = _size(part)
-    headers = {
-        **_headers(about.location),
-        "Range": f"bytes={begun}-",
-        "Accept-Encoding": "identity",
-    }
+    # The token goes to the hub and never to the store a large file lies in.
+    same = urlsplit(about.location).netloc == urlsplit(constants.ENDPOINT).netloc
+    headers = dict(build_hf_headers(token=None if same else False))
+    headers |= {"Range": f"bytes={begun}-", "Accept-Encoding": "identity"}
     answered = get_session().stream(
         "GET",
         about.location,
@@ -393,46 +352,20 @@ def _append(about: HfFileMetadata, part: Path, file: str) -> None:
         timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         follow_redirects=True,
     )
+    bar: Any = tqdm  # its own signature has no types
     with answered as response:
         response.raise_for_status()
         mode = "ab" if response.status_code == 206 else "wb"
-        with part.open(mode) as target, _bar(file, about.size, begun) as bar:
+        with (
+            part.open(mode) as target,
+            bar(
+                desc=file, total=about.size, initial=begun, unit="B", unit_scale=True, delay=2,
+                disable=None, leave=False,
+            ) as shown,
+        ):  # fmt: skip
             for chunk in response.iter_bytes(chunk_size=_CHUNK_BYTES):
                 target.write(chunk)
-                bar.update(len(chunk))
-
-
-def _headers(location: str) -> dict[str, str]:
-    """The token goes to the hub and never to the store a large file lies in."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    same = urlsplit(location).netloc == urlsplit(constants.ENDPOINT).netloc
-    return dict(build_hf_headers(token=None if same else False))
-
-
-@contextlib.contextmanager
-def _bar(file: str, total_bytes: int | None, begun_bytes: int) -> Iterator[Any]:
-    """A bar on a terminal once it takes two seconds."""
-    from huggingface_hub.utils.tqdm import tqdm
-
-    bar: Any = tqdm  # its own signature has no types
-    with bar(
-        desc=file, total=total_bytes, initial=begun_bytes, unit="B", unit_scale=True, delay=2,
-        disable=None, leave=False,
-    ) as shown:  # fmt: skip
-        yield shown
-
-
-def _is_whole(part: Path, about: HfFileMetadata) -> bool:
-    """The bytes that were promised: large files are named after their checksum."""
-    if part.stat().st_size != about.size:
-        return False
-    etag = str(about.etag)
-    if len(etag) != 64:
-        return True
-    with part.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == etag
+                shown.update(len(chunk))
 
 
 def _size(path: Path) -> int:

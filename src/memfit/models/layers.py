@@ -71,7 +71,11 @@ def freeze(model: PreTrainedModel, what: str) -> int:
     `encoder` is the whole base model, its pooler included; `embeddings` the embedding tables;
     a number that many layers from below, with the embeddings under them.
     """
-    frozen = sum(_stop(part) for part in _frozen_parts(model, what))
+    frozen = 0
+    for part in _frozen_parts(model, what):
+        for parameter in part.parameters():
+            frozen += parameter.numel() if parameter.requires_grad else 0
+            parameter.requires_grad = False
     if not frozen:
         raise ConfigError(
             "--freeze {what} froze nothing: {model} has no such part that learns",
@@ -97,15 +101,6 @@ def _frozen_parts(model: PreTrainedModel, what: str) -> Iterable[nn.Module]:
             **said,
         )
     return [embeddings, *layers[:count]]
-
-
-def _stop(part: nn.Module) -> int:
-    count = 0
-    for parameter in part.parameters():
-        if parameter.requires_grad:
-            parameter.requires_grad = False
-            count += parameter.numel()
-    return count
 
 
 def lora_targets(model: PreTrainedModel) -> tuple[str, ...]:
@@ -140,7 +135,11 @@ def add_lora(
     except ImportError:
         raise ConfigError("--lora needs peft; install it with: pip install memfit[lora]") from None
     base_name = model.base_model_prefix
-    whole = {name for name, part in model.named_children() if name != base_name and _has_any(part)}
+    whole = {
+        name
+        for name, part in model.named_children()
+        if name != base_name and next(part.parameters(), None) is not None
+    }
     whole |= {"pooler" for name in fresh if ".pooler." in f".{name}"}
     settings = LoraConfig(
         task_type=TaskType.SEQ_CLS,
@@ -151,7 +150,3 @@ def add_lora(
         modules_to_save=sorted(whole),
     )
     return get_peft_model(model, settings, low_cpu_mem_usage=on_meta)
-
-
-def _has_any(part: nn.Module) -> bool:
-    return next(part.parameters(), None) is not None

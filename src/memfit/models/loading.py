@@ -44,14 +44,20 @@ def check_model_folder(config: ModelConfig) -> None:
             raise ModelError(
                 "the model {model} is a file; give the folder it lies in", model=config.model
             )
-        similar = _similar_folder(folder)
-        if similar is not None or _looks_like_a_path(config.model):
-            kind = (
-                N_("there is no model folder {model}; check the path")
-                if similar is None
-                else N_("there is no model folder {model}; did you mean {similar}?")
+        # A model beside it under nearly its name: a slip of the pen, and no reason to ask the hub.
+        beside: list[str] = []
+        with contextlib.suppress(OSError):
+            found = folder.parent.iterdir()
+            beside = [item.name for item in found if (item / "config.json").is_file()]
+        if close := difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8):
+            raise ModelError(
+                "there is no model folder {model}; did you mean {similar}?",
+                model=config.model,
+                similar=folder.with_name(close[0]),
             )
-            raise ModelError(kind, model=config.model, similar=similar)
+        name = config.model
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+            raise ModelError("there is no model folder {model}; check the path", model=name)
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
@@ -90,27 +96,13 @@ def start_reading_weights(config: ModelConfig) -> None:
     if config.from_scratch or not hasattr(os, "posix_fadvise"):
         return
     files = [*Path(config.model).glob("*.safetensors"), *Path(config.model).glob("*.bin")]
-    threading.Thread(target=_read_ahead, args=(files,), daemon=True).start()
 
+    def read_ahead() -> None:
+        for file in files:
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
-def _read_ahead(files: list[Path]) -> None:
-    for file in files:
-        with contextlib.suppress(OSError), file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
-
-
-def _similar_folder(folder: Path) -> Path | None:
-    """A model beside it under nearly its name: a slip of the pen, and no reason to ask the hub."""
-    try:
-        beside = [item.name for item in folder.parent.iterdir() if (item / "config.json").is_file()]
-    except OSError:
-        return None
-    close = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.8)
-    return folder.with_name(close[0]) if close else None
+    threading.Thread(target=read_ahead, daemon=True).start()
 
 
 def load_settings(
@@ -119,9 +111,15 @@ def load_settings(
     """The model's configuration with a head for these labels, and its tokenizer: no weights."""
     check_model_folder(config)
     # One file, and so the shortest wait for a hub that does not answer.
-    settings = _label_settings(load_config(config), labels)
+    settings: Any = load_config(config)
+    settings.problem_type = labels.problem_type
+    settings.id2label, settings.label2id = labels.id2label, labels.label2id
     tokenizer = load_tokenizer(config)
-    _set_padding(settings, tokenizer)
+    text = settings.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = tokenizer.pad_token_id
+    if getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = text.pad_token_id
     if tokenizer.model_max_length > 10**9:  # its files name no longest text; the model does
         import torch
         from transformers import AutoModelForSequenceClassification as Classifier
@@ -144,7 +142,15 @@ def load_weights(
     """The model these settings describe, frozen or adapted as asked."""
     model: Any
     model, fresh = _load_model(config, settings)
-    _check_vocabulary(model, tokenizer, config.model)
+    embedded = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > embedded:
+        raise ModelError(
+            "the tokenizer of {model} knows {known} tokens but the model embeds "
+            "{embedded}; they do not belong together",
+            model=config.model,
+            known=len(tokenizer),
+            embedded=embedded,
+        )
     check_positions(model, max_length, config.model)
     # The heads take **kwargs and ignore num_items_in_batch: without this the stock Trainer
     # would not divide the loss by the accumulation steps (transformers#47688).
@@ -212,23 +218,6 @@ def _source(config: ModelConfig) -> str:
     return source_of(config.model, weights=not config.from_scratch)
 
 
-def _label_settings(config: Any, labels: LabelSpace) -> PretrainedConfig:
-    """The configuration with the head's size and the label names in it."""
-    config.problem_type = labels.problem_type
-    config.id2label = labels.id2label
-    config.label2id = labels.label2id
-    settings: PretrainedConfig = config
-    return settings
-
-
-def _set_padding(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    text = config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = tokenizer.pad_token_id
-    if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = text.pad_token_id
-
-
 def _load_model(
     config: ModelConfig, settings: PretrainedConfig
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
@@ -263,8 +252,7 @@ def _load_model(
         raise loading_error(error, config.model) from None
     except Exception as error:
         raise loading_error(error, config.model) from None
-    fresh = _check_loaded(model, info, config.model)
-    return model, fresh
+    return model, _check_loaded(model, info, config.model)
 
 
 def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tuple[str, ...]:
@@ -289,19 +277,6 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str) -> tu
             **said,
         )
     return tuple(sorted(missing))
-
-
-def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    embedded = int(model.get_input_embeddings().weight.shape[0])
-    if len(tokenizer) > embedded:
-        known = len(tokenizer)
-        raise ModelError(
-            "the tokenizer of {model} knows {known} tokens but the model embeds "
-            "{embedded}; they do not belong together",
-            model=name,
-            known=known,
-            embedded=embedded,
-        )
 
 
 def check_positions(model: PreTrainedModel, max_length: int, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import ConfigError, MemfitError, ModelError
 from memfit.i18n import N_, t
-from memfit.models.hubs import is_set, reason, refuse_if
+from memfit.models.hubs import explained, is_set, reason, refuse_if
 
 if TYPE_CHECKING:
     from modelscope_hub import HubApi, HubConfig
@@ -54,7 +54,7 @@ def download(name: str, *, weights: bool = True) -> Path:
     silent = (
         t("is switched off (HF_HUB_OFFLINE=1)") if is_off() else _why_silent(str(config.endpoint))
     )
-    with _explained(t("get the model {name}", name=f"modelscope:{name}"), config.token), _quiet():
+    with _explained(t("get the model {name}", name=f"modelscope:{name}"), config.token):
         if silent is not None:
             return _from_cache(config, name, silent)
         api = _api(config)
@@ -62,13 +62,9 @@ def download(name: str, *, weights: bool = True) -> Path:
         ignored = list(_NOT_OURS)
         if not weights:
             ignored += ["*.bin", "*.safetensors"]
-        elif any(_safe(path) for path in listed):
+        elif any(path.endswith(".safetensors") and "/" not in path for path in listed):
             ignored.append("*.bin")
         return api.download_repo(name, "model", ignore_patterns=ignored)
-
-
-def _safe(path: str) -> bool:
-    return path.endswith(".safetensors") and "/" not in path
 
 
 def _from_cache(config: HubConfig, name: str, silent: str) -> Path:
@@ -111,12 +107,12 @@ def login(token: str | None, *, force: bool) -> str:
             "no token given; make one at https://modelscope.cn/my/myaccesstoken and paste "
             "it into memfit login --to modelscope, or set MODELSCOPE_API_TOKEN"
         )
-    with _explained(t("log in to ModelScope"), token), _quiet():
+    with _explained(t("log in to ModelScope"), token):
         return str(_api(config).login(token).username)
 
 
 def _user(config: HubConfig) -> str:
-    with _explained(t("ask who is logged in to ModelScope"), config.token), _quiet():
+    with _explained(t("ask who is logged in to ModelScope"), config.token):
         return str(_api(config).whoami().username)
 
 
@@ -130,7 +126,7 @@ def upload(what: Upload) -> str:
             "login --to modelscope, or set MODELSCOPE_API_TOKEN",
             repo=what.repo,
         )
-    with _explained(t("upload to {repo}", repo=what.repo), config.token), _quiet():
+    with _explained(t("upload to {repo}", repo=what.repo), config.token):
         api = _api(config)
         _create(api, what)
         api.upload_folder(
@@ -151,6 +147,7 @@ def upload(what: Upload) -> str:
 
 
 def _create(api: HubApi, what: Upload) -> None:
+    from modelscope_hub import Visibility
     from modelscope_hub.errors import AlreadyExistsError
 
     seen = "private" if what.private else "public"
@@ -158,19 +155,14 @@ def _create(api: HubApi, what: Upload) -> None:
         # Without a licence the client would name one of its own choice.
         api.create_repo(what.repo, "model", visibility=seen, license=what.licence)
     except AlreadyExistsError:
-        if what.private and not _is_private(api, what.repo):
+        known = api.get_repo(what.repo, "model")
+        is_private = bool(known.private) or known.visibility == Visibility.PRIVATE
+        if what.private and not is_private:
             raise ConfigError(
                 "{repo} exists already and is public, so that nothing was uploaded; make "
                 "it private in its settings, or name another repository",
                 repo=what.repo,
             ) from None
-
-
-def _is_private(api: HubApi, repo: str) -> bool:
-    from modelscope_hub import Visibility
-
-    known = api.get_repo(repo, "model")
-    return bool(known.private) or known.visibility == Visibility.PRIVATE
 
 
 def _config() -> HubConfig:
@@ -191,32 +183,28 @@ def _api(config: HubConfig) -> HubApi:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The client prints reports and logs every retry; the error says it once."""
+def _explained(doing: str, *secrets: str | None) -> Iterator[None]:
+    """Every way it fails as one sentence, with no token in it.
+
+    The client prints reports and logs every retry; the error says it once.
+    """
     log = logging.getLogger("modelscope_hub")
     before = log.level
     log.setLevel(logging.CRITICAL)
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else _redirected()
+    bars = (
+        contextlib.nullcontext()
+        if sys.stderr.isatty()
+        else contextlib.redirect_stderr(io.StringIO())
+    )
     try:
-        with contextlib.redirect_stdout(io.StringIO()), bars:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            bars,
+            explained(lambda error: _sentence(error, doing, *secrets)),
+        ):
             yield
     finally:
         log.setLevel(before)
-
-
-def _redirected() -> contextlib.redirect_stderr[io.StringIO]:
-    return contextlib.redirect_stderr(io.StringIO())
-
-
-@contextlib.contextmanager
-def _explained(doing: str, *secrets: str | None) -> Iterator[None]:
-    """Every way it fails as one sentence, with no token in it."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except Exception as error:
-        raise _sentence(error, doing, *secrets) from None
 
 
 def _sentence(error: Exception, doing: str, *secrets: str | None) -> MemfitError:
