@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.engine.micro_batches import TOKEN_INPUTS
+from memfit.engine.micro_batches import TOKEN_INPUTS, has_rows
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
 from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
@@ -113,7 +113,7 @@ class Truncation(Strategy):
 
     def unavailable(self, setup: Setup) -> str:
         dataset = setup.train_dataset
-        first = dataset[0] if hasattr(dataset, "__getitem__") and len(dataset) else {}
+        first = dataset[0] if has_rows(dataset) else {}
         if isinstance(first, Mapping) and "input_ids" in first:
             if "start_positions" in first or "end_positions" in first:
                 return Message(
