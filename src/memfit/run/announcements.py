@@ -201,17 +201,11 @@ def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
             yield
         except BaseException as error:
             if claim.kept:
-                how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                RunLog(claim.path).ended(how, _why(error))
+                is_stopped = isinstance(error, KeyboardInterrupt)
+                why = "" if is_stopped else str(error).strip()
+                if not isinstance(error, KeyboardInterrupt | MemfitError):
+                    why = ": ".join([type(error).__name__, *why.splitlines()[:1]])
+                RunLog(claim.path).ended("stopped" if is_stopped else "failed", why)
                 with contextlib.suppress(Exception):  # the error that is being raised says more
                     write_report(claim.path)
             raise
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, MemfitError):
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return ""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
-from memfit.config.files import read_json
 from memfit.config.launched import LaunchedRank
-from memfit.errors import OutputError
 from memfit.i18n import t
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.device import is_cuda
@@ -157,41 +154,6 @@ class RecordRun(TrainerCallback):
 
     def _pause_seconds(self, seconds: float) -> float:
         return max(SHORTEST_SECONDS, seconds / MOST_LINES)
-
-
-_FILE = "trainer_state.json"
-
-
-class KeepElapsed(TrainerCallback, ExportableState):
-    """The seconds trained so far are part of the Trainer's state; `earlier` are other sessions'.
-
-    The Trainer asks for the state while it writes a checkpoint, so they belong to what the
-    checkpoint's manifest lists.
-    """
-
-    def __init__(self, earlier_seconds: float = 0.0) -> None:
-        self.earlier_seconds = earlier_seconds
-        self._started: float | None = None
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """The clock of this session."""
-        self._started = time.perf_counter()
-
-    def state(self) -> dict[str, Any]:
-        """The state that the Trainer stores, and restores the callback from."""
-        session = 0.0 if self._started is None else time.perf_counter() - self._started
-        return {"args": {"earlier_seconds": self.earlier_seconds + session}, "attributes": {}}
-
-
-def elapsed_seconds(checkpoint: Path | None) -> float:
-    """What was trained up to a checkpoint; 0 where it does not say."""
-    if checkpoint is None:
-        return 0.0
-    try:
-        kept = read_json(checkpoint / _FILE)["stateful_callbacks"][KeepElapsed.__name__]
-        return float(kept["args"]["earlier_seconds"])
-    except (OutputError, KeyError, TypeError, ValueError):
-        return 0.0
 
 
 class TimeSteps(TrainerCallback):
@@ -347,7 +309,6 @@ class StopAfterStep(TrainerCallback):
 class Observers:
     """The callbacks of one training, for what is read from them afterwards."""
 
-    elapsed: KeepElapsed
     record: RecordRun
     stop: StopAfterStep
     stop_early: StopEarly | None
@@ -356,8 +317,6 @@ class Observers:
     probe: MeasureOneStep = dataclasses.field(default_factory=MeasureOneStep)
 
     def in_order(self) -> list[TrainerCallback]:
-        """Steps are timed before others wait at their end, and kept before a stop ends the run."""
-        every = (
-            self.bar, self.timed, self.elapsed, self.record, self.stop, self.probe, self.stop_early
-        )  # fmt: skip
+        """Steps are timed before other callbacks wait, and logged before a stop ends the run."""
+        every = (self.bar, self.timed, self.record, self.stop, self.probe, self.stop_early)
         return [callback for callback in every if callback is not None]

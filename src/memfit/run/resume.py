@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.config import RunConfig
 from memfit.errors import OutputError
 from memfit.records.results import RunFolder
+from memfit.records.run_log import read_log
 from memfit.report.terminal import fact_line
 
 if TYPE_CHECKING:
@@ -111,3 +112,12 @@ def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
     for note in found.notes():
         say(fact_line("note", note))
     return found
+
+
+def trained_seconds(folder: Path, checkpoint: Path | None) -> float:
+    """How long earlier sessions trained up to the checkpoint, as the run's log says."""
+    from memfit.training.checkpoints import step_of
+
+    step = 0 if checkpoint is None else step_of(checkpoint) or 0
+    samples = read_log(folder).samples if step else []
+    return max((sample.seconds for sample in samples if sample.step <= step), default=0.0)

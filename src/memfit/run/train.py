@@ -50,7 +50,12 @@ from memfit.run.choose_plan import ChosenPlan, PlanSource, choose_plan, naming
 from memfit.run.preloading import load_libraries
 from memfit.run.prepare import Prepared, budget_of_rank, prepare
 from memfit.run.rank_group import RankGroup, joined
-from memfit.run.resume import last_checkpoint, resume_command, with_absolute_paths
+from memfit.run.resume import (
+    last_checkpoint,
+    resume_command,
+    trained_seconds,
+    with_absolute_paths,
+)
 from memfit.run.save import command_in_errors, model_saved_on_failure, save_model
 from memfit.run.summary import summarize
 from memfit.waiting import doing, telling
@@ -314,14 +319,13 @@ def _observers(run: TrainingRun, prepared: Prepared) -> Observers:
     from memfit.run import callbacks
     from memfit.training.progress import MemfitProgress
 
-    elapsed = callbacks.KeepElapsed(callbacks.elapsed_seconds(run.source.checkpoint))
+    earlier_seconds = trained_seconds(run.claim.path, run.source.checkpoint)
     # On a CPU the bar shows the whole process, the budget counts tensors: no match.
     on_cpu = kind_of(prepared.arguments.device) == "cpu"
     shown_bytes = None if on_cpu else prepared.task.budget_bytes
     patience = run.config.early_stopping
     return callbacks.Observers(
-        elapsed=elapsed,
-        record=callbacks.RecordRun(run.claim.path, earlier_seconds=elapsed.earlier_seconds),
+        record=callbacks.RecordRun(run.claim.path, earlier_seconds=earlier_seconds),
         stop=callbacks.StopAfterStep(run.say, run.group),
         stop_early=None if patience is None else callbacks.StopEarly(patience),
         bar=None
@@ -424,7 +428,7 @@ def summary_of(
         )
         ranks = tuple(run.group.gathered(figures))
     # A resumed run took what its sessions took together.
-    earlier = observers.elapsed.earlier_seconds
+    earlier = observers.record.earlier_seconds
     run.seconds["train"] += earlier
     run.seconds["total"] = time.perf_counter() - started + earlier
     return run.group.share(lambda: summarize(run, prepared, training, evaluation, ranks))
