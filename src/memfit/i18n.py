@@ -232,13 +232,12 @@ def speaking(spoken: str | None) -> Iterator[None]:
 
 
 def checked(spoken: str) -> Language:
-    """A language memfit has, from en, zh, zh-CN, zh_TW.UTF-8 and the like."""
+    """A language memfit has, from en, zh, zh-CN, zh_TW.UTF-8 and the like; else ValueError."""
     found = _known(spoken)
     if found is None:
-        from memfit.errors import ConfigError  # errors are translated, so they import this module
-
-        raise ConfigError(
-            "there is no language {name} here; write --lang en or --lang zh", name=repr(spoken)
+        # No error of memfit's own: those are translated, so they import this module.
+        raise ValueError(
+            t("there is no language {name} here; write --lang en or --lang zh", name=repr(spoken))
         )
     return found
 

@@ -347,7 +347,7 @@ def test_a_language_that_is_set_stays_and_is_not_another_threads() -> None:
 
 
 def test_a_language_there_is_not_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="write --lang en or --lang zh"):
+    with pytest.raises(ValueError, match="write --lang en or --lang zh"):
         messages.checked("fr")
 
 

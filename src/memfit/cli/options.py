@@ -457,7 +457,10 @@ def take_language(arguments: Sequence[str]) -> tuple[list[str], Language | None]
             continue
         if not given and not words:
             raise ConfigError("--lang needs a value; write --lang en or --lang zh")
-        spoken = checked(value if given else words.pop(0))
+        try:
+            spoken = checked(value if given else words.pop(0))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return rest, spoken
 
 
