@@ -98,8 +98,10 @@ class Pool:
         if place == len(self._free):
             return None
         block = self._blocks[self._free.pop(place)[1]]
-        self._split(block, size)
         block.free = False
+        rest_bytes = block.size - size
+        if rest_bytes >= self._least_rest:
+            self._cut(block, size)
         return block
 
     def give(self, block: Block) -> None:
@@ -127,15 +129,15 @@ class Pool:
     def _best(self, size: int) -> int:
         return bisect_left(self._free, (size, 0))
 
-    def _split(self, block: Block, size: int) -> None:
-        rest_bytes = block.size - size
-        if rest_bytes < self._least_rest:
-            return
-        rest = Block(block.address + size, rest_bytes)
+    def _cut(self, block: Block, size: int, *, mapped: bool = True) -> Block:
+        """Leaves `size` bytes of the block; the rest becomes a block, free if it is mapped."""
+        rest = Block(block.address + size, block.size - size, mapped=mapped)
         block.size = size
         block.insert_after(rest)
         self._blocks[rest.address] = rest
-        self._insert(rest)
+        if mapped:
+            self._insert(rest)
+        return rest
 
     def _insert(self, block: Block) -> None:
         insort(self._free, (block.size, block.address))
@@ -197,15 +199,15 @@ class ExpandablePool(Pool):
         """A block that can still grow counts as large as it can grow, and is taken last."""
         place = super()._best(size)
         last = len(self._free) - 1
-        while place < last and self._grows(place) and self._reach(place + 1) < self._reach(place):
+        while place < last:
+            reach = self._reach(place)
+            if reach == self._free[place][0] or self._reach(place + 1) >= reach:
+                break
             place += 1
         return place
 
-    def _grows(self, place: int) -> bool:
-        after = self._blocks[self._free[place][1]].next
-        return after is not None and not after.mapped
-
     def _reach(self, place: int) -> int:
+        """The size the block has once the unmapped bytes after it are mapped."""
         block = self._blocks[self._free[place][1]]
         after = block.next
         return block.size + (after.size if after is not None and not after.mapped else 0)
@@ -216,30 +218,20 @@ class ExpandablePool(Pool):
             block = self._blocks[address]
             before = block.previous
             start = before if before is not None and before.free else block
-            if self._room_from(start, size):
+            room = 0
+            after: Block | None = start
+            while room < size and after is not None and after.free:
+                room, after = room + after.size, after.next
+            if room >= size:
                 return start
         raise AssertionError("the last unmapped block takes any request")
 
-    @staticmethod
-    def _room_from(block: Block | None, size: int) -> bool:
-        while size > 0 and block is not None and block.free:
-            size -= block.size
-            block = block.next
-        return size <= 0
-
-    def _pages(self, block: Block, size: int) -> int:
-        return min(-(-size // self._page_bytes) * self._page_bytes, block.size)
-
     def _map(self, block: Block, size: int) -> Block:
         """Maps the pages that `size` bytes from the start of an unmapped block need."""
-        nbytes = self._pages(block, size)
+        nbytes = min(-(-size // self._page_bytes) * self._page_bytes, block.size)
         self._unmapped.remove(block.address)
         if nbytes < block.size:
-            rest = Block(block.address + nbytes, block.size - nbytes, mapped=False)
-            block.size = nbytes
-            block.insert_after(rest)
-            self._blocks[rest.address] = rest
-            insort(self._unmapped, rest.address)
+            insort(self._unmapped, self._cut(block, nbytes, mapped=False).address)
         block.mapped = True
         self.reserved_bytes += nbytes
         joined = self._join(block)
@@ -251,23 +243,13 @@ class ExpandablePool(Pool):
         self._remove(block)
         begin, end = self._start + begin, self._start + end
         if begin > block.address:
-            hole = Block(begin, block.address + block.size - begin)
-            block.size = begin - block.address
-            block.insert_after(hole)
-            self._blocks[begin] = hole
+            hole = self._cut(block, begin - block.address, mapped=False)
             self._insert(block)
             block = hole
         if end < block.address + block.size:
-            rest = Block(end, block.address + block.size - end)
-            block.size = end - block.address
-            block.insert_after(rest)
-            self._blocks[end] = rest
-            self._insert(rest)
+            self._cut(block, end - block.address)
         self.reserved_bytes -= block.size
         block.mapped = False
-        self._join_unmapped(block)
-
-    def _join_unmapped(self, block: Block) -> None:
         before, after = block.previous, block.next
         if after is not None and not after.mapped:
             self._unmapped.remove(after.address)
@@ -301,7 +283,7 @@ class Allocator:
     def allocate(self, nbytes: int) -> Block:
         """A block for `nbytes`."""
         size = round_request(nbytes)
-        pool = self._pool(size)
+        pool = self.small if size <= SMALL_REQUEST_BYTES else self.large
         block = pool.take(size)
         self.asked_bytes = self.reserved_bytes
         if block is None:
@@ -321,9 +303,6 @@ class Allocator:
         """`torch.cuda.empty_cache`: what is wholly unused goes back to the driver."""
         self.large.release()
         self.small.release()
-
-    def _pool(self, size: int) -> Pool:
-        return self.small if size <= SMALL_REQUEST_BYTES else self.large
 
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

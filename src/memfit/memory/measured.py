@@ -134,8 +134,13 @@ class CpuMeter:
         tracker.adopt(_weights(self._model), Component.WEIGHTS)
         tracker.adopt(state_tensors(self._optimizer()), Component.OPTIMIZER)
         tracker.adopt(_gradients(self._model), Component.GRADIENTS)
+
+        def note_gradient(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                tracker.tag(plain_tensors(parameter.grad), Component.GRADIENTS)
+
         hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            parameter.register_post_accumulate_grad_hook(note_gradient)
             for parameter in _trained(self._model).values()
         ]
         tracker.watch(self._model)
@@ -147,10 +152,6 @@ class CpuMeter:
             for hook in hooks:
                 hook.remove()
         tracker.tag(state_tensors(self._optimizer()), Component.OPTIMIZER)
-
-    def _note_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._tracker.tag(plain_tensors(parameter.grad), Component.GRADIENTS)
 
     def peak(self) -> MemoryPeak:
         """The moment at which most bytes were alive."""
@@ -190,10 +191,14 @@ class CudaMeter:
         """Reads the counters after every module and every gradient of what runs inside."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
-            handles.append(module.register_forward_hook(self._after_module(name)))
+            handles.append(module.register_forward_hook(lambda *_, name=name: self._read(name)))
         for name, parameter in _trained(self._model).items():
-            hook = self._after_gradient(name.rpartition(".")[0])
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            owner = name.rpartition(".")[0]
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, owner=owner: self._read(owner)
+                )
+            )
         # A Trainer makes its optimizer late and wraps it: the hooks are on every optimizer.
         handles.append(register_optimizer_step_pre_hook(lambda *_: self._read("")))
         handles.append(register_optimizer_step_post_hook(lambda *_: self._read("optimizer")))
@@ -227,12 +232,6 @@ class CudaMeter:
             reserved_bytes + outside_bytes,
             self._at_peak.module,
         )
-
-    def _after_module(self, name: str) -> Callable[..., None]:
-        return lambda _module, _args, _out: self._read(name)
-
-    def _after_gradient(self, module: str) -> Callable[[torch.Tensor], None]:
-        return lambda _parameter: self._read(module)
 
     def _read(self, module: str) -> None:
         """If the peak has risen since the last reading, notes what is held now."""

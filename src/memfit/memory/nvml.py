@@ -53,29 +53,21 @@ def driver() -> Driver | None:
         if pynvml is None:
             return None
         try:
-            return _described(pynvml)
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+            cards = []
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                try:
+                    name = str(pynvml.nvmlDeviceGetName(handle))
+                except UnicodeDecodeError as error:  # a broken name is no reason to show no card
+                    name = error.object.decode(errors="replace")
+                major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+                use = Nvml(pynvml, handle).use()
+                cards.append(DriverCard(name, (major, minor), use.total_bytes, use.used_bytes))
+            version = pynvml.nvmlSystemGetDriverVersion()
+            return Driver(version, (cuda // 1000, cuda % 1000 // 10), tuple(cards))
         except (pynvml.NVMLError, OSError):
             return None
-
-
-def _described(pynvml: Any) -> Driver:
-    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-    cards = tuple(_card(pynvml, handle) for handle in handles)
-    return Driver(pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10), cards)
-
-
-def _card(pynvml: Any, handle: Any) -> DriverCard:
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    use = Nvml(pynvml, handle).use()
-    return DriverCard(_name(pynvml, handle), (major, minor), use.total_bytes, use.used_bytes)
-
-
-def _name(pynvml: Any, handle: Any) -> str:
-    try:
-        return str(pynvml.nvmlDeviceGetName(handle))
-    except UnicodeDecodeError as error:  # a broken name is no reason to show no card
-        return error.object.decode(errors="replace")
 
 
 class Nvml:
@@ -87,29 +79,22 @@ class Nvml:
 
     def use(self) -> DeviceUse:
         """Returns what the device holds now; OSError where the driver does not answer."""
+        pynvml, handle = self._pynvml, self._handle
         try:
-            memory = self._memory()
-        except self._pynvml.NVMLError as error:
+            try:
+                # Version 2 leaves out of `used` what the driver keeps for itself, as nvidia-smi
+                # does.
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+            except pynvml.NVMLError_FunctionNotFound:  # drivers before 510
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError as error:
             raise OSError(f"NVML: {error}") from error
-        return DeviceUse(memory.total, memory.used, memory.free, self._own_bytes())
-
-    def _memory(self) -> Any:
-        query = self._pynvml.nvmlDeviceGetMemoryInfo
-        try:
-            # Version 2 leaves out of `used` what the driver keeps for itself, as nvidia-smi does.
-            return query(self._handle, version=self._pynvml.nvmlMemory_v2)
-        except self._pynvml.NVMLError_FunctionNotFound:  # drivers before 510
-            return query(self._handle)
-
-    def _own_bytes(self) -> int | None:
-        try:
-            processes = self._pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except self._pynvml.NVMLError:
-            return None
-        for process in processes:
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-        return None
+        own_bytes = None
+        with suppress(pynvml.NVMLError):
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                    own_bytes = int(process.usedGpuMemory)
+        return DeviceUse(memory.total, memory.used, memory.free, own_bytes)
 
 
 def free_and_total_bytes(index: int = 0) -> tuple[int, int]:
@@ -168,23 +153,16 @@ def _handle(pynvml: Any, index: int) -> Any:
     """Finds the device: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     name = visible[index] if index < len(visible) and visible[index] else str(index)
+    torch = sys.modules.get("torch")
     try:
-        if name.isdigit() and pynvml.nvmlDeviceGetCount() > 1:
-            name = _uuid(index) or name
+        # Among cards of several kinds CUDA's first is the fastest, NVML's the one in the first
+        # slot. Before torch has begun to use the cards nobody can tell.
+        can_tell = torch is not None and torch.cuda.is_initialized()
+        if name.isdigit() and can_tell and pynvml.nvmlDeviceGetCount() > 1:
+            uuid = getattr(sys.modules["torch"].cuda.get_device_properties(index), "uuid", None)
+            name = name if uuid is None else f"GPU-{uuid}"
         if name.isdigit():
             return pynvml.nvmlDeviceGetHandleByIndex(int(name))
         return pynvml.nvmlDeviceGetHandleByUUID(name)  # of a card, or of a MIG instance
     except pynvml.NVMLError:
         return None
-
-
-def _uuid(index: int) -> str | None:
-    """Returns the UUID of torch's device; None before torch has begun to use the cards.
-
-    Among cards of several kinds CUDA's first is the fastest, NVML's the one in the first slot.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return None if uuid is None else f"GPU-{uuid}"

@@ -292,10 +292,17 @@ class Counting:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         """One operator that has run."""
-        self._notice_recomputation()
+        # Backward keeps no graph of its own: where one is made, a layer is computed again.
+        node = _BACKWARD_NODE() if torch.is_grad_enabled() else None
+        if node is not None and node._sequence_nr() != self._recomputing_for:
+            self._recomputing_for = node._sequence_nr()
+            self._sums["recomputations"] += 1
         kind = _kind(func)
         if kind.free:
-            self._follow(args, out)
+            # Memory made beside a host tensor (`empty_like`) is host memory.
+            if self._on_host and any(map(self._is_on_host, tensors_in(args))):
+                for tensor in tensors_in(out):
+                    self.on_host(tensor)
             return
         read = list(tensors_in(args)) + list(tensors_in(tuple((kwargs or {}).values())))
         if self._on_host and self._crosses(func, read, out):
@@ -314,15 +321,6 @@ class Counting:
         precision = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
         self._sums[self._field(kind.name, precision)] += self._flops(kind, args, kwargs or {}, out)
 
-    def _notice_recomputation(self) -> None:
-        """Backward keeps no graph of its own: where one is made, a layer is computed again."""
-        if not torch.is_grad_enabled():
-            return
-        node = _BACKWARD_NODE()
-        if node is not None and node._sequence_nr() != self._recomputing_for:
-            self._recomputing_for = node._sequence_nr()
-            self._sums["recomputations"] += 1
-
     def _field(self, name: str, precision: torch.dtype) -> str:
         if "attention" in name:
             return "half_attention_flops" if precision in _HALF else "full_attention_flops"
@@ -331,18 +329,19 @@ class Counting:
         return "tf32_flops" if self._tf32 else "full_flops"
 
     def _flops(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        packed = _PACKED_ATTENTION.get(kind.name)
-        if packed is None or args[packed[1]] is None:
-            return self._whole_flops(kind, args, kwargs, out)
-        query_at, offsets_at, longest_at, products = packed
-        query = args[query_at]
-        attended = self._pairs(args[offsets_at], args[longest_at], query.shape[-3])
-        return float(2 * products * attended * query.shape[-2] * query.shape[-1])
-
-    def _whole_flops(
-        self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> float:
         """By our formula, by torch's, or by a guess, whose operator is then `guessed`."""
+        packed = _PACKED_ATTENTION.get(kind.name)
+        if packed is not None and args[packed[1]] is not None:
+            query_at, offsets_at, longest_at, products = packed
+            query, offsets = args[query_at], args[offsets_at]
+            # Pairs of a token and one it attends to, over all texts.
+            if isinstance(offsets, FakeTensor):
+                each = args[longest_at] if self._attended_tokens is None else self._attended_tokens
+                pairs = query.shape[-3] * float(each)
+            else:
+                with unset_fake_temporarily():
+                    pairs = float(offsets.diff().double().square().sum())
+            return float(2 * products * pairs * query.shape[-2] * query.shape[-1])
         try:
             if kind.attention is not None:
                 return _attention_flops(kind.name, *(args[place] for place in kind.attention))
@@ -352,14 +351,9 @@ class Counting:
             return float(kind.flops(*args, **kwargs, out_val=out))
         except Exception:  # a formula may assert anything of shapes it was not written for
             self.guessed.add(kind.name)
-            return _guessed_flops(args, out)
-
-    def _pairs(self, offsets: torch.Tensor, longest: int, tokens: int) -> float:
-        """Pairs of a token and one it attends to, over all texts."""
-        if not isinstance(offsets, FakeTensor):
-            with unset_fake_temporarily():
-                return float(offsets.diff().double().square().sum())
-        return tokens * float(longest if self._attended_tokens is None else self._attended_tokens)
+            # As if each number that comes out were a product over the first input's last dimension.
+            inner = next((t.shape[-1] for t in tensors_in(args) if t.dim() > 1), 1)
+            return 2.0 * inner * sum(t.numel() for t in tensors_in(out))
 
     # --------------------------------------------------------------------- tensors on the host
 
@@ -372,12 +366,6 @@ class Counting:
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
-
-    def _follow(self, args: tuple[Any, ...], out: Any) -> None:
-        """Memory made beside a host tensor (`empty_like`) is host memory."""
-        if self._on_host and any(map(self._is_on_host, tensors_in(args))):
-            for tensor in tensors_in(out):
-                self.on_host(tensor)
 
     def _crosses(self, func: Any, read: list[torch.Tensor], out: Any) -> bool:
         """Whether this is no kernel: it crosses the bus, or the CPU does it."""
@@ -428,17 +416,11 @@ def _kind(func: Any) -> _Kind:
     flops = flop_registry.get(getattr(func, "overloadpacket", None))
     if flops is None and name.endswith("_"):
         flops = flop_registry.get(getattr(_aten, name.removesuffix("_"), None))
-    return _Kind(name, is_view or name in _FREE, mutated, flops, _attention_places(schema, name))
-
-
-def _attention_places(schema: Any, name: str) -> tuple[int, int, int] | None:
-    if "attention" not in name:
-        return None
     places = {one.name: place for place, one in enumerate(schema.arguments)}
-    try:
-        return places["query"], places["key"], places["value"]
-    except KeyError:
-        return None
+    attention = None
+    if "attention" in name and {"query", "key", "value"} <= places.keys():
+        attention = (places["query"], places["key"], places["value"])
+    return _Kind(name, is_view or name in _FREE, mutated, flops, attention)
 
 
 def _attention_flops(
@@ -460,12 +442,6 @@ def _attention_flops(
     if "backward" in name:
         return 2.0 * pairs * (3 * width + 2 * value_width)
     return 2.0 * pairs * (width + value_width)
-
-
-def _guessed_flops(args: tuple[Any, ...], out: Any) -> float:
-    """As if each number that comes out were a product over the first input's last dimension."""
-    inner = next((t.shape[-1] for t in tensors_in(args) if t.dim() > 1), 1)
-    return 2.0 * inner * sum(t.numel() for t in tensors_in(out))
 
 
 def _traffic(kind: _Kind, args: tuple[Any, ...], read: list[torch.Tensor], out: Any) -> float:

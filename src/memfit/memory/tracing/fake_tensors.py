@@ -110,7 +110,10 @@ def run_directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     if func in _WRITES:
         return kwargs["out"] if _is_ours(kwargs["out"], mode) else NotImplemented
     if _changes(func):
-        return _changed(args[0], mode)
+        first = args[0]
+        if isinstance(first, (tuple, list)):
+            return None if all(_is_ours(one, mode) for one in first) else NotImplemented
+        return first if _is_ours(first, mode) else NotImplemented
     if func in _SHAPES:
         return _shaped(_SHAPES[func], args, kwargs, mode)
     if func is _TO_COPY:
@@ -152,12 +155,6 @@ def _changes(func: Any) -> bool:
     )
 
 
-def _changed(first: Any, mode: Any) -> Any:
-    if isinstance(first, (tuple, list)):
-        return None if all(_is_ours(one, mode) for one in first) else NotImplemented
-    return first if _is_ours(first, mode) else NotImplemented
-
-
 def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
     first, device = args[0], kwargs.get("device")
     if isinstance(first, torch.Tensor):
@@ -183,59 +180,30 @@ def _allocated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: A
 # ---- shapes written down: of the results, all of them contiguous and of the first tensor's type
 
 
-def _mm(left: torch.Tensor, right: torch.Tensor) -> Any:
-    return [(left.shape[0], right.shape[1])]
-
-
-def _addmm(_: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
-    return [(left.shape[0], right.shape[1])]
-
-
-def _index_copy(self: torch.Tensor, dim: int, index: Any, source: Any) -> Any:
-    del dim, index, source
-    return [self.shape]
-
-
-def _index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-    shape = list(self.shape)
-    if not shape:
-        return None
-    shape[dim] = index.numel()
-    return [shape]
-
-
-def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
-    return [(*indices.shape, *weight.shape[1:])]
-
-
-def _embedding_backward(grad: torch.Tensor, _: Any, count: int, *__: Any) -> Any:
-    return [(count, grad.shape[-1])]
-
-
-def _vector_norm(_: Any, __: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
-    return [()] if dim is None and not keepdim else None
-
-
-def _nll_loss(_: Any, __: Any, ___: Any, reduction: int, ____: Any) -> Any:
-    return [(), ()] if reduction else None
-
-
-def _nll_loss_backward(_: Any, self: torch.Tensor, *__: Any) -> Any:
-    return [self.shape]
-
-
 _SHAPES: dict[Any, Callable[..., Sequence[Sequence[int]] | None]] = {
-    _aten.mm.default: _mm,
-    _aten.addmm.default: _addmm,
-    _aten.index_copy.default: _index_copy,
-    _aten.index_add.default: _index_copy,
-    _aten.index_select.default: _index_select,
-    _aten.embedding.default: _embedding,
-    _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.linalg_vector_norm.default: _vector_norm,
-    _aten.nll_loss_forward.default: _nll_loss,
-    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.mm.default: lambda left, right: [(left.shape[0], right.shape[1])],
+    _aten.addmm.default: lambda _, left, right: [(left.shape[0], right.shape[1])],
+    _aten.index_copy.default: lambda self, *_: [self.shape],
+    _aten.index_add.default: lambda self, *_: [self.shape],
+    _aten.index_select.default: lambda self, dim, index: _selected(self.shape, dim, index),
+    _aten.embedding.default: lambda weight, ids, *_: [(*ids.shape, *weight.shape[1:])],
+    _aten.embedding_dense_backward.default: lambda grad, _, count, *__: [(count, grad.shape[-1])],
+    _aten.linalg_vector_norm.default: (
+        lambda _, __=2, dim=None, keepdim=False: [()] if dim is None and not keepdim else None
+    ),
+    _aten.nll_loss_forward.default: lambda _, __, ___, reduction, *____: (
+        [(), ()] if reduction else None
+    ),
+    _aten.nll_loss_backward.default: lambda _, self, *__: [self.shape],
 }
+
+
+def _selected(shape: Sequence[int], dim: int, index: torch.Tensor) -> list[list[int]] | None:
+    sizes = list(shape)
+    if not sizes:
+        return None
+    sizes[dim] = index.numel()
+    return [sizes]
 
 
 def _shaped(
@@ -410,7 +378,9 @@ def _described(value: Any, mode: Any) -> Hashable:
 
 def _are_fresh(results: Sequence[Any], given: Any, mode: Any) -> bool:
     """Whether each is a whole fake tensor of its own, as `_strided` makes them."""
-    storages = {t.untyped_storage()._cdata for t in _every_tensor(given)}
+    args, kwargs = given
+    everything = tensors_in((args, tuple(kwargs.values())))
+    storages = {t.untyped_storage()._cdata for t in everything}
     for one in results:
         if one is None:
             continue
@@ -425,11 +395,6 @@ def _are_fresh(results: Sequence[Any], given: Any, mode: Any) -> bool:
             return False
         storages.add(storage._cdata)
     return True
-
-
-def _every_tensor(given: Any) -> Iterator[torch.Tensor]:
-    args, kwargs = given
-    return tensors_in((args, tuple(kwargs.values())))
 
 
 def _strided(mode: Any, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
@@ -482,8 +447,10 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
                 counter.see_on_host(func, args, out)
             else:
                 counter.see(func, args, kwargs, out)
-        if func is not _LAYER_NORM and _is_real(args) and func._schema.is_mutable:
-            return args[0]  # changed in place: no memory is new
+        first = args[0] if args else None
+        is_real = isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor)
+        if func is not _LAYER_NORM and is_real and func._schema.is_mutable:
+            return first  # changed in place: no memory is new
         self.record(out)
         if self._kernels is not None:
             for nbytes in self._kernels.temporaries(func, args, out):
@@ -513,7 +480,11 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 # No layer is skipped: the number drawn is the largest.
                 out = torch.ones(()) if func is _RAND else func(*args, **kwargs)
-            if not _too_large(out):
+            # Floating-point values are kept only while they are few.
+            if not any(
+                t.is_floating_point() and t.untyped_storage().nbytes() > _LARGEST_REAL_FLOAT_BYTES
+                for t in tensors_in(out)
+            ):
                 return out
         if (out := run_directly(func, args, kwargs, self.mode)) is not NotImplemented:
             return out
@@ -527,18 +498,13 @@ class FakeTracker(Tracker):  # type: ignore[no-untyped-call]
             DynamicOutputShapeException,
             UnsupportedOperatorException,
         ) as error:
-            raise TraceError(self._unsupported(func)) from error
-
-    def _unsupported(self, func: Any) -> str:
-        name = func._schema.name
-        where = t(" in {module}", module=self.module) if self.module else ""
-        return t(
-            "the memory trace cannot run {name}{where}: its result depends on values the trace "
-            "does not have. Supply one of the right shape with "
-            'memfit.memory.register_operator("{name}", function).',
-            name=name,
-            where=where,
-        )
+            raise TraceError(
+                "the memory trace cannot run {name}{where}: its result depends on values the trace "
+                "does not have. Supply one of the right shape with "
+                'memfit.memory.register_operator("{name}", function).',
+                name=func._schema.name,
+                where=t(" in {module}", module=self.module) if self.module else "",
+            ) from error
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         """Whether this is autograd adding two gradients, which it does in place.
@@ -561,17 +527,12 @@ def fake_trace(kernels: CudaKernels | None = None) -> Iterator[FakeTracker]:
     """Fake tensors and a tracker over them; with `kernels`, as a CUDA device would run."""
     tracker = FakeTracker(kernels)
     installed = contextlib.nullcontext() if kernels is None else kernels.installed()
-    with _quiet(), tracker.mode, installed, tracker:
-        yield tracker
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs a shape that does not come out as an error; here it is raised as one."""
+    # torch logs a shape that does not come out as an error; here it is raised as one.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with tracker.mode, installed, tracker:
+            yield tracker
     finally:
         logger.disabled = before
 
@@ -596,14 +557,6 @@ def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return isinstance(size, (list, tuple)) and math.prod(size) <= _LARGEST_REAL_ELEMENTS
 
 
-def _too_large(out: Any) -> bool:
-    """Floating-point values are kept only while they are few."""
-    return any(
-        t.is_floating_point() and t.untyped_storage().nbytes() > _LARGEST_REAL_FLOAT_BYTES
-        for t in tensors_in(out)
-    )
-
-
 def _as_positions(indices: Any) -> list[Any]:
     """A known mask used as an index, as the positions it marks: their number is known too."""
     out: list[Any] = []
@@ -613,11 +566,6 @@ def _as_positions(indices: Any) -> list[Any]:
         else:
             out.append(index)
     return out
-
-
-def _is_real(args: tuple[Any, ...]) -> bool:
-    first = args[0] if args else None
-    return isinstance(first, torch.Tensor) and not isinstance(first, FakeTensor)
 
 
 def _covers_its_elements(tensor: torch.Tensor) -> bool:

@@ -129,53 +129,25 @@ _HALF = (torch.float16, torch.bfloat16)
 
 # These take a `dtype` and are given fp32 there: no copy of the input is made.
 _SET_DTYPE = {
-    "aten::prod",
-    "aten::prod.dim_int",
-    "aten::softmax.int",
-    "aten::log_softmax.int",
-    "aten::cumprod",
-    "aten::cumsum",
-    "aten::linalg_vector_norm",
-    "aten::linalg_matrix_norm",
-    "aten::linalg_matrix_norm.str_ord",
-    "aten::sum",
-    "aten::sum.dim_IntList",
-}
+    "aten::prod", "aten::prod.dim_int", "aten::softmax.int", "aten::log_softmax.int",
+    "aten::cumprod", "aten::cumsum", "aten::linalg_vector_norm", "aten::linalg_matrix_norm",
+    "aten::linalg_matrix_norm.str_ord", "aten::sum", "aten::sum.dim_IntList",
+}  # fmt: skip
 
 # Their arguments are promoted to the widest type among them.
 _PROMOTED = {
-    "aten::addcdiv",
-    "aten::addcmul",
-    "aten::atan2",
-    "aten::bilinear",
-    "aten::cross",
-    "aten::dot",
-    "aten::vdot",
-    "aten::index_put",
-    "aten::tensordot",
-    "aten::scatter_add",
-}
+    "aten::addcdiv", "aten::addcmul", "aten::atan2", "aten::bilinear", "aten::cross", "aten::dot",
+    "aten::vdot", "aten::index_put", "aten::tensordot", "aten::scatter_add",
+}  # fmt: skip
 
 # Low precision on CUDA; on the CPU they are made of operators that are.
 _LOWERED = {
-    "aten::_convolution",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_thnn_fused_gru_cell",
-    "aten::_thnn_fused_lstm_cell",
-    "aten::addmv",
-    "aten::addr",
-    "aten::chain_matmul",
-    "aten::convolution",
-    "aten::cudnn_convolution",
-    "aten::cudnn_convolution_transpose",
-    "aten::einsum",
-    "aten::gru_cell",
-    "aten::linalg_multi_dot",
-    "aten::lstm_cell",
-    "aten::mv",
-    "aten::rnn_relu_cell",
-    "aten::rnn_tanh_cell",
-}
+    "aten::_convolution", "aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
+    "aten::_thnn_fused_lstm_cell", "aten::addmv", "aten::addr", "aten::chain_matmul",
+    "aten::convolution", "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",
+    "aten::einsum", "aten::gru_cell", "aten::linalg_multi_dot", "aten::lstm_cell", "aten::mv",
+    "aten::rnn_relu_cell", "aten::rnn_tanh_cell",
+}  # fmt: skip
 
 # On the CPU's list, and on no list of CUDA's.
 _ONLY_CPU = ("aten::cat", "aten::stack", "aten::cross_entropy_loss", "aten::index_copy")

@@ -195,8 +195,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, model: torch.nn.Module) -> None:
         """Name the module of every birth; undone by `unwatch`."""
+
+        def leave(*_: Any) -> None:
+            if self._modules:
+                self._modules.pop()
+            self._mark(self._modules[-1] if self._modules else "")
+
         for name, module in model.named_modules():
-            enter, leave = self._entering(name), self._leaving()
+
+            def enter(*_: Any, name: str = name) -> None:
+                self._modules.append(name)
+                self._mark(name)
+
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -205,21 +215,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any) -> None:
-            self._modules.append(name)
-            self._mark(name)
-
-        return hook
-
-    def _leaving(self) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, _out: Any) -> None:
-            if self._modules:
-                self._modules.pop()
-            self._mark(self._modules[-1] if self._modules else "")
-
-        return hook
 
     def _mark(self, name: str) -> None:
         self._marks.append(_SEQUENCE())
