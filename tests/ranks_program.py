@@ -22,14 +22,13 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.measured import plain_tensors
 from memfit.strategies import (
     Checkpointing,
-    CudaGraphs,
     FullySharded,
-    GradientRelease,
     HalfPrecision,
     LowBitAdamW,
     Packing,
     Strategy,
 )
+from memfit.strategies.fully_sharded import is_divided
 from small_training import collate, wide_model, wide_texts
 
 EFFECTIVE, ROWS = 8, 37
@@ -39,16 +38,28 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 CUT = MicroBatching(max_tokens=60)
 WAYS: dict[str, tuple[tuple[Strategy, ...], MicroBatching | None]] = {
     "kept": ((LowBitAdamW(),), CUT),
-    "kept8": ((LowBitAdamW(), GradientRelease("kept8"), Packing()), CUT),
-    "host": ((LowBitAdamW(), GradientRelease("host")), CUT),
     "divided": ((FullySharded(), Checkpointing(), Packing()), CUT),
     "divided_whole": ((FullySharded(),), None),
     "divided_half": ((HalfPrecision(), FullySharded(), Checkpointing()), CUT),
     "recomputed": ((Checkpointing(), Packing()), CUT),
-    "graphs": ((LowBitAdamW(), GradientRelease("kept8"), Packing(), CudaGraphs()), CUT),
+    "packed": ((LowBitAdamW(), Packing()), CUT),
 }
 MOMENTS = ("momentum_buffer", "moment1", "scale1", "moment2", "scale2")
 SAVING = ("saved", "killed", "divided")
+EVALUATING = ("plain", "divided_half", "recomputed")
+
+
+class Adversarial(BudgetTrainer):
+    """FGM: a second backward on embeddings moved along their gradient."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        words = self.model.get_input_embeddings().weight
+        moved = 0.1 * words.grad / words.grad.norm()
+        words.data += moved
+        self.accelerator.backward(self.compute_loss(model, self._prepare_inputs(inputs)))
+        words.data -= moved
+        return loss
 
 
 class Killed(TrainerCallback):
@@ -68,7 +79,7 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     if RANKS == 1:
         strategies = tuple(one for one in strategies if not isinstance(one, FullySharded))
     # Of 33 rows the last step of an epoch has one: the other ranks have none.
-    rows = 33 if way == "divided" else ROWS
+    rows = {"divided": 33, "recomputed": 33, "overridden": 32}.get(way, ROWS)
     # Beside others on other numbers of ranks.
     output = f"of-{way}-{more or RANKS}" if way in WAYS else "saved"
     args = TrainingArguments(
@@ -78,13 +89,19 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
         learning_rate=0.05 if exact else 1e-3, max_grad_norm=1.0, logging_steps=1,
         save_strategy="steps" if kind in SAVING else "no", save_steps=2,
         report_to=[], use_cpu=ON == "cpu", ddp_backend="gloo" if RANKS > 1 else None,
-        disable_tqdm=True,
+        disable_tqdm=True, per_device_eval_batch_size=3,
+        eval_strategy="epoch" if way in EVALUATING else "no",
     )  # fmt: skip
+    if way == "split":
+        args.per_device_train_batch_size = EFFECTIVE
+        args.accelerator_config.split_batches = True
     if more and int(more) != RANKS:
         # What the command was started with, before the number of ranks changed.
         args.per_device_train_batch_size = EFFECTIVE // int(more)
-    trainer = BudgetTrainer(
+    kind_of_trainer = Adversarial if way == "overridden" else BudgetTrainer
+    trainer = kind_of_trainer(
         wide_model(), args, train_dataset=wide_texts(rows), data_collator=collate,
+        eval_dataset=wide_texts(10),
         strategies=strategies, micro_batching=cut, callbacks=[Killed()] if kind == "killed" else [],
     )  # fmt: skip
     checkpoint = str(folder / output / "checkpoint-6") if more else None
@@ -102,11 +119,13 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
         },
         "masters": trainer.masters.joined() or {},
         "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-        "graphs": trainer.executor.captured_graphs,
+        "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "rows": trainer.effective_rows,
     }
-    if trainer.setup.sharded is not None:
-        trainer.changes.give_back()
-    weights = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
+    weights = {
+        name: p.full_tensor() if is_divided(p) else p.detach().cpu()
+        for name, p in trainer.model.named_parameters()
+    }
     return {**made, "weights": weights}
 
 

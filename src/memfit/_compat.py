@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memfit.i18n import N_, t
@@ -152,37 +152,3 @@ def is_in_bad_fork() -> bool:
     import torch
 
     return bool(torch.cuda._is_in_bad_fork())
-
-
-def forget_fully_shard(module: Any) -> None:
-    """Has torch forget that `fully_shard` was called on a module.
-
-    It has no inverse, and the state it keeps for a module cannot be taken back in public. A copy of
-    the model could be sharded in its place, but hooks of users and of other strategies point at the
-    modules they were put on.
-    """
-    from torch.distributed import _composable_state
-
-    _composable_state._module_state_mapping.pop(module, None)
-
-
-def fsdp_weights(part: Any) -> Iterator[Any]:
-    """What `fully_shard` keeps of each parameter of this part.
-
-    It empties and fills storages, which no operator shows; who counts live tensors must be told.
-    Older versions have one group of parameters.
-    """
-    state = part._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        if group is not None:
-            yield from group.fsdp_params
-
-
-def call_after_backward(call: Callable[[], None]) -> None:
-    """Has autograd call this at the end of the backward that runs now.
-
-    `fully_shard` does so, and a trace of it must end its parts at the same moment.
-    """
-    import torch
-
-    torch.autograd.Variable._execution_engine.queue_callback(call)

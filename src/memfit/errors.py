@@ -6,6 +6,7 @@
     │   ├── SaveError        a checkpoint or result could not be written
     │   ├── DeviceLostError  the GPU no longer answers
     │   ├── RankLostError    another process of the training has ended
+    │   ├── StepMemoryError  a step of several ranks ran out of memory
     │   └── LossError        the loss or its gradient is not a finite number
     ├── InputError           exit code 2: what was given is wrong
     │   ├── ConfigError      an option, a TOML key or a value
@@ -115,6 +116,14 @@ class DeviceLostError(RunStoppedError):
 
 class RankLostError(RunStoppedError):
     """Another process of the training has ended."""
+
+
+class StepMemoryError(RunStoppedError):
+    """A step ran out of memory on one of several ranks; `smaller_budget` is what to go on with."""
+
+    def __init__(self, what: str, last_good: Path | None = None, smaller_budget: str = "") -> None:
+        super().__init__(what, last_good)
+        self.smaller_budget = smaller_budget
 
 
 class LossError(RunStoppedError):

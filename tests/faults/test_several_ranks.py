@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from ranks_program import leave
+from ranks_program import EVALUATING, leave
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 WAYS = (
     "plain",
     "kept",
-    "kept8",
-    "host",
+    "packed",
     "recomputed",
     "divided",
     "divided_half",
+    "overridden",
 )
 
 
@@ -60,7 +60,7 @@ def found(folder: Path, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     train(1, folder, *WAYS, "saved")
-    train(2, folder, *WAYS, "saved")
+    train(2, folder, *WAYS, "saved", "split")
     return folder
 
 
@@ -76,11 +76,16 @@ def test_a_script_under_accelerate_launch_trains_as_under_torchrun(
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_learn_as_one(runs: Path, way: str) -> None:
     alone, first, second = found(runs, way, 1), found(runs, way, 2), found(runs, way, 2, 1)
-    exact = way in ("plain", "recomputed", "divided")
+    exact = way in ("plain", "recomputed", "divided", "overridden")
     assert alone["losses"].keys() == first["losses"].keys()
     for step, loss in alone["losses"].items():
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5 if exact else 5e-3), step
         assert second["losses"][step] == first["losses"][step]
+    assert bool(alone["eval_losses"]) == (way in EVALUATING)
+    for rank in (first, second):
+        assert rank["eval_losses"] == pytest.approx(
+            alone["eval_losses"], rel=1e-5 if exact else 5e-3
+        )
     for name, weight in alone["weights"].items():
         shared = first["weights"][name]
         torch.testing.assert_close(
@@ -117,6 +122,12 @@ def assert_all_divided(runs: Path, ranks: int, resumed: str = "") -> None:
             assert sum(one[name] for one in each) == size, name
         largest = max(sum(one.values()) for one in each)
         assert largest == pytest.approx(sum(whole.values()) / ranks, rel=0.01)
+
+
+def test_split_batches_leave_the_effective_batch_as_it_is(runs: Path) -> None:
+    plain, split = found(runs, "plain", 2), found(runs, "split", 2)
+    assert split["rows"] == plain["rows"] == 8
+    assert split["losses"] == plain["losses"]
 
 
 def test_weights_are_divided(runs: Path) -> None:

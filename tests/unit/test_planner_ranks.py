@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memfit.engine.exchange import Peers
 from transformers import BertConfig, TrainingArguments
 
 from memfit import BudgetTrainer
-from memfit.engine.exchange import Peers
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component

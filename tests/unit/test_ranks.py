@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
+from memfit.run.rank_agent import _tell, count_of, start_ranks
 
 from memfit.api import finetune
 from memfit.cli import run
@@ -21,7 +22,6 @@ from memfit.data.working_files import new_file
 from memfit.engine.effective_batch import effective_arguments
 from memfit.errors import ConfigError
 from memfit.run.launching import ranks_to_start
-from memfit.run.rank_agent import _tell, count_of, start_ranks
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from memfit.engine.exchange import Peers
 from strategy_fixtures import build, setup_of
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from memfit import BudgetTrainer
-from memfit.engine.exchange import Peers
 from memfit.errors import ConfigError, RankLostError, RunStoppedError
 from memfit.memory.cards import find_card
 from memfit.memory.tracing import traced_device

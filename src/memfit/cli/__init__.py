@@ -36,7 +36,7 @@ from memfit.cli.options import CommandStopped, SpokenGroup, take_language
 from memfit.config.launched import launched_rank
 from memfit.errors import MemfitError
 from memfit.i18n import speaking, t
-from memfit.run.rank_agent import (
+from memfit.run.launching import (
     RanksEndedError,
     end_with_launcher,
     first_rank_speaks,

@@ -12,7 +12,7 @@ from memfit.cli.options import Json, PlainCommand
 from memfit.config.launched import launched_rank
 from memfit.errors import ConfigError
 from memfit.i18n import N_, t
-from memfit.run.rank_agent import count_of, start_ranks
+from memfit.run.launching import count_of, start_ranks
 from memfit.waiting import doing
 
 if TYPE_CHECKING:

@@ -34,8 +34,24 @@ def accumulation_steps(args: TrainingArguments) -> int:
 
 
 def effective_rows(args: TrainingArguments) -> int:
-    """Rows of one optimizer step on one device: per-device batch x accumulation."""
-    return args.per_device_train_batch_size * accumulation_steps(args)
+    """Rows of one optimizer step on one device: per-device batch x accumulation.
+
+    With accelerate's `split_batches` a batch is that of all ranks, which share it.
+    """
+    accelerator: Any = args.accelerator_config
+    rows, ranks = args.per_device_train_batch_size, args.world_size
+    if accelerator.split_batches:
+        if rows % ranks:
+            raise ConflictError(
+                t(
+                    "split_batches shares a batch of {rows} rows among {ranks} processes; give it "
+                    "a number of rows that they divide",
+                    rows=rows,
+                    ranks=ranks,
+                )
+            )
+        rows //= ranks
+    return rows * accumulation_steps(args)
 
 
 def effective_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -47,6 +63,9 @@ def effective_arguments(args: TrainingArguments) -> TrainingArguments:
         accelerator.gradient_accumulation_kwargs.pop("num_steps", None)
     ours.accelerator_config = accelerator
     ours.per_device_train_batch_size = effective_rows(args)
+    if accelerator.split_batches:  # the batches given are those of all ranks
+        accelerator.split_batches = False
+        ours.per_device_eval_batch_size = max(args.per_device_eval_batch_size // args.world_size, 1)
     ours.gradient_accumulation_steps = 1
     # Micro-batches are weighted over all ranks in engine/executors.py already.
     ours.average_tokens_across_devices = False
@@ -55,6 +74,11 @@ def effective_arguments(args: TrainingArguments) -> TrainingArguments:
         # The reentrant kind finds no gradient below a frozen embedding.
         chosen = dict(ours.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
         ours.gradient_checkpointing_kwargs = {"use_reentrant": False, **chosen}
+    # Ranks run different numbers of micro-batches, so that buffers cannot be sent before each.
+    ours.ddp_broadcast_buffers = False
+    checkpointing: Any = ours.gradient_checkpointing_kwargs or {}
+    if ours.ddp_find_unused_parameters is None and not checkpointing.get("use_reentrant"):
+        ours.ddp_find_unused_parameters = True  # layers are recomputed without reentering autograd
     if ours.eval_accumulation_steps is None and ours.include_for_metrics:
         # What prediction_step hands out is on the CPU already; the inputs are not.
         ours.eval_accumulation_steps = _EVAL_BATCHES_ON_DEVICE

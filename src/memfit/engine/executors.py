@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.graph_cache import GraphCache, GraphMemory, TokenBuckets
-from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, Trim, split
+from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, Trim, rows_of, split
 from memfit.engine.packed_batch import (
     PackedBatch,
     PacksBatches,
@@ -29,10 +28,10 @@ from memfit.engine.packed_batch import (
     text_lengths,
     weighted_loss,
 )
+from memfit.engine.ranks import Ranks
 from memfit.errors import DataError
 from memfit.i18n import t
 from memfit.memory.device import is_cuda
-from memfit.memory.out_of_memory import retrying
 
 
 class GradientSink(Protocol):
@@ -75,10 +74,16 @@ class GradientSink(Protocol):
         """Leaves everything as it was after whole steps inside."""
 
 
-def _sum_of(losses: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
-    if losses:
-        return torch.stack(losses).sum()
-    return torch.zeros((), device=next(model.parameters()).device)
+def _counted_row(
+    weights: Sequence[tuple[MicroBatch, float]], weigh: Callable[[Batch], float]
+) -> MicroBatch | None:
+    """A single row whose loss is a number; NaN stays NaN even with a weight of 0."""
+    for part, _ in weights:
+        for row in range(len(part.rows)):
+            inputs = rows_of(part.inputs, [row])
+            if weigh(inputs) > 0:
+                return MicroBatch((part.rows[row],), inputs)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +100,9 @@ class StepExecutor:
 
     `weigh` says what a micro-batch's mean loss is a mean of (engine/loss.py); `loss` gets the
     prepared inputs and that weight. Each of `around` is entered around the loss and the backward of
-    every micro-batch. Where several `ranks` train, each runs its share of the rows, and leaves the
-    gradient of the whole batch; its share may be nothing.
+    every micro-batch. Where several `ranks` train, each runs its share of the rows, which may be
+    nothing, and DDP around the model leaves the gradient of the whole batch.
     """
-
-    runs_alone: ClassVar[bool] = True
-    """Whether a rank runs its rows without the others, and so may repeat, try and predict some."""
 
     micro_batching: MicroBatching
     trim: Trim
@@ -108,43 +110,60 @@ class StepExecutor:
     prepare: Callable[[Batch], Batch]
     loss: Callable[[nn.Module, Batch, float], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
-    ranks: Peers = field(default_factory=Peers)
-    exchange: ExchangedGrads | None = None
-    """Sums gradients that stay in `.grad`; a sink sums its own."""
+    ranks: Ranks = field(default_factory=Ranks)
+    in_step: bool = False
+    """Whether ranks meet in every layer (FSDP2): all run as many micro-batches as the one with the
+    most, and none runs, tries or predicts rows without the others."""
     around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
     packed: bool = False
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
-        return self.ranks.summed(self.run_parts(model, self.split(batch)))
+        loss = self.run_parts(model, self.split(batch))
+        return self._meets(model).averaged(loss)
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """Runs the micro-batches that an effective batch was cut into."""
-        losses = []
-        weighted = self.weighted(parts)
-        exchange = self.exchange if self.ranks.together else None
-        if exchange is not None:
-            exchange.begin()
-        for index, (part, share) in enumerate(weighted):
-            if exchange is not None and index == len(weighted) - 1:
-                exchange.arm()
-            losses.append(self.micro_step(model, part, share))
-        total = _sum_of(losses, model)
-        if exchange is not None:
-            exchange.finish()
-        return total
+        return self._summed(model, self.weighted(model, parts))
 
-    def weighted(self, parts: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Share]]:
-        """The micro-batches that count, each with its share in the batch's mean."""
+    def _summed(self, model: nn.Module, weighted: list[tuple[MicroBatch, Share]]) -> torch.Tensor:
+        """Runs them one after the other; DDP sums the gradients over the ranks with the last."""
+        losses = []
+        for index, (part, share) in enumerate(weighted):
+            is_last = index == len(weighted) - 1
+            with nullcontext() if is_last else getattr(model, "no_sync", nullcontext)():
+                losses.append(self.micro_step(model, part, share))
+        return torch.stack(losses).sum()
+
+    def _meets(self, model: nn.Module) -> Ranks:
+        """The ranks that run a step of this model together: without DDP around it, none."""
+        return self.ranks if self.in_step or hasattr(model, "no_sync") else Ranks()
+
+    def weighted(
+        self, model: nn.Module, parts: Sequence[MicroBatch]
+    ) -> list[tuple[MicroBatch, Share]]:
+        """The micro-batches that count, each with its share in the batch's mean.
+
+        DDP and FSDP2 average over the ranks, so a share is that of an average rank's weight. A rank
+        that would run too few adds a row whose loss counts nothing: the others wait for it.
+        """
         weights = [(part, self.weigh(part.inputs)) for part in parts]
         # A micro-batch of ignored labels only has no mean, and no share in the whole one.
         weights = [(part, weight) for part, weight in weights if weight > 0]
-        total = self.ranks.total(sum(weight for _, weight in weights))
+        ranks = self._meets(model)
+        told = ranks.numbers(sum(weight for _, weight in weights), len(weights))
+        total = sum(weight for weight, _ in told) / ranks.count
         if not total:
             raise DataError(
                 t("a training batch has no label that counts: all are -100 or of weight zero")
             )
-        return [(part, Share(weight, total)) for part, weight in weights]
+        own = [(part, Share(weight, total)) for part, weight in weights]
+        counts = [int(count) for _, count in told]
+        lacking = (max(counts) if self.in_step else 1) - len(own)
+        row = _counted_row(weights, self.weigh) if lacking > 0 or 0 in counts else None
+        if 0 in counts:  # fewer rows than ranks, as at the end of an epoch
+            row = next(one for one in ranks.gathered(row) if one is not None)
+        return own if row is None else own + [(row, Share(0.0, total))] * lacking
 
     def micro_step(self, model: nn.Module, part: MicroBatch, share: Share) -> torch.Tensor:
         """Forward and backward of one micro-batch; its part of the mean loss, detached."""
@@ -205,25 +224,26 @@ class SinkExecutor(StepExecutor):
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """Backward into the sink; the optimizer's step then ends what is begun here."""
-        weighted = self.weighted(parts)
+        weighted = self.weighted(model, parts)
         sink = self.sink()
-        sink.begin(max(len(weighted), 1))
+        if not self._meets(model).is_alone:  # what is in `.grad` is summed, then looked at
+            sink.begin(1)
+            sink.arm(0)
+            loss = self._summed(model, weighted)
+            sink.end_backward()
+            return loss
+        sink.begin(len(weighted))
         losses = []
         for index, (part, share) in enumerate(weighted):
             sink.arm(index)
             losses.append(self.micro_step(model, part, share))
             sink.end_backward()
-        if not weighted:  # the other ranks have rows
-            sink.arm(0)
-            sink.end_backward()
-        # Gradients may be with other ranks by now: what is left of the step must not fail.
-        with retrying(next(model.parameters()).device) if self.ranks.together else nullcontext():
-            return _sum_of(losses, model)
+        return torch.stack(losses).sum()
 
     def rehearse(self, model: nn.Module, batch: Batch) -> None:
         """Every gradient is dropped where a sink would take it."""
         with self.sink().rehearsal():
-            for part, share in self.weighted(self.split(batch)):
+            for part, share in self.weighted(model, self.split(batch)):
                 self.micro_step(model, part, share)
 
     def dress(self, model: nn.Module, batch: Batch, steps: int = 1) -> None:
@@ -253,11 +273,10 @@ class GraphedExecutor(SinkExecutor):
 
     def run_parts(self, model: nn.Module, parts: Sequence[MicroBatch]) -> torch.Tensor:
         """One replay a micro-batch; a batch that is not split ends its step in the graph too."""
-        weighted = self.weighted(parts)
+        weighted = self.weighted(model, parts)
         sink = self.sink()
-        shared = self.ranks.world_size > 1
-        several = len(weighted) > 1 or shared  # ranks do not meet inside a graph
-        if not sink.capturable or not weighted or (several and not sink.hooked):
+        several = len(weighted) > 1
+        if not sink.capturable or (several and not sink.hooked):
             # Gradients left in `.grad` would be the graph's own memory, written anew each time.
             return super().run_parts(model, parts)
         if not all(padded_on_the_right(part.inputs) for part, _ in weighted):

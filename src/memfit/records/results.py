@@ -67,8 +67,6 @@ class RankFigures:
     peak_bytes: int | None
     step_seconds: float
     """All steps together."""
-    waiting_seconds: float
-    """The part of the run's time that it waited for other ranks."""
     tokens: int
 
 

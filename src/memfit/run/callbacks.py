@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memfit.config.launched import LaunchedRank
+from memfit.engine.ranks import Ranks
 from memfit.i18n import t
 from memfit.memory.components import Component, MemoryPeak
 from memfit.memory.device import is_cuda
 from memfit.memory.measured import Measurement, measure
 from memfit.records.results import RunFolder, RunSummary
 from memfit.records.run_log import RunLog, now
-from memfit.run.rank_group import RankGroup
 from memfit.run.signals import Stopped, handled
 from memfit.training.progress import MemoryMeter
 
@@ -254,9 +253,9 @@ class StopAfterStep(TrainerCallback):
     step ends an epoch, its evaluation still belongs to it: it is saved before and after that.
     """
 
-    def __init__(self, say: Callable[[str], None], group: RankGroup | None = None) -> None:
+    def __init__(self, say: Callable[[str], None], group: Ranks | None = None) -> None:
         self.say = say
-        self.group = group or RankGroup(LaunchedRank())
+        self.group = group or Ranks()
         self.asked: int | None = None
         self._asked_at = 0.0
         self._epoch_ends = False
@@ -298,7 +297,7 @@ class StopAfterStep(TrainerCallback):
 
     def _stops(self) -> int:
         """The signal by which all ranks stop; 0 while none has reached any of them."""
-        return self.group.largest(self.asked or 0)
+        return int(self.group.largest(self.asked or 0)[0])
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
         """Takes the signals for as long as it lasts."""

@@ -29,11 +29,12 @@ from memfit.data.tables import Row, Table
 from memfit.data.working_files import RowMeter, progress_bar
 from memfit.errors import DataError, OutputError
 from memfit.i18n import N_, t
+from memfit.run.launching import joined
 from memfit.run.partial_output import PartialOutput, partial_output, partial_path
-from memfit.run.rank_group import RankGroup, joined
 from memfit.waiting import doing, is_told
 
 if TYPE_CHECKING:
+    from memfit.engine.ranks import Ranks
     from memfit.run.inference import Classifier, Prediction
 
 WINDOW_ROWS = 4096
@@ -137,7 +138,7 @@ class _Predictor:
     table: Table
     texts: list[str]
     form: _Form
-    group: RankGroup
+    group: Ranks
     batch_tokens: int | None
 
     def write(self, out: PartialOutput) -> None:
@@ -179,8 +180,7 @@ class _Predictor:
         most_rows = self.group.share(lambda: CPU_WINDOW_ROWS if on_cpu else WINDOW_ROWS)
         rows = unbroken(self.table.read(self.table.columns), self.table.where)
         windows = _windows(islice(rows, first_row, None), most_rows)
-        ranks = self.group.ranks
-        for window in islice(windows, ranks.rank, None, ranks.world_size):
+        for window in islice(windows, self.group.number, None, self.group.count):
             answers = self._answers(window, update)
             empty_rows = sum(answer is None for answer in answers)
             yield Piece(self.form.lines(window, answers), len(window), empty_rows)

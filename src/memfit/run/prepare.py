@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.config import RunConfig
-from memfit.config.launched import LaunchedRank, cards_are_shared
+from memfit.config.launched import cards_are_shared
 from memfit.config.training_fields import check_training, training_arguments
 from memfit.errors import ConfigError
 from memfit.i18n import t
 from memfit.memory.device import kind_of
 from memfit.records.evaluation import best_metric
 from memfit.records.scoring import Scoring, class_weights_of_run, scoring_of_run
-from memfit.run.rank_agent import count_of
+from memfit.run.launching import count_of
 from memfit.units import Budget, parse_budget
 from memfit.waiting import doing
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
     from memfit.data import LabelSpace, TextData, TokenizedData
+    from memfit.engine.ranks import Ranks
     from memfit.memory.cards import CardPlace, DeviceProfile
     from memfit.planner.candidates import PlanTask
     from memfit.planner.plans import Plan
@@ -159,7 +160,7 @@ def prepare(
     )
 
 
-def budget_of_rank(prepared: Prepared, ranks: LaunchedRank) -> int:
+def budget_of_rank(prepared: Prepared, ranks: Ranks) -> int:
     """The budget of this rank in bytes; ranks on one device share what is free of it."""
     from memfit.planner.this_machine import budget_bytes
 
@@ -167,7 +168,7 @@ def budget_of_rank(prepared: Prepared, ranks: LaunchedRank) -> int:
     own_bytes = budget_bytes(device, parse_budget(prepared.config.budget))
     if kind_of(device) != "cpu" and not cards_are_shared():
         return own_bytes
-    return min(own_bytes, budget_bytes(device, Budget()) // ranks.local_world_size)
+    return min(own_bytes, budget_bytes(device, Budget()) // ranks.local_count)
 
 
 def arguments_of(config: RunConfig, labels: LabelSpace, output_dir: Path) -> TrainingArguments:

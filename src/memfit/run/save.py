@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config.files import is_disk_problem, staged_files, why_not_written
-from memfit.errors import DeviceLostError, LossError, RunStoppedError, SaveError
+from memfit.errors import (
+    DeviceLostError,
+    LossError,
+    RankLostError,
+    RunStoppedError,
+    SaveError,
+    StepMemoryError,
+)
 from memfit.i18n import t
 from memfit.records.results import OutputClaim
 from memfit.records.scoring import Scoring, keep_scoring
-from memfit.run.rank_group import RankError, RankGroup
 from memfit.run.resume import resume_command
 
 if TYPE_CHECKING:
@@ -78,7 +84,7 @@ def model_saved_on_failure(
         raise  # there is no model worth saving, or nothing to read it from
     except Exception as error:
         # Of a divided model all ranks have a part, and this may be one rank's failure.
-        is_whole = trainer.is_world_process_zero() and trainer.setup.sharded is None
+        is_whole = trainer.is_world_process_zero() and not trainer.setup.sharded
         saved = False
         if is_whole and (ended or trainer.is_trained):
             with contextlib.suppress(Exception):  # what went wrong first says more
@@ -98,20 +104,14 @@ def model_saved_on_failure(
 
 
 @contextlib.contextmanager
-def command_in_errors(claim: OutputClaim, group: RankGroup) -> Iterator[None]:
+def command_in_errors(claim: OutputClaim) -> Iterator[None]:
     """Adds the command that goes on to the errors that stop a run."""
     try:
-        with group.failing_together():
-            yield
+        yield
     except RunStoppedError as error:
+        if isinstance(error, RankLostError) and claim.kept:
+            error.last_good = _last_good(claim)
         raise _resumable(error, claim) from error
-    except RankError as error:
-        if not claim.kept:
-            raise
-        stopped = RunStoppedError(error.reason, _last_good(claim))
-        stopped.exit_code = error.exit_code
-        stopped.model_in = getattr(error.__cause__, "model_in", None)
-        raise _resumable(stopped, claim) from error
     except Exception as error:
         if not is_disk_problem(error):
             raise
@@ -121,6 +121,8 @@ def command_in_errors(claim: OutputClaim, group: RankGroup) -> Iterator[None]:
 
 def _resumable(error: RunStoppedError, claim: OutputClaim) -> RunStoppedError:
     error.resume_with = resume_command(claim.path)
+    if isinstance(error, StepMemoryError):
+        error.resume_with += f" --budget {error.smaller_budget}"
     if isinstance(error, LossError):
         error.resume_with += " --on-nan skip"
     return error

@@ -47,9 +47,9 @@ from memfit.records.results import (
 from memfit.report.terminal import fact_line
 from memfit.run import announcements
 from memfit.run.choose_plan import ChosenPlan, PlanSource, choose_plan, naming
+from memfit.run.launching import joined
 from memfit.run.preloading import load_libraries
 from memfit.run.prepare import Prepared, budget_of_rank, prepare
-from memfit.run.rank_group import RankGroup, joined
 from memfit.run.resume import (
     last_checkpoint,
     resume_command,
@@ -62,6 +62,7 @@ from memfit.waiting import doing, telling
 
 if TYPE_CHECKING:
     from memfit.data import TextData, TokenizedData
+    from memfit.engine.ranks import Ranks
     from memfit.planner.plans import Plan
     from memfit.run.callbacks import Observers
     from memfit.training.checkpoints import Search
@@ -97,7 +98,7 @@ class TrainingRun:
 
     config: RunConfig
     claim: OutputClaim
-    group: RankGroup
+    group: Ranks
     source: PlanSource
     resumed: Search | None
     """The checkpoint a resumed run goes on from, and those passed over."""
@@ -156,7 +157,7 @@ def train_classifier(
         claim = group.share(lambda: held.enter_context(claimed))
         if group.is_first:
             held.enter_context(announcements.followed(claim, watch=watch))
-        held.enter_context(command_in_errors(claim, group))
+        held.enter_context(command_in_errors(claim))
         start_reading_weights(config.model)
         resumed = None
         if resume:
@@ -248,8 +249,8 @@ def tokenize(run: TrainingRun, text: TextData) -> Prepared:
     if group.is_alone:
         return prepared
     with group.agreed():  # one plan runs on all ranks: it is made for the smallest budget
-        own_bytes = budget_of_rank(prepared, group.ranks)
-    return dataclasses.replace(prepared, most_bytes=group.smallest(own_bytes))
+        own_bytes = budget_of_rank(prepared, group)
+    return dataclasses.replace(prepared, most_bytes=min(group.gathered(own_bytes)))
 
 
 def plan(run: TrainingRun, prepared: Prepared) -> ChosenPlan:
@@ -419,11 +420,10 @@ def summary_of(
     if not run.group.is_alone:
         peak = observers.probe.peak(trainer.args.device)
         figures = RankFigures(
-            rank=run.group.ranks.rank,
+            rank=run.group.number,
             device=name_of(trainer.args.device),
             peak_bytes=None if peak is None else peak.device_bytes,
             step_seconds=round(observers.timed.seconds, 3),
-            waiting_seconds=round(trainer.ranks.waited_seconds, 3),
             tokens=trainer.guard.tokens,
         )
         ranks = tuple(run.group.gathered(figures))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import psutil
 
-from memfit.engine.exchange import Peers
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, shown
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from memfit.engine.executors import StepExecutor
     from memfit.memory.cards import DeviceProfile
     from memfit.models.layer_stack import Turns
-    from memfit.strategies.fully_sharded import ShardedModel
     from memfit.strategies.lowbit.gradient_sinks import LowBitSink
     from memfit.strategies.packing.packed_model import PackedModel
 
@@ -85,11 +83,11 @@ class Setup:
     model: nn.Module
     args: TrainingArguments
     device: torch.device
-    ranks: Peers = field(default_factory=Peers)
-    """The processes that train together."""
+    ranks: int = 1
+    """How many processes train together."""
     packing: PackedModel | None = None
-    sharded: ShardedModel | None = None
-    """The weights are divided among the ranks: all run, evaluate and save the model together."""
+    sharded: bool = False
+    """Whether weights are divided among the ranks: all run, evaluate and save the model at once."""
     make_optimizer: OptimizerFactory | None = None
     make_sink: Callable[..., LowBitSink] | None = None
     """How the low-bit optimizer takes gradients; kept in `.grad` where nothing is said."""
@@ -180,7 +178,9 @@ class Setup:
 
         All ranks call it together.
         """
-        return None if self.sharded is None else self.sharded.model_state()
+        from memfit.strategies.fully_sharded import gathered
+
+        return gathered(self.model.state_dict()) if self.sharded else None
 
     def restore(self) -> None:
         """Give the model back as it was before any strategy."""

@@ -12,7 +12,6 @@ from typing import Any
 from memfit.i18n import N_, Message
 from memfit.memory.allocator import use_expandable_segments
 from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.lowbit.gradient_release import GradientRelease
 from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
 from memfit.strategies.packing.packing_strategy import Packing
 from memfit.strategies.planning import (
@@ -61,15 +60,11 @@ class CudaGraphs(Strategy):
         if asked.card is None or asked.exact:
             return so_far  # the low-bit optimizer's step is what is captured
         *beneath, graphs = cls.as_used(asked.half)
-        if asked.workload.ranks > 1:
-            beneath.append(GradientRelease("kept8"))
         return [*so_far, *asked.usable([(graphs,)], tuple(beneath))]
 
     def is_pointless(self, beside: Combination) -> bool:
         effects = beside.effects
         if effects.copies or not effects.packs or not effects.state_bytes:
-            return True
-        if beside.ranks > 1 and not effects.takes_gradients:
             return True
         # Graphs do not parse the setting anew, so small workspaces cost nothing beside them.
         return not effects.small_workspaces and SmallWorkspace() in beside.offered
@@ -93,10 +88,8 @@ class CudaGraphs(Strategy):
             return Message("it captures packed batches and the low-bit optimizer; use both")
         if not setup.stock_loss:
             return Message("a loss that is not the model's own cannot be captured unseen")
-        if setup.ranks.world_size > 1 and not self._outlasted(setup):
-            return Message(
-                "ranks do not meet inside a graph, and only gradients kept in 8 bits outlast one"
-            )
+        if setup.ranks > 1:
+            return Message("gradients of several processes are not summed inside a graph")
         if setup.args.torch_compile:
             return Message("torch_compile is on")
         if setup.args.neftune_noise_alpha is not None:
@@ -104,13 +97,6 @@ class CudaGraphs(Strategy):
                 "neftune_noise_alpha asks for noise by each batch's width, which is captured once"
             )
         return ""
-
-    @staticmethod
-    def _outlasted(setup: Setup) -> bool:
-        """Whether gradients are still there when a graph has run."""
-        from memfit.strategies.lowbit.gradient_sinks import KeptInt8
-
-        return setup.make_sink is KeptInt8
 
     def change(self, setup: Setup) -> None:
         if setup.card is None:

@@ -389,7 +389,7 @@ class Health:
             bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
             for norms in (torch._foreach_norm(alike, math.inf) for alike in by_place.values())
         )
-        if any(trainer.setup.ranks.highest([int(not finite)])):
+        if any(trainer.ranks.largest(not finite)):
             raise LossError(
                 t(
                     "after step {step} weights of the model are not finite numbers",

@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from memfit.engine.exchange import Peers
 from memfit.engine.micro_batches import Trim, lengths_of, rows_of
+from memfit.engine.ranks import Ranks
 
 _TOKENS = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -111,24 +111,18 @@ class ShareOfRank:
     """Keeps this rank's rows of an effective batch: about the same tokens for each rank.
 
     The whole batch is collated first, so that rows are as wide as in a single process: some models
-    see padding. A rank without rows gets an empty batch. A rank that rehearses on its own keeps all
-    rows.
+    see padding. A rank without rows gets an empty batch.
     """
 
-    def __init__(self, collator: Any, ranks: Peers) -> None:
-        self._collator = collator
-        self._rank, self._count = ranks.rank, ranks.world_size
-        self._ranks: Peers | None = ranks
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ranks": None}  # loading processes have no part in the exchange
+    def __init__(self, whole: Any, ranks: Ranks) -> None:
+        self.whole = whole
+        """Collates the rows of all ranks."""
+        self._ranks = ranks
 
     def __call__(self, rows: Sequence[Any]) -> Any:
         """The batch of this rank's rows, in their order."""
-        batch = self._collator(rows)
-        if self._ranks is not None and not self._ranks.together:
-            return batch
-        own = shares(lengths_of(batch, Trim.COUNTED), self._count)[self._rank]
+        batch = self.whole(rows)
+        own = shares(lengths_of(batch, Trim.COUNTED), self._ranks.count)[self._ranks.number]
         return rows_of(batch, own)
 
 
@@ -149,23 +143,19 @@ def shares(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def prepared_for(accelerator: Any, ranks: Peers, seed: int) -> Iterator[None]:
-    """Inside, accelerate prepares loaders for these ranks: batches are dealt to them in turn.
-
-    No batch is filled up with rows of another. A single process reads all rows.
-    """
+def prepared_alone(accelerator: Any, seed: int) -> Iterator[None]:
+    """Inside, accelerate prepares loaders of which every rank reads all rows, in the same order."""
 
     def prepare(loader: DataLoader[Any]) -> DataLoader[Any]:
         prepared = prepare_data_loader(
             loader,
-            num_processes=ranks.world_size,
-            process_index=ranks.rank,
+            num_processes=1,
+            process_index=0,
             put_on_device=False,
-            even_batches=False,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=seed,  # the order of the rows is the same on all ranks
+            data_seed=seed,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
         accelerator._dataloaders.append(prepared)

@@ -32,7 +32,6 @@ from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
 from memfit.i18n import t
 from memfit.strategies import Combination, Effects, Setup, Strategy, apply_all
-from memfit.strategies.fully_sharded import is_divided
 
 if TYPE_CHECKING:
     from memfit.planner.plans import Plan
@@ -109,12 +108,12 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
         )
         task = this_machine.task_for(workload, budget, trainer.setup.args.device)
         # One plan runs on all ranks, so it is made for the one with the least memory.
-        (least,) = trainer.ranks.highest([-task.budget_bytes])
-        task = replace(task, budget_bytes=-least)
+        least = min(trainer.ranks.gathered(task.budget_bytes))
+        task = replace(task, budget_bytes=least)
         with preserved_rng():
             if asked.given is None:
                 # Ranks that measure their cards would come to different plans.
-                return trainer.ranks.from_first(lambda: this_machine.choose(task).plan)
+                return trainer.ranks.share(lambda: this_machine.choose(task).plan)
             return fit_strategies(task, asked.given)
     except (DoesNotFitError, ConfigError):
         raise
@@ -214,7 +213,7 @@ class ModelChanges:
         smooths = trainer.user_args.label_smoothing_factor != 0
         return {
             "device": trainer.user_args.device,
-            "ranks": trainer.ranks,
+            "ranks": trainer.ranks.count,
             "train_dataset": named.get("train_dataset"),
             "stock_loss": not (
                 sees_inputs or self.asked.own_loss or self.asked.weighted_loss or smooths
@@ -239,10 +238,7 @@ class ModelChanges:
         used = self.asked.strategies(self.plan)
         self.effects = Combination(tuple(used)).effects
         vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
-        before = set(model.parameters())
         apply_all(used, self.setup)
-        made = [p for p in self.setup.model.parameters() if p not in before and not is_divided(p)]
-        self._trainer.ranks.same_tensors(made)  # adapters begin at random
 
     def cancel(self) -> None:
         """Undo the changes of a trainer that cannot be made: the user keeps the model given."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -29,7 +30,6 @@ from memfit.engine.effective_batch import (
     leave_out_refused_half,
     warn_of_conflicts,
 )
-from memfit.engine.exchange import ExchangedGrads, Peers
 from memfit.engine.executors import StepExecutor
 from memfit.engine.half_on_cpu import TYPES, half_on_cpu
 from memfit.engine.loss import (
@@ -47,6 +47,7 @@ from memfit.engine.micro_batches import (
     logits_and_labels,
     trimming_for,
 )
+from memfit.engine.ranks import Ranks, meeting
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError
 from memfit.i18n import t
@@ -55,7 +56,7 @@ from memfit.memory.device import is_cuda, kind_of, lower_watermarks
 from memfit.memory.out_of_memory import HeapTrimmer
 from memfit.models.layer_stack import shows_tokens
 from memfit.strategies import Setup, Strategy
-from memfit.strategies.fully_sharded import is_divided
+from memfit.strategies.fully_sharded import gathered, is_divided, optimizer_parts
 from memfit.training.checkpoints import (
     Search,
     record_micro_batching,
@@ -71,7 +72,7 @@ from memfit.training.loaders import (
     ShareOfRank,
     in_order,
     kept_on_cpu,
-    prepared_for,
+    prepared_alone,
     quick,
     repeatable,
 )
@@ -84,7 +85,6 @@ from memfit.training.model_changes import (
 )
 from memfit.training.progress import MemfitProgress, register_memory_logging
 from memfit.training.saving import CheckpointSaver, arguments_as_given, reading, same_parameters
-from memfit.training.shared_evaluation import SharedEvaluation
 from memfit.units import Budget, parse_budget
 from memfit.waiting import doing
 
@@ -155,11 +155,11 @@ class BudgetTrainer(transformers.Trainer):
         effective = effective_arguments(self.user_args)
         if kind_of(effective.device) == "cpu":
             leave_out_refused_half(effective)
-        self.ranks = Peers.here() if effective.world_size > 1 else Peers()
+        self.ranks = Ranks.here() if effective.world_size > 1 else Ranks()
         """The processes that train this model together."""
-        self.shared_evaluation = SharedEvaluation(self.ranks)
         if model is not None:
-            self.ranks.same_weights(model)
+            # Before strategies split weights in two: DDP would give all ranks one half only.
+            self.ranks.same([*model.parameters(), *model.buffers()])
         self._predictions: dict[int, tuple[Any, Any]] = {}
         """Predictions of the last evaluation and of the best one, by step."""
         if budget is not None and not isinstance(budget, Budget):
@@ -291,7 +291,6 @@ class BudgetTrainer(transformers.Trainer):
             loss=self._micro_batch_loss,
             backward=lambda loss: self.accelerator.backward(loss),
             ranks=self.ranks,
-            exchange=self._exchange(),
             around=tuple(self.setup.around_micro_batch),
             packed=self.setup.packing is not None,
         )
@@ -318,7 +317,7 @@ class BudgetTrainer(transformers.Trainer):
             return self._train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             untrained = self.state.global_step == begun and self.setup.model is not None
-            if untrained and self.executor.runs_alone:  # else the other ranks would be needed
+            if untrained and not self.setup.sharded:  # such a model stays divided
                 self.changes.give_back()  # the model is left as it was
             raise
 
@@ -333,7 +332,7 @@ class BudgetTrainer(transformers.Trainer):
         if checkpoint is not None:
             begins = t("loading {checkpoint} …", checkpoint=checkpoint.name)
             warn_of_other_cut(checkpoint, self.guard.micro_batching)
-            ranks = self.ranks.world_size
+            ranks = self.ranks.count
             if (rows := rows_of_each_rank(checkpoint, self.effective_rows, ranks)) is not None:
                 self.args.per_device_train_batch_size = self._train_batch_size = rows
         bars = [o for o in self.callback_handler.callbacks if isinstance(o, MemfitProgress)]
@@ -353,22 +352,14 @@ class BudgetTrainer(transformers.Trainer):
             for bar in bars:
                 bar.close()
 
-    def _exchange(self) -> ExchangedGrads | None:
-        """Sums what stays in `.grad` over the ranks."""
-        if self.ranks.world_size == 1:
-            return None
-        exchange = ExchangedGrads(self.ranks, self.model)
-        self.setup.undo.append(exchange.remove)
-        return exchange
-
     def prepare_steps(self, loader: Any) -> None:
         """Prepares the first step, after everything is loaded."""
-        if self.ranks.rank > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
+        if self.ranks.number > 0 and self.state.global_step == 0 and is_cuda(self.args.device):
             # Other rows get other dropout. The host's generator may decide the order of rows.
-            torch.cuda.manual_seed(self.args.seed + self.ranks.rank)
+            torch.cuda.manual_seed(self.args.seed + self.ranks.number)
         if self.optimizer is not None:
             allocate_state(unwrapped(self.optimizer))
-        with self._whole_state(sizes_only=True):
+        if not self.setup.sharded:  # a part says nothing of a checkpoint's size
             self.checkpoints.check()
         self.guard.prepare(loader)
         self._preparing.close()
@@ -410,11 +401,19 @@ class BudgetTrainer(transformers.Trainer):
         self.accelerator.gradient_accumulation_steps = 1
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; gradients are exchanged here, so no model is wrapped for that."""
+        """As the Trainer's; FSDP2 has a model that is divided, so DDP does not wrap it."""
         super().create_accelerator_and_postprocess()
-        if self.args.world_size > 1:
+        if (ddp := self.accelerator.ddp_handler) is not None:
+            ddp.gradient_as_bucket_view = True  # gradients once they are summed, and no copy
+        if self.setup.sharded:
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; accelerate knows no other word for DDP's buffers yet."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the Trainer's, called once a training; the plan may have needed the model earlier."""
@@ -452,7 +451,8 @@ class BudgetTrainer(transformers.Trainer):
             """The mean of the steps since the last line of the log."""
             return self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
 
-        return self.health.keep(self.guard.run(model, inputs), usual)
+        with meeting():
+            return self.health.keep(self.guard.run(model, inputs), usual)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         for before_move in self.setup.before_move:
@@ -476,8 +476,6 @@ class BudgetTrainer(transformers.Trainer):
         room_bytes, drop_graphs = lambda: self.guard.room_bytes(), lambda: self.guard.drop_graphs()
         self.health.prepare()
         careful(optimizer, self.args.device, room_bytes, drop_graphs)
-        if self.setup.sharded is not None:
-            self.setup.sharded.divide(unwrapped(optimizer))
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -535,18 +533,46 @@ class BudgetTrainer(transformers.Trainer):
     ) -> micro_batches.Prediction:
         """The same micro-batches as in training; what comes out does not stay on the device."""
         step = super().prediction_step
-        self.shared_evaluation.note(micro_batches.row_count(inputs))
+        rows, own = micro_batches.row_count(inputs), self._own_rows(inputs)
 
         def predict(parts: list[MicroBatch]) -> micro_batches.Prediction:
             outcomes = []
-            for part in parts:
+            for part in self._in_step(parts):
                 outcome = step(model, part.inputs, prediction_loss_only, ignore_keys)
                 outcomes.append(micro_batches.to_cpu(outcome))
             weights = [self.loss_weight(part.inputs) for part in parts]
-            return micro_batches.merged_predictions(parts, weights, outcomes)
+            return micro_batches.merged_predictions(parts, weights, outcomes[: len(parts)])
 
+        if own < rows:
+            inputs = micro_batches.rows_of(inputs, list(range(own)))
         predicted: micro_batches.Prediction = self.guard.evaluate(inputs, predict)
-        return predicted
+        if self.ranks.is_alone:
+            return predicted
+        # The Trainer gathers them from all ranks, as many of each, where collectives can.
+        filled = torch.arange(rows).clamp(max=own - 1)
+        loss, *answers = predicted
+        answers = recursively_apply(lambda one: one[filled].to(self.args.device), answers)
+        return (None if loss is None else loss.to(self.args.device), *answers)
+
+    def _own_rows(self, inputs: Batch) -> int:
+        """Rows of an evaluation's batch that are no repetition, at least one.
+
+        accelerate fills up the last batches with rows of the first, and drops their answers; their
+        losses would still be part of a mean.
+        """
+        rows = micro_batches.row_count(inputs)
+        state = self.accelerator.gradient_state
+        if self.ranks.is_alone or not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        own = int(state.remainder) - rows * self.ranks.number
+        return min(max(own, 1), rows)
+
+    def _in_step(self, parts: list[MicroBatch]) -> list[MicroBatch]:
+        """As many as on the other ranks, where these meet in every layer."""
+        if not self.executor.in_step:
+            return parts
+        (most,) = self.ranks.largest(len(parts))
+        return parts + parts[:1] * (int(most) - len(parts))
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer's; keeps the predictions for its own rows."""
@@ -564,9 +590,7 @@ class BudgetTrainer(transformers.Trainer):
         rows = len(loader.dataset) if hasattr(getattr(loader, "dataset", None), "__len__") else 0
         said = t("evaluating {rows} rows …", rows=f"{rows:,}")
         with preserved_rng(), self.guard.held(), doing(said):
-            prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-            loop = functools.partial(super().evaluation_loop, *args, **kwargs)
-            output = self.shared_evaluation.run(self, loader, prefix, loop)
+            output = super().evaluation_loop(*args, **kwargs)
         if self._keeps_predictions:
             best = self.state.best_global_step
             kept = {step: one for step, one in self._predictions.items() if step == best}
@@ -605,35 +629,21 @@ class BudgetTrainer(transformers.Trainer):
     ) -> DataLoader[Any]:
         """As the Trainer's, on the CPU, from the rows a strategy has put in the place of these.
 
-        Every rank reads the whole effective batch and keeps its share.
+        Of a training every rank reads the whole effective batch and keeps its share.
         """
         own = self.data_collator
         dataset, self.data_collator = self.setup.data_for(dataset, own)
         loads = super()._get_dataloader
         try:
-            if self.ranks.world_size == 1:
+            if self.ranks.is_alone or description.lower() != "training":
                 return kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
-            dealt = False
-            if description.lower() == "training":
-                self.data_collator = ShareOfRank(self.data_collator, self.ranks)
-                batch_size *= self.ranks.world_size
-            else:
-                dealt = self._may_share_evaluation(dataset)
+            self.data_collator = ShareOfRank(self.data_collator, self.ranks)
+            batch_size *= self.ranks.count
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            with prepared_for(self.accelerator, self.ranks if dealt else Peers(), seed):
-                loader: Any = kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
-            loader.dealt_to_ranks = dealt
-            return loader  # type: ignore[no-any-return]
+            with prepared_alone(self.accelerator, seed):
+                return kept_on_cpu(loads(dataset, description, batch_size, *args, **kwargs))
         finally:
             self.data_collator = own
-
-    def _may_share_evaluation(self, dataset: Any) -> bool:
-        """Whether ranks evaluate different batches; where not, each evaluates all."""
-        args = self.args
-        # Of the last batches accelerate would drop those that not every rank gets one of.
-        dropped = args.dataloader_drop_last
-        alone = args.batch_eval_metrics or args.include_for_metrics or dropped
-        return self.executor.runs_alone and not alone and not isinstance(dataset, IterableDataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return repeatable(super()._get_train_sampler(train_dataset), self.args)
@@ -676,7 +686,7 @@ class BudgetTrainer(transformers.Trainer):
         if self.checkpoints.writing:
             self.checkpoints.push_due = True
             return
-        with arguments_as_given(self), self._whole_state():
+        with arguments_as_given(self):
             self.masters.push(Path(checkpoint_folder), super()._push_from_checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -688,33 +698,37 @@ class BudgetTrainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As the Trainer's, by the first rank; others bring it the state that they keep."""
-        with self._whole_state():
+        """As the Trainer's; a state that is divided among the ranks is gathered first."""
+        if not self.setup.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
-
-    def _whole_state(self, *, sizes_only: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Inside, the first rank's optimizer has the state that all ranks keep."""
-        sharded = self.setup.sharded
-        return contextlib.nullcontext() if sharded is None else sharded.whole(sizes_only=sizes_only)
+            return
+        whole = gathered(unwrapped(self.optimizer).state_dict())
+        if self.args.should_save:
+            torch.save(whole, Path(output_dir) / "optimizer.pt")
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
-            if self.ranks.world_size == 1 or checkpoint is None:
+            if self.ranks.is_alone or checkpoint is None:
                 super()._load_optimizer_and_scheduler(checkpoint)
             else:
                 self._load_state_of_rank(Path(checkpoint))
 
     def _load_state_of_rank(self, checkpoint: Path) -> None:
-        """As the Trainer's, which would bring the state of all ranks to every card first."""
+        """As the Trainer's, which would bring a second copy of the state to every card first."""
         paths = [checkpoint / name for name in ("optimizer.pt", "scheduler.pt")]
         if not all(path.is_file() for path in paths):
             return
         # Mapped: a rank reads what it keeps. On a CPU the state would stay in the file.
         mapped = kind_of(self.args.device) != "cpu"
-        for part, path in zip((self.optimizer, self.lr_scheduler), paths, strict=True):
-            part.load_state_dict(  # type: ignore[union-attr]
-                torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-            )
+        optimizer, schedule = (
+            torch.load(path, map_location="cpu", mmap=mapped, weights_only=True) for path in paths
+        )
+        if self.setup.sharded:
+            optimizer = optimizer_parts(unwrapped(self.optimizer), optimizer)
+        self.optimizer.load_state_dict(optimizer)  # type: ignore[union-attr]
+        self.lr_scheduler.load_state_dict(schedule)  # type: ignore[union-attr]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
@@ -733,7 +747,7 @@ class BudgetTrainer(transformers.Trainer):
         A signal or a time limit may reach one rank only, and the others would wait for it.
         """
         control = self.control
-        wanted = self.ranks.highest([int(getattr(control, flag)) for flag in _WANTED])
+        wanted = self.ranks.largest(*(getattr(control, flag) for flag in _WANTED))
         for flag, value in zip(_WANTED, wanted, strict=True):
             setattr(control, flag, bool(value))
         return super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -66,7 +66,6 @@ from memfit.planner.pricing.traced_setup import (
 from memfit.planner.ranks import gathered_bytes, nccl_bytes
 from memfit.planner.workload import Workload, batches_of
 from memfit.strategies import Setup, Strategy, TracePart, ordered
-from memfit.strategies.lowbit.lowbit_kernels import SMALL_NUMEL
 
 _SHORT_OFFLOADED = 4
 """What lives on the host: the layer at work, its neighbours, and one that is away."""
@@ -448,8 +447,6 @@ class _Tracer:
         self._layers = layers_of(inner)
         text = self._config.get_text_config()
         self._is_cut = getattr(text, "num_hidden_layers", None) == len(self._layers)
-        large = (p for p in model.parameters() if p.requires_grad and p.numel() > SMALL_NUMEL)
-        self._large_bytes = 2 * sum(p.numel() for p in large)
 
     def step(
         self,
@@ -517,7 +514,6 @@ class _Tracer:
                 model,
                 rows,
                 half,
-                self._large_bytes,
                 extent=extent,
             )
             self._kept[key] = _trace(run, self.card, half, tf32=bool(workload.args.tf32))

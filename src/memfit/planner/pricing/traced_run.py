@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.exchange import IN_FLIGHT_BYTES
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.loss import counted_labels
 from memfit.engine.micro_batches import MicroBatch, trimming_for
@@ -72,40 +71,6 @@ def prepare_sink(sink: LowBitSink, tracker: FakeTracker) -> None:
         take(p, grad)
 
     watched.take, watched.finish = noted, finishing
-
-
-def send_alike(sink: LowBitSink, tracker: FakeTracker, large_bytes: int) -> None:
-    """Every layer has as much on its way to other ranks as may be, until the end of backward.
-
-    Which layers' gradients that are depends on the depth, and so a trace of a few layers must not.
-    Where less than that is sent in all, the sums of all layers come at the end.
-    """
-    watched: Any = sink
-    exchange: Any = watched._exchange
-    if exchange is None:
-        return
-    send, landed, finish = watched._send, exchange.landed, exchange.finish
-    on_its_way: list[torch.Tensor] = []
-
-    def sending(p: torch.Tensor, grad: torch.Tensor) -> None:
-        tracker.tag(iter((grad,)), Component.GRADIENTS)
-        send(p, grad)
-
-    def landing(most_bytes: int = IN_FLIGHT_BYTES) -> Any:
-        if most_bytes >= 0 and not on_its_way:
-            on_its_way.append(torch.empty(IN_FLIGHT_BYTES, dtype=torch.uint8))
-            tracker.tag(iter(on_its_way), Component.GRADIENTS)
-        return landed(-1)
-
-    def finishing(*args: Any) -> Any:
-        on_its_way.clear()
-        found = finish(*args)
-        on_its_way.clear()  # of what was sent at the end
-        return found
-
-    watched._send = sending
-    if large_bytes > IN_FLIGHT_BYTES:
-        exchange.landed, exchange.finish = landing, finishing
 
 
 def begin(sink: LowBitSink, tracker: FakeTracker, parts: int) -> None:
@@ -176,13 +141,12 @@ class TracedRun:
         model: Any,
         rows: TracedRows,
         half: torch.dtype | None,
-        large_bytes: int,
         *,
         extent: Extent = Extent.EVALUATION,
     ) -> None:
         self._extent = extent
         self._workload, self._candidate, self._card = workload, candidate, card
-        self._rows, self._half, self._large_bytes = rows, half, large_bytes
+        self._rows, self._half = rows, half
         self.setup: Setup = make_setup(workload, model, card)
         self._rest = apply_on_meta(candidate, self.setup)
         self.counts: dict[str, StepCounts] = {}
@@ -281,7 +245,6 @@ class TracedRun:
             self._optimizer = setup.make_optimizer(groups, setup.args)
             if isinstance(setup.sink, LowBitSink):
                 prepare_sink(setup.sink, self._tracker)
-                send_alike(setup.sink, self._tracker, self._large_bytes)
                 begin(setup.sink, self._tracker, self._rows.parts)
 
     def _step(self) -> None:
@@ -314,12 +277,9 @@ class TracedRun:
         return model.config
 
     def _is_graphed(self, parts: int) -> bool:
-        """As GraphedExecutor decides: ranks do not meet inside a graph."""
+        """As GraphedExecutor decides."""
         sink: Any = self.setup.sink
-        shared = self.setup.ranks.together
-        if not sink.capturable:
-            return False
-        return bool(sink.hooked or (parts == 1 and not shared))
+        return bool(sink.capturable and (sink.hooked or parts == 1))
 
     def _graphed_step(self, executor: GraphedExecutor, parts: list[MicroBatch]) -> None:
         """What a graph captures, once; several micro-batches are several replays of it."""
@@ -336,13 +296,12 @@ class TracedRun:
             static = packed._map(torch.clone)
         self._static = static
         with self._part("micro"):
-            if len(parts) == 1 and not self.setup.ranks.together:
+            if len(parts) == 1:
                 executor._whole_step(self.setup.model, static)
             else:
                 sink.begin(len(parts), replayed=True)
                 sink.prepare(0)
-                with self.setup.ranks.apart():
-                    executor._micro(self.setup.model, static)
+                executor._micro(self.setup.model, static)
 
     def _update(self) -> None:
         setup = self.setup
@@ -371,7 +330,6 @@ class TracedRun:
             prepare=self._prepare_inputs,
             loss=self._loss,
             backward=torch.autograd.backward,
-            ranks=setup.ranks,
             around=tuple(setup.around_micro_batch),
             packed=setup.packing is not None,
         )

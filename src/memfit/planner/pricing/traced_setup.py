@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from memfit.engine.effective_batch import effective_arguments, leave_out_refused_half
-from memfit.engine.exchange import Peers
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.micro_batches import MicroBatching, group_rows
 from memfit.memory.cards import DeviceProfile
@@ -275,29 +274,6 @@ def build_model(workload: Workload, config: Any, layers: int | None = None) -> A
     return build_on_meta(spec, config)
 
 
-class TracedPeers(Peers):
-    """Ranks that are not there: what is exchanged with them takes memory, and brings nothing."""
-
-    def total(self, weight: float) -> float:
-        """As if all had the same weight."""
-        return weight * self.world_size
-
-    def highest(self, values: Sequence[int]) -> list[int]:
-        """As if all had the same values."""
-        return list(values)
-
-    def summed(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy, as the sum is."""
-        return value.detach().clone()
-
-    def launch(self, tensor: torch.Tensor) -> Any:
-        """The tensor itself: it lives as long as somebody waits for it."""
-        return tensor
-
-    def settle(self, work: Any) -> None:
-        """There is nothing to wait for."""
-
-
 def make_setup(workload: Workload, model: Any, card: DeviceProfile | None) -> Setup:
     """What strategies are applied to: the Trainer's, but for the device, which is traced."""
     with warnings.catch_warnings():
@@ -310,7 +286,7 @@ def make_setup(workload: Workload, model: Any, card: DeviceProfile | None) -> Se
         model=model,
         args=args,
         device=torch.device("cpu"),
-        ranks=TracedPeers(world_size=workload.ranks) if workload.ranks > 1 else Peers(),
+        ranks=workload.ranks,
         card=card,
         stock_loss=workload.stock_loss and args.label_smoothing_factor == 0,
         train_dataset=LengthRows(workload.lengths),

@@ -126,6 +126,8 @@ class GradientRelease(Strategy):
     def unavailable(self, setup: Setup) -> str:
         if setup.make_optimizer is None:
             return Message("it needs the low-bit optimizer, which reads gradients from there")
+        if setup.ranks > 1:
+            return Message("it takes gradients before those of several processes are summed")
         return ""
 
     def change(self, setup: Setup) -> None:

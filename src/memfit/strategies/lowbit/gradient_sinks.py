@@ -15,8 +15,8 @@ Every sink runs the same loop, and none ever waits for the host:
     sink.measure()              # the global norm; no large weight has moved for it
     sink.finish()               # or optimizer.step(): the updates
 
-Between ranks (engine/exchange.py) a gradient is summed once it is whole here, with the last
-micro-batch; the sink takes the sum in the place of what it has kept of this rank's own.
+On several ranks DDP sums gradients in `.grad`, so that only `kept` works; to it, the whole step is
+one micro-batch.
 
 A plain loop (backward, step) works too: what is not called is inferred. For a captured
 graph: `begin`, `arm`, `end_backward` and `finish` put only device work into it; before each
@@ -35,9 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from memfit.engine.exchange import GradientExchange, Peers, WatchedGrads, leave_in_grad
 from memfit.engine.step_state import on_gradient
-from memfit.memory.out_of_memory import retrying
 from memfit.strategies.lowbit.lowbit_kernels import (
     Addition,
     CodedGradient,
@@ -45,7 +43,6 @@ from memfit.strategies.lowbit.lowbit_kernels import (
     new_coded,
     pick_kernels,
 )
-from memfit.strategies.lowbit.lowbit_kernels_torch import decoded
 from memfit.strategies.lowbit.lowbit_optimizer import LowBitOptimizer
 from memfit.strategies.lowbit.step_scalars import GlobalNorm, LossScale
 from memfit.strategies.offload.host_memory import HostMemory
@@ -68,7 +65,6 @@ class LowBitSink(ABC):
         *,
         max_grad_norm: float = 0.0,
         loss_scale: LossScale | None = None,
-        ranks: Peers | None = None,
     ) -> None:
         if optimizer.sink is not None:
             optimizer.sink.remove()
@@ -77,15 +73,10 @@ class LowBitSink(ABC):
         self.loss_scale = loss_scale
         self._norm = GlobalNorm(optimizer)
         self._begun, self._armed, self._measured = False, False, False
-        self._count = 1
         self._taken: set[Tensor] = set()
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._counted: Tensor | None = None
         self._rehearsing = False
-        self._exchange = GradientExchange(ranks) if ranks and ranks.world_size > 1 else None
-        self._is_last, self._exchanged = True, False
-        self._summed: dict[Tensor, None] = {}
-        """The parameters whose gradient over all ranks was taken in this step."""
         optimizer.sink = self
         if self.hooked:
             for group in optimizer.param_groups:
@@ -99,18 +90,14 @@ class LowBitSink(ABC):
 
     # ---------------------------------------------------------------------- the loop
 
-    def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
+    def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:  # noqa: ARG002
         """Start a step. `replayed` says that graphs will run the hooks, not Python."""
-        self._count = micro_batches
         self._begun, self._armed, self._measured = True, replayed, False
-        self._exchanged = False
-        if self._exchange is not None and self._exchange.begin(self._exchanged_alone()):
-            self._summed.clear()
         self._taken.clear()
         self.prepare(0)
         # A capture counts nothing, so there is nothing to take back.
         self._counted = None if self.capturing else self.optimizer.clock.counters.clone()
-        self._norm.begin(keep=self._summed)
+        self._norm.begin()
         if replayed:
             for arena in self.optimizer.small:
                 arena.expect_all()
@@ -128,9 +115,6 @@ class LowBitSink(ABC):
         self._taken.clear()
         self.prepare(index)
         self.optimizer.begin_step()
-        self._is_last = index == self._count - 1
-        if self._is_last and not self.capturing:
-            self._align()
 
     def end_backward(self) -> None:
         """After a backward: gather the small gradients, and large ones that have no hook yet."""
@@ -142,8 +126,6 @@ class LowBitSink(ABC):
                         self._receive(p)
         for arena in self.optimizer.small:
             arena.gather()
-        if self._is_last:
-            self._exchange_rest()
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -158,7 +140,6 @@ class LowBitSink(ABC):
         if not self._measured:
             if not self._armed:
                 self.arm(0)
-            self._is_last = True
             self.end_backward()
             self._norm.measure_small()
             self._decide()
@@ -268,9 +249,6 @@ class LowBitSink(ABC):
         if self._rehearsing:
             p.grad = None
             return
-        if self.is_together and self._exchange is not None and self._exchange.has_sent(p):
-            p.grad = None  # of a step that is run again: the others have it already
-            return
         if not self._armed:
             self.arm(0)
         self.optimizer.ensure_state(p)
@@ -283,67 +261,7 @@ class LowBitSink(ABC):
                 raise ValueError("sparse gradients are not supported; use sparse=False embeddings")
             grad = flat(p.grad, "gradient")
             p.grad = None
-            if self.is_together and self._is_last and not self.capturing:
-                self._send(p, grad)
-            else:
-                self.take(p, grad)
-
-    # ------------------------------------------------------------------ between ranks
-
-    @property
-    def is_together(self) -> bool:
-        """Whether gradients are summed with those of other ranks."""
-        return self._exchange is not None and self._exchange.ranks.together
-
-    def _align(self) -> None:
-        """Gives every rank the same noise, however many micro-batches it ran."""
-        if self.is_together and self._counted is not None:
-            self.optimizer.clock.draw(self._counted[1] + _DRAWS_A_STEP)
-
-    def _send(self, p: Tensor, grad: Tensor) -> None:
-        """A large parameter's last gradient on this rank: sums that have come back are taken."""
-        assert self._exchange is not None
-        kept = self._kept_of(p)
-        self._exchange.offer(p, grad if kept is None else grad.add_(kept))
-        self._take_sums(self._exchange.landed())
-
-    @torch.no_grad()
-    def _exchange_rest(self) -> None:
-        """What was not sent in backward, and the small gradients; once a step."""
-        if not self.is_together or self._exchanged or self._rehearsing or self.capturing:
-            return
-        assert self._exchange is not None
-        self._exchanged = True
-        arenas = self.optimizer.small
-        seen = [arena.seen(index) for arena in arenas for index in range(len(arena.params))]
-        with retrying(self.optimizer.clock.device):  # the other ranks go on, whatever happens here
-            self._align()  # graphs have drawn as often as this rank has micro-batches
-            buffers = [arena.grad for arena in arenas]
-            anywhere = self._exchange.finish(self._kept_of, self._take_sums, buffers, seen)
-        for arena in arenas:
-            arena.see(anywhere[: len(arena.params)])
-            del anywhere[: len(arena.params)]
-
-    def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
-        if not sums:
-            return
-        with retrying(self.optimizer.clock.device):  # a sum is there once, so taking it must end
-            for p, grad in sums:
-                self._forget(p)
-                self._summed[p] = None
-                self.take(p, grad)
-
-    def _exchanged_alone(self) -> list[Tensor]:
-        """The parameters whose gradients travel one by one."""
-        self.optimizer.init_state()
-        return self.optimizer.large
-
-    def _kept_of(self, p: Tensor) -> Tensor | None:  # noqa: ARG002
-        """What is kept of this rank's gradient so far; None where there is nothing."""
-        return None
-
-    def _forget(self, p: Tensor) -> None:  # noqa: B027 - most sinks keep nothing
-        """Drops what is kept of this rank's own gradient: the sum follows."""
+            self.take(p, grad)
 
     def _decide(self) -> None:
         """The global norm, then clipping times the inverse loss scale, and the gate."""
@@ -379,9 +297,6 @@ class LowBitSink(ABC):
             self.loss_scale.load_state_dict(state["loss_scale"])
 
 
-_DRAWS_A_STEP = 1024
-"""By how much the noise counter grows each step: more than any rank has micro-batches."""
-
 _KEPT_STREAMS = 1 << 20
 """Noise of kept gradients is numbered after that of any model's parameters."""
 
@@ -393,10 +308,6 @@ class KeptGradients(LowBitSink):
     """
 
     hooked = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._watched = None if self._exchange is None else WatchedGrads(self._exchange)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -424,35 +335,12 @@ class KeptGradients(LowBitSink):
                 if p.grad is not None:
                     self.optimizer.ensure_state(p)
         super().begin(micro_batches, replayed=replayed)
-        if self.is_together and self._watched is not None:
-            self._watched.watch(self.optimizer.large)
-            self._watched.armed = False
-
-    def arm(self, index: int) -> None:
-        """As in the base; the last micro-batch's gradients are summed where they lie."""
-        super().arm(index)
-        if self._watched is not None:
-            self._watched.armed = self._is_last
-
-    def remove(self) -> None:
-        """As in the base."""
-        super().remove()
-        if self._watched is not None:
-            self._watched.remove()
-
-    def _kept_of(self, p: Tensor) -> Tensor | None:
-        return p.grad
-
-    def _take_sums(self, sums: list[tuple[Tensor, Tensor]]) -> None:
-        leave_in_grad(sums)
 
     def _decide(self) -> None:
         self._norm.measure_many(*self._large_gradients())
         super()._decide()
 
     def _settle(self) -> None:
-        if self._watched is not None:
-            self._watched.armed = False
         params, grads = self._large_gradients()
         self.optimizer.update_many(list(zip(params, grads, strict=True)))
         for p in params:
@@ -485,7 +373,7 @@ class KeptInt8(LowBitSink):
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Make the buffers once; they live as long as the sink, so graphs may use them."""
         super().begin(micro_batches, replayed=replayed)
-        self._due = dict(self._captured) if replayed else dict(self._summed)
+        self._due = dict(self._captured) if replayed else {}
         self._is_replayed = replayed
         self.allocate()
         if replayed and self._kept:
@@ -535,14 +423,6 @@ class KeptInt8(LowBitSink):
     def _settle(self) -> None:
         self.optimizer.update_many([(p, self._kept[p]) for p in self._due])
         self._due.clear()
-
-    def _kept_of(self, p: Tensor) -> Tensor | None:
-        return decoded(self._buffer(p), self.optimizer.block, p) if p in self._due else None
-
-    def _forget(self, p: Tensor) -> None:
-        self._due.pop(p, None)
-        if self._is_replayed:
-            self._buffer(p).scales.zero_()  # the kernels add to it
 
     def _buffer(self, p: Tensor) -> CodedGradient:
         if p not in self._kept:

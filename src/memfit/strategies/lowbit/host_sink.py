@@ -39,7 +39,7 @@ class HostGradients(LowBitSink):
     def begin(self, micro_batches: int = 1, *, replayed: bool = False) -> None:
         """Starts a step without gradients."""
         super().begin(micro_batches, replayed=replayed)
-        self._filled = dict(self._summed)
+        self._filled = {}
         if self._side is None and self.optimizer.clock.device.type == "cuda":
             self._side = torch.cuda.Stream(self.optimizer.clock.device)  # type: ignore[no-untyped-call]
 
@@ -64,19 +64,6 @@ class HostGradients(LowBitSink):
         while sum(size for size, _ in self._in_flight) > IN_FLIGHT_BYTES:
             _, arrived = self._in_flight.popleft()
             torch.cuda.current_stream().wait_event(arrived)
-
-    def _kept_of(self, p: Tensor) -> Tensor | None:
-        if p not in self._filled:
-            return None
-        with self._beside():
-            kept = self._host[p].to(p.device, non_blocking=True)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-            kept.record_stream(torch.cuda.current_stream())
-        return kept.to(p.dtype)
-
-    def _forget(self, p: Tensor) -> None:
-        self._filled.pop(p, None)
 
     def _decide(self) -> None:
         if self._side is not None:

@@ -185,9 +185,8 @@ class LowBitAdamW(Strategy):
                 optimizer,
                 max_grad_norm=args.max_grad_norm or 0.0,
                 loss_scale=scale,
-                ranks=setup.ranks,
             )
-            if made.hooked or setup.ranks.world_size > 1:
+            if made.hooked:
                 setup.undo.append(made.remove)
             return optimizer
 

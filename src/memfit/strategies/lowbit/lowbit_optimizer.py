@@ -91,8 +91,6 @@ class LowBitOptimizer(Optimizer):
         self.is_shut = False
         """Whether steps are computed without effect now."""
         self.sink: LowBitSink | None = None
-        self.keeps: Callable[[Tensor], bool] = lambda _: True
-        """Whether this rank updates a large parameter, and has its state (sharded_state.py)."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -138,8 +136,6 @@ class LowBitOptimizer(Optimizer):
         blocks = blocks_of(p.numel(), self.block)
         state: dict[str, Tensor] = {}
         kept = None if self._remainders is None else self._remainders.pop_correction(p)
-        if not self.keeps(p):
-            return
         if self.master_bits == 24 and p.dtype != torch.float32:
             state["correction"] = self._zeros(p, torch.int8)
             if kept is not None:
@@ -296,15 +292,12 @@ class LowBitOptimizer(Optimizer):
     @torch.no_grad()
     def update(self, p: Tensor, grad: Tensor | CodedGradient, start: int = 0) -> None:
         """Step one large parameter (elements `start` onwards) with this gradient."""
-        if not self.keeps(p):
-            return
         kernels = pick_kernels(self.backend, p)
         kernels.update(self.lowbit_state(p), grad, self.scalars(), start)
 
     @torch.no_grad()
     def update_many(self, work: list[tuple[Tensor, Tensor | CodedGradient]]) -> None:
         """Step several large parameters in few launches."""
-        work = [(p, grad) for p, grad in work if self.keeps(p)]
         if work:
             kernels = pick_kernels(self.backend, work[0][0])
             states = [(self.lowbit_state(p), grad) for p, grad in work]
@@ -340,9 +333,7 @@ class LowBitOptimizer(Optimizer):
     def state_bytes(self) -> int:
         """Bytes of the state that exists now; the weights are not counted."""
         arenas = SMALL_STATE_BYTES * sum(arena.grad.numel() for arena in self._small)
-        large: list[Tensor] = [
-            t for p in self.large if self.keeps(p) for t in self.state[p].values()
-        ]
+        large: list[Tensor] = [t for p in self.large for t in self.state[p].values()]
         return arenas + sum(t.numel() * t.element_size() for t in large)
 
 
@@ -407,8 +398,6 @@ def load_state(
     _match_born(optimizer, own["born"])
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state_dict["state"].items():
-        if not optimizer.keeps(params[index]):
-            continue
         for name, value in saved.items():
             _copy(optimizer.state[params[index]][name], value, name)
     optimizer.clock.load_state_dict(own["clock"])

@@ -73,14 +73,6 @@ class SmallParameters:
                 gathered[i].copy_(now)
         self._shown.clear()
 
-    def seen(self, index: int) -> bool:
-        """Whether a parameter has got a gradient in this step."""
-        return index in self._seen
-
-    def see(self, flags: Sequence[bool]) -> None:
-        """Marks parameters as seen that have a gradient on any rank."""
-        self._seen.update(index for index, flag in enumerate(flags) if flag)
-
     def expect_all(self) -> None:
         """Graphs will gather: every parameter counts as seen."""
         self._seen.update(range(len(self.params)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,11 +78,6 @@ class StepClock:
         self.hyper.copy_(torch.stack(columns, dim=1))
         seeded = self.counters[1].to(torch.int32) + _mixed(self.seed)
         self.key.copy_(hash_int32(hash_int32(seeded)))
-
-    def draw(self, number: Tensor) -> None:
-        """Take the noise of this number."""
-        self.counters[1].copy_(number)
-        self.derive()
 
     def rewind(self, skipped: Tensor) -> None:
         """Take the step back where it was skipped; the noise counter goes on."""
@@ -197,20 +192,14 @@ class GlobalNorm:
             self._total = torch.full((), torch.nan, device=self._optimizer.clock.device)
         return self._total
 
-    def begin(self, keep: Collection[Tensor] = ()) -> None:
-        """An empty slot for every large parameter and every buffer of small ones.
-
-        `keep` has the parameters whose norm in this step is known already.
-        """
+    def begin(self) -> None:
+        """An empty slot for every large parameter and every buffer of small ones."""
         keys: list[object] = [*self._optimizer.small, *self._optimizer.large]
         if self._slot_of.keys() != set(keys):
             self._slot_of = {key: index for index, key in enumerate(keys)}
             self._slots = torch.zeros(len(keys), device=self._optimizer.clock.device)
             return
-        known = [(self.slot(p), self.slot(p).clone()) for p in keep]
         self._slots.zero_()
-        for slot, norm in known:
-            slot.copy_(norm)
 
     def slot(self, key: object) -> Tensor:
         """Where the norm of a parameter (or of a buffer of small ones) goes."""

@@ -330,7 +330,7 @@ class OptimizerOffload(Strategy):
             return Message("you chose optim={optim}, and this is AdamW", optim=optim)
         if args.fp16:
             return Message("fp16's loss scaling looks for gradients on the device; use bf16")
-        if setup.ranks.world_size > 1:
+        if setup.ranks > 1:
             return Message("gradients of several processes would be used before they are summed")
         if self.dtype is not None and args.bf16:
             return Message("it stores the weights themselves in bfloat16; leave bf16 off")

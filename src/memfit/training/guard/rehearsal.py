@@ -6,9 +6,8 @@
     dress     the whole step as it will be run: graphs captured, the update made with its gate shut
     evaluate  the longest rows of an evaluation
     time      a usual batch, warm
-    exchange  as many gradients as a step sends to other ranks
 
-A rank does all but the last by itself. Nothing of it leaves a trace: no weight and no state moves,
+Every rank does it by itself. Nothing of it leaves a trace: no weight and no state moves,
 random numbers are put back. After it the process holds all it will hold: kernels are compiled,
 libraries loaded, the largest graph captured.
 """
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.engine.exchange import GradientExchange
-from memfit.engine.executors import GraphedExecutor, StepExecutor
+from memfit.engine.executors import StepExecutor
 from memfit.engine.micro_batches import Batch, has_rows, lengths_of, row_lengths
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import DoesNotFitError
@@ -69,36 +67,6 @@ def update_seconds(trainer: BudgetTrainer) -> float:
     return each * _UPDATE_BYTES * sum(one.numel() for one in learning)
 
 
-def with_exchange(trainer: BudgetTrainer, found: Rehearsal) -> Rehearsal:
-    """Adds what the ranks wait for each other in a step; all of them must come here together."""
-    ranks, device = trainer.ranks, trainer.args.device
-    if not ranks.together:
-        return found
-
-    def seconds_of(exchange: Callable[[], Any]) -> float:
-        synchronize(device)
-        started = time.perf_counter()
-        exchange()
-        synchronize(device)
-        return time.perf_counter() - started
-
-    def sum_gradients() -> None:
-        exchange = GradientExchange(ranks)
-        exchange.begin(one for one in trainer.model.parameters() if one.requires_grad)
-        exchange.finish(torch.zeros_like, lambda _: None)
-
-    waited = ranks.waited_seconds
-    ranks.summed(torch.zeros(1, device=device))  # connects them
-    mine = (found.step_seconds, seconds_of(sum_gradients))
-    alone, summing = (1e-6 * one for one in ranks.highest([round(1e6 * one) for one in mine]))
-    ranks.waited_seconds = waited  # in steps only
-    hidden = 0.0  # on a CPU the exchange takes the cores that compute
-    if is_cuda(device) and not isinstance(trainer.executor, GraphedExecutor):
-        hidden = 2 / 3 * alone / max(found.pieces, 1)
-    exchange_seconds = max(summing - hidden, 0.0)
-    return replace(found, step_seconds=alone + exchange_seconds, exchange_seconds=exchange_seconds)
-
-
 def seconds_between_steps(trainer: BudgetTrainer, found: Rehearsal) -> float:
     """Seconds that evaluations and checkpoints take before the last step."""
     args, state = trainer.args, trainer.state
@@ -109,11 +77,11 @@ def seconds_between_steps(trainer: BudgetTrainer, found: Rehearsal) -> float:
         dataset: Any = trainer.eval_dataset
         rows = len(dataset) if hasattr(dataset, "__len__") else 0
         batches = rows / max(args.per_device_train_batch_size, 1)
-        evaluation = batches * (found.step_seconds - found.exchange_seconds) * _FORWARD_SHARE
+        evaluation = batches * found.step_seconds * _FORWARD_SHARE
     saving = trainer.checkpoints.size_bytes / _SAVED_BYTES_PER_SECOND
     evaluations = _before_the_last(args.eval_strategy, state.eval_steps, steps, an_epoch)
     saves = _before_the_last(args.save_strategy, state.save_steps, steps, an_epoch)
-    return evaluations * evaluation / trainer.ranks.world_size + saves * saving
+    return evaluations * evaluation / trainer.ranks.count + saves * saving
 
 
 def _before_the_last(strategy: Any, every: int | None, steps: int, an_epoch: int) -> int:
@@ -145,8 +113,6 @@ class Rehearsal:
     """All rows of one evaluation, on one rank; None where none was tried."""
     pieces: int = 1
     """Micro-batches of a usual step."""
-    exchange_seconds: float = 0.0
-    """What of a step is waiting for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +126,8 @@ class _Tried:
 def rehearse(guard: Guard, loader: Any) -> Rehearsal | None:
     """Rehearses the batch of the longest rows. Returns None if rows cannot be read beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
-    return _Stage(guard, dataset, loader.collate_fn).play() if has_rows(dataset) else None
+    collate = getattr(loader.collate_fn, "whole", loader.collate_fn)  # else of this rank's share
+    return _Stage(guard, dataset, collate).play() if has_rows(dataset) else None
 
 
 class _Stage:

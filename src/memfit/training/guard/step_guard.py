@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.micro_batches import Batch, MicroBatch, MicroBatching, lengths_of
 from memfit.engine.step_state import Buffers, BufferState, RandomState
-from memfit.errors import DoesNotFitError, RunStoppedError
+from memfit.errors import RunStoppedError, StepMemoryError
 from memfit.i18n import N_, t
 from memfit.memory.available import CudaReader, Read, Watch, reader_of
 from memfit.memory.cuda_context import take_workspaces
@@ -57,7 +57,6 @@ from memfit.training.guard.rehearsal import (
     Rehearsal,
     rehearse,
     seconds_between_steps,
-    with_exchange,
 )
 from memfit.training.limits import Cap, CountingCap, CudaCap, SpillWatch
 from memfit.training.progress import MemfitProgress
@@ -123,6 +122,9 @@ _WAIT_SECONDS = 0.5
 
 _FLOOR_TRIES = 3
 """How often a step is tried with nothing left to change: other processes may free memory."""
+
+_SMALLER_BUDGET = 0.85
+"""What several ranks go on with of a budget in which a step ran out of memory."""
 
 _WITHOUT_GAPS = 0.97
 """The share of reserved memory that torch's allocator fills when tensor sizes change."""
@@ -218,18 +220,13 @@ class Guard:
             self.adjustments.say = bars[0].say
         if trainer.budget is None or trainer.args.torch_compile:
             return  # a compiled step wants the same shapes
-        if not trainer.executor.runs_alone:
+        if trainer.executor.in_step:
             return
-        missed: DoesNotFitError | None = None
-        with doing(t("compiling, capturing and trying the largest batch …")):
-            try:
-                with trainer.ranks.apart():
-                    self.rehearsal = rehearse(self, loader)
-            except DoesNotFitError as error:
-                missed = error
-            trainer.ranks.raised(missed)
-            if self.rehearsal is not None:
-                self.rehearsal = with_exchange(trainer, self.rehearsal)
+        with (
+            doing(t("compiling, capturing and trying the largest batch …")),
+            trainer.ranks.agreed(),
+        ):
+            self.rehearsal = rehearse(self, loader)
         if (found := self.rehearsal) is not None:
             for bar in bars:
                 bar.expect(found.step_seconds, seconds_between_steps(trainer, found))
@@ -297,7 +294,6 @@ class Guard:
     def run(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes the gradient of an effective batch in pieces that fit; returns its mean loss."""
         self.look()
-        self.trainer.ranks.begin_step()
         executor = self.trainer.executor
         with retrying(self._device):  # a stream's batches are on the device already
             lengths = lengths_of(batch, executor.trim)
@@ -329,7 +325,7 @@ class Guard:
                 return predict(parts)
             except Exception as error:
                 smallest = max(len(part.rows) for part in parts) == 1
-                if not is_out_of_memory(error) or smallest or not executor.runs_alone:
+                if not is_out_of_memory(error) or smallest or executor.in_step:
                     raise
                 let_go(error)
             pieces = pieces_of(lengths_of(batch, executor.trim), limits, packed=executor.packed)
@@ -482,16 +478,16 @@ class Guard:
     ) -> StepSettings:
         """Returns the settings for the next try; RunStoppedError if nothing is left to change."""
         trainer = self.trainer
-        if not trainer.executor.runs_alone:
-            raise RunStoppedError(
+        if not trainer.ranks.is_alone:
+            raise StepMemoryError(
                 t(
-                    "out of memory in step {step}: {failed}; the weights are divided among the "
-                    "processes, so that none can run its rows again by itself; use smaller "
-                    "micro-batches, a shorter --max-length or more processes",
+                    "out of memory in step {step}: {failed}; of several processes none can run a "
+                    "step again by itself",
                     step=trainer.state.global_step + 1,
                     failed=failed,
                 ),
                 trainer.checkpoints.last_good,
+                smaller_budget=f"{self.limit_bytes * _SMALLER_BUDGET / 1e6:.0f}MB",
             )
         smaller = self.failed(used, pieces)
         if smaller is None and self._floor_tries == _FLOOR_TRIES:
@@ -510,8 +506,7 @@ class Guard:
         trainer = self.trainer
         step = trainer.state.global_step
         last = trainer.checkpoints.last_good
-        alone = trainer.ranks.world_size == 1  # the others are inside the step
-        if alone and step > 0 and (last is None or last.name != f"checkpoint-{step}"):
+        if step > 0 and (last is None or last.name != f"checkpoint-{step}"):
             trainer._save_checkpoint(model, None)
         raise RunStoppedError(
             t(

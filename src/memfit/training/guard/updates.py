@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from memfit.memory.out_of_memory import retrying
-from memfit.strategies.fully_sharded import is_divided, with_part
+from memfit.strategies.fully_sharded import is_divided
 
 _MARK = "_memfit_careful"
 
@@ -60,7 +60,7 @@ def allocate_state(optimizer: Optimizer) -> bool:
 def _nothing_like(p: Any) -> Tensor:
     """Returns a zero gradient whose elements are all the same number in memory."""
     zero = torch.zeros((), dtype=p.dtype, device=p.device)
-    return with_part(p, zero.expand(p.to_local().shape)) if is_divided(p) else zero.expand(p.shape)
+    return torch.zeros_like(p) if is_divided(p) else zero.expand(p.shape)
 
 
 @contextlib.contextmanager
