@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed_ends_the_other_which_says_how_to_go_on(
     words = [*by_plan, "--epochs", "3", "--output-dir", str(out)]
     codes, said = two_ranks(tmp_path, words, callback=Signalled(signal.SIGKILL, 5))
     assert codes == [1, -signal.SIGKILL], said
-    assert "memfit: rank 1: it ended without a word" in said[0]
+    assert "another process of this training has ended" in said[0]
     assert f"go on with: memfit train --resume --output-dir {out}" in said[0]
     assert "Traceback" not in said[0]
     last = json.loads((out / "progress.jsonl").read_text().splitlines()[-1])

@@ -80,7 +80,7 @@ def test_a_step_is_packed_with_all_its_inputs_with_or_without_a_mask(masked):
             prepare=dict, loss=lambda *_: torch.zeros(()), backward=lambda _: None,
             sink=lambda: None, packing=packing, device=torch.device("cpu"), rows=8,
         )  # fmt: skip
-        part, share = executor.weighted(executor.split(batch))[0]
+        part, share = executor.weighted(model, executor.split(batch))[0]
         found = executor._packed(part, share)
         logits = model(**found.inputs(labels=False)).logits
         expected = model(**{n: x for n, x in batch.items() if n != "labels"}).logits

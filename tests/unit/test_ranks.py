@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from memfit.run.rank_agent import _tell, count_of, start_ranks
 
+from memfit import BudgetTrainer
 from memfit.api import finetune
 from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.config.launched import LaunchedRank, launched_rank, number_for_torch
 from memfit.data.working_files import new_file
 from memfit.engine.effective_batch import effective_arguments
-from memfit.errors import ConfigError
-from memfit.run.launching import ranks_to_start
+from memfit.engine.ranks import Ranks, meeting
+from memfit.errors import ConfigError, RankLostError, StepMemoryError
+from memfit.run.launching import _tell, count_of, ranks_to_start, start_ranks
+from small_training import collate, model_of, texts
 
 
 @pytest.mark.parametrize(
@@ -288,3 +291,50 @@ def test_callbacks_cannot_be_sent_to_other_processes(
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
         finetune("a.csv", model="m", output_dir=tmp_path / "out", gpus=2, callbacks=[object()])
+
+
+def test_a_lost_rank_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(RankLostError, match="process 2 of 2"), meeting():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), meeting():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_out_of_memory_on_several_ranks_names_a_smaller_budget(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=2, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    model: Any = model_of()
+    trainer = BudgetTrainer(model, args, train_dataset=texts(), data_collator=collate)
+    trainer.ranks = Ranks(1, 2)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model.classifier.register_forward_pre_hook(fail)
+    batch = collate(texts(4))
+    with (
+        trainer.guard.held(),
+        pytest.raises(StepMemoryError, match=r"in step 1: .*none can run a step again") as stopped,
+    ):
+        trainer.guard.run(model, batch)
+    assert stopped.value.smaller_budget.endswith("MB")
+
+
+def test_batches_that_are_split_must_divide_by_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True,
+        per_device_eval_batch_size=16, accelerator_config={"split_batches": True}, report_to=[],
+    )  # fmt: skip
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    ours: Any = effective_arguments(args)
+    assert (ours.per_device_train_batch_size, ours.per_device_eval_batch_size) == (8, 8)
+    assert not ours.accelerator_config.split_batches
+    args.per_device_train_batch_size = 7
+    with pytest.raises(ConfigError, match="a batch of 7 rows among 2 processes"):
+        effective_arguments(args)
