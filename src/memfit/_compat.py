@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memfit.i18n import N_, t
@@ -152,3 +152,15 @@ def is_in_bad_fork() -> bool:
     import torch
 
     return bool(torch.cuda._is_in_bad_fork())
+
+
+def fsdp_weights(part: Any) -> Iterator[Any]:
+    """What `fully_shard` keeps of each parameter of this part.
+
+    It empties and fills storages, which no operator shows; who counts live tensors must be told.
+    Older versions have one group of parameters.
+    """
+    state = part._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None:
+            yield from group.fsdp_params

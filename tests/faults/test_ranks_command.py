@@ -326,8 +326,8 @@ def test_a_budget_is_met_by_what_ranks_divide_among_them(
     summary = read_summary(out)
     assert "fully_sharded" in summary.plan["strategies"]
     predicted, measured = summary.memory.predicted, [one.peak_bytes for one in summary.ranks]
-    # gloo's threads may hold a buffer a moment longer: test_several_ranks.py compares more closely.
-    assert predicted.device_bytes == pytest.approx(min(measured), rel=0.03)
+    # A formula says what FSDP2 holds whole (planner/ranks.py): no less than it does.
+    assert min(measured) <= predicted.device_bytes <= 1.06 * min(measured)
     assert summary.training["steps"] == 8
     assert memfit.load(out).predict(["服務人員都很親切"])[0].label in ("0", "1")
     saved = load_file(out / "model.safetensors")

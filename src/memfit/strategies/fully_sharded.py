@@ -13,14 +13,16 @@ usual ones: tensors are gathered one by one, on the first rank's host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from memfit._compat import fsdp_weights
 from memfit.engine.ranks import Ranks
 from memfit.i18n import N_, Message
 from memfit.memory.tracing import traced_device
@@ -130,7 +132,22 @@ def _divide(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+            if device.type == "cpu":  # where live tensors are counted
+                _tell_of_weights(part)
     model.register_load_state_dict_pre_hook(_load_parts)  # type: ignore[no-untyped-call]
+
+
+def _tell_of_weights(part: Any) -> None:
+    """Have `fully_shard` say when it gathers weights and drops them: no operator shows it."""
+
+    def telling(weight: Any, change: Callable[[], None]) -> None:
+        change()
+        for tensor in weight.all_gather_outputs:
+            traced_device.resized(tensor)
+
+    for weight in fsdp_weights(part):
+        for method in ("alloc_all_gather_outputs", "free_unsharded_param"):
+            setattr(weight, method, partial(telling, weight, getattr(weight, method)))
 
 
 def _tied(model: nn.Module, parts: Sequence[nn.Module]) -> set[Tensor]:
