@@ -66,7 +66,9 @@ def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
             handle.flush()
             os.fsync(handle.fileno())
         # Private by default; the result should be as readable as any file made here.
-        os.chmod(handle.name, 0o666 & ~_umask())
+        mask = os.umask(0o022)
+        os.umask(mask)
+        os.chmod(handle.name, 0o666 & ~mask)
         os.replace(handle.name, path)
     except BaseException:
         Path(handle.name).unlink(missing_ok=True)
@@ -154,12 +156,6 @@ def _is_torchs_writer(error: BaseException) -> bool:
     """Whether torch's writer of zip files failed: it says in which line of its own, never why."""
     words = ("inline_container", "PytorchStreamWriter", "iostream error")
     return any(word in str(error) for word in words)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> Path:

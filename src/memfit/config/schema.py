@@ -342,17 +342,13 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
             continue
         known = training_names() if key == "training" else frozenset(own_fields(key))
         for raw, inner in value.items():
-            name = _canonical(raw.replace("-", "_"), known)
+            name = raw.replace("-", "_")
+            name = _ALIASES[name] if _ALIASES.get(name) in known else name
             if name not in known:
                 said = {"path": path, "key": repr(raw), "table": key, "hint": _suggest(raw)}
                 raise ConfigError("{path}: unknown key {key} in [{table}].{hint}", **said)
             tables[key][name] = inner
     return tables
-
-
-def _canonical(name: str, known: frozenset[str]) -> str:
-    alias = _ALIASES.get(name, name)
-    return alias if alias in known else name
 
 
 def _place(tables: dict[str, dict[str, Any]], key: str, value: Any) -> None:
@@ -461,43 +457,34 @@ def _class_weights(value: Any) -> dict[str, float] | str | None:
     """balanced, or a mapping, or '0=1,1=5' as the command line gives it."""
     if value is None or value == "balanced":
         return value  # type: ignore[no-any-return]
-    given = value.items() if isinstance(value, Mapping) else _weight_items(value)
-    weights: dict[str, float] = {}
-    for label, weight in given:
-        try:
-            number = float(weight)
-        except (TypeError, ValueError):
-            number = math.nan
-        # A batch in which no row counts could not be learned from.
-        if not (math.isfinite(number) and number > 0) or isinstance(weight, bool):
-            _refuse_weights(value)
-        weights[str(label).strip()] = number
+    parts = re.split("[,，]", value) if isinstance(value, str) else []
+    items = [part.rpartition("=")[::2] for part in parts]
+    given = list(value.items()) if isinstance(value, Mapping) else items
+    weights = {str(label).strip(): _number(weight) for label, weight in given}
+    # A batch in which no row counts could not be learned from.
+    if not all(label and 0 < weight < math.inf for label, weight in weights.items()) or (
+        not weights and not isinstance(value, Mapping)
+    ):
+        raise ConfigError(
+            "--class-weights is {value}; write balanced, or labels with a weight above 0, such as "
+            "0=1,1=5",
+            value=repr(value),
+        )
     return weights
 
 
-def _weight_items(value: Any) -> list[tuple[str, str]]:
-    parts = re.split("[,，]", value) if isinstance(value, str) else []
-    items = [part.rpartition("=") for part in parts]
-    if not items or not all(label.strip() for label, _, _ in items):
-        _refuse_weights(value)
-    return [(label, weight) for label, _, weight in items]
-
-
-def _refuse_weights(value: Any) -> typing.NoReturn:
-    raise ConfigError(
-        "--class-weights is {value}; write balanced, or labels with a weight above 0, such as "
-        "0=1,1=5",
-        value=repr(value),
-    )
+def _number(value: Any) -> float:
+    """The number written there; nan where none is."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _threshold(value: Any) -> float | str | None:
     if value is None or value == "auto":
         return value  # type: ignore[no-any-return]
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = _number(value)
     if not 0 < number < 1:  # also refuses nan
         raise ConfigError(
             "--threshold is {value}; write auto, or a number between 0 and 1", value=repr(value)

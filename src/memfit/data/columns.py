@@ -141,9 +141,15 @@ def choose_texts(
         pair = _named(table, pair, "--text-pair-column")
     free = [column for column in table.columns if column not in taken and column != pair]
     if text is None and pair is None:
-        text, pair = _known_pair(free)
+        by_name = {_plain(column): column for column in free}
+        known = ((by_name.get(first), by_name.get(second)) for first, second in _PAIRS)
+        text, pair = next((pair for pair in known if None not in pair), (None, None))
     if text is None:
-        text = _longest(table, free) if table.numbered else _first(free, _TEXT_NAMES)
+        text = _first(free, _TEXT_NAMES)
+        if table.numbered and free:  # of several unnamed columns, that of the longest texts
+            rows = _sample(table, free)
+            sizes = [sum(len(str(row[place])) for row in rows) for place in range(len(free))]
+            text = free[sizes.index(max(sizes))]
     if text is None:
         raise _no_column(
             table,
@@ -246,13 +252,6 @@ def _fewest(table: Table, free: list[str]) -> str:
     )
 
 
-def _longest(table: Table, free: list[str]) -> str | None:
-    """Of several unnamed columns, the one with the longest texts."""
-    rows = _sample(table, free)
-    sizes = [sum(len(str(row[place])) for row in rows) for place in range(len(free))]
-    return free[sizes.index(max(sizes))] if free else None
-
-
 def _sample(table: Table, columns: list[str]) -> list[tuple[Any, ...]]:
     return list(islice(table.read(columns), _SAMPLED_ROWS))
 
@@ -260,14 +259,6 @@ def _sample(table: Table, columns: list[str]) -> list[tuple[Any, ...]]:
 def _first(columns: Sequence[str], known: str) -> str | None:
     by_name = {_plain(column): column for column in reversed(columns)}
     return next((by_name[name] for name in known.split() if name in by_name), None)
-
-
-def _known_pair(columns: Sequence[str]) -> tuple[str | None, str | None]:
-    by_name = {_plain(column): column for column in columns}
-    for first, second in _PAIRS:
-        if first in by_name and second in by_name:
-            return by_name[first], by_name[second]
-    return None, None
 
 
 def _check_unique(table: Table, column: str) -> None:

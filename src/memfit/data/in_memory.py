@@ -63,9 +63,14 @@ def texts_of(data: Any, text_column: str | None, text_pair_column: str | None) -
     """The texts, or pairs of them, of anything that has columns; a text or a list stays one."""
     if isinstance(data, str | list | tuple):
         return data
-    if not _has_columns(data):
+    if not (isinstance(data, Mapping) or hasattr(data, "columns") or hasattr(data, "column_names")):
         return list(data)
-    table = _table(data)
+    arrow = data.with_format("arrow")[:] if _is_from(data, "datasets") else _arrow(data)
+
+    def read(wanted: Sequence[str]) -> Iterator[Row]:
+        return zip(*(arrow.column(name).to_pylist() for name in wanted), strict=True)
+
+    table = Table(t("the data given"), tuple(arrow.column_names), read)
     chosen = choose_texts(table, text_column, text_pair_column)
     names = [name for name in chosen if name is not None]
     rows = (tuple(as_text(cell, table.where) for cell in row) for row in table.read(names))
@@ -74,50 +79,29 @@ def texts_of(data: Any, text_column: str | None, text_pair_column: str | None) -
 
 def _written(data: Any, folder: Path) -> str:
     """Writes the data to a file of this folder, unless it is there already."""
+    from pyarrow import parquet
+
     handle, name = tempfile.mkstemp(suffix=".unfinished", dir=folder)
     os.close(handle)
     try:
-        _write(data, name)
+        if _is_from(data, "datasets") and hasattr(data, "to_parquet"):
+            kind = "dataset"
+            with quiet_datasets():
+                data.with_format(None).to_parquet(name)  # with its label names
+        else:
+            kind = "dataframe" if hasattr(data, "columns") else "rows"
+            parquet.write_table(_arrow(data), name)
         with open(name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
-        final = folder / f"{_kind(data)}-{digest}.parquet"
+        final = folder / f"{kind}-{digest}.parquet"
         os.replace(name, final)
         return str(final)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def _write(data: Any, path: str) -> None:
-    from pyarrow import parquet
-
-    if _is_from(data, "datasets") and hasattr(data, "to_parquet"):
-        with quiet_datasets():
-            data.with_format(None).to_parquet(path)  # with its label names
-    else:
-        parquet.write_table(_arrow(data), path)
-
-
-def _kind(data: Any) -> str:
-    if _is_from(data, "datasets"):
-        return "dataset"
-    return "dataframe" if hasattr(data, "columns") else "rows"
-
-
 def _is_from(data: Any, package: str) -> bool:
     return any(kind.__module__.split(".")[0] == package for kind in type(data).__mro__)
-
-
-def _has_columns(data: Any) -> bool:
-    return isinstance(data, Mapping) or hasattr(data, "columns") or hasattr(data, "column_names")
-
-
-def _table(data: Any) -> Table:
-    arrow = data.with_format("arrow")[:] if _is_from(data, "datasets") else _arrow(data)
-
-    def read(wanted: Sequence[str]) -> Iterator[Row]:
-        return zip(*(arrow.column(name).to_pylist() for name in wanted), strict=True)
-
-    return Table(t("the data given"), tuple(arrow.column_names), read)
 
 
 def _arrow(data: Any) -> pyarrow.Table:
@@ -130,7 +114,11 @@ def _arrow(data: Any) -> pyarrow.Table:
     elif isinstance(data, Mapping):
         columns = [(str(name), values) for name, values in data.items()]
     elif isinstance(data, tuple) and len(data) == 2:
-        columns = _texts_and_labels(*data)
+        texts, labels = list(data[0]), data[1]
+        columns = [("text", texts), ("label", labels)]
+        if texts and isinstance(texts[0], tuple | list):
+            first, second = zip(*texts, strict=True)
+            columns = [("text", first), ("text_pair", second), ("label", labels)]
     elif isinstance(data, list) and data and all(isinstance(row, Mapping) for row in data):
         names = dict.fromkeys(name for row in data for name in row)
         columns = [(str(name), [row.get(name) for row in data]) for name in names]
@@ -148,14 +136,6 @@ def _arrow(data: Any) -> pyarrow.Table:
     return pyarrow.Table.from_arrays(arrays, names=[name for name, _ in columns])
 
 
-def _texts_and_labels(texts: Any, labels: Any) -> list[tuple[str, Any]]:
-    texts = list(texts)
-    if texts and isinstance(texts[0], tuple | list):
-        first, second = zip(*texts, strict=True)
-        return [("text", first), ("text_pair", second), ("label", labels)]
-    return [("text", texts), ("label", labels)]
-
-
 def _array(values: Any) -> pyarrow.Array:
     """The column as Arrow reads it; a column of several types becomes text."""
     import pyarrow
@@ -167,8 +147,7 @@ def _array(values: Any) -> pyarrow.Array:
         is_category = pyarrow.types.is_dictionary(made.type)
         return made.dictionary_decode() if is_category else made
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-        return pyarrow.array([None if _is_missing(one) else str(one) for one in values])
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+        missing = (one is None or (isinstance(one, float) and math.isnan(one)) for one in values)
+        return pyarrow.array(
+            [None if lacks else str(one) for one, lacks in zip(values, missing, strict=True)]
+        )

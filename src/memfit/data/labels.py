@@ -80,14 +80,11 @@ class LabelScan:
                 self.counts[item] = 1
             else:
                 self.too_many = True
-            self._see(item)
-
-    def _see(self, item: str) -> None:
-        self.separators.update(mark for mark in SEPARATORS if mark in item)
-        if not NUMBER.fullmatch(item):
-            self.first_word = self.first_word or item
-        elif not WHOLE.fullmatch(item) and not float(item).is_integer():
-            self.fractional = True
+            self.separators.update(mark for mark in SEPARATORS if mark in item)
+            if not NUMBER.fullmatch(item):
+                self.first_word = self.first_word or item
+            elif not WHOLE.fullmatch(item) and not float(item).is_integer():
+                self.fractional = True
 
     @property
     def multi_hot_width(self) -> int | None:
@@ -194,7 +191,9 @@ def choose_coding(
 ) -> Coding:
     """The task, found or named, with ids: numbers in their order, words sorted."""
     if task == "auto":
-        task = _find_task(scan, columns, declared)
+        task = REGRESSION if scan.fractional and scan.first_word is None else SINGLE_LABEL
+        if len(columns) > 1 or scan.lists or ("|" in scan.separators and not declared):
+            task = MULTI_LABEL
     _check_kind(scan, task, where)
     if task == REGRESSION:
         if label_names:
@@ -324,12 +323,6 @@ def weights_of_classes(
         for label, weight in asked.items()
     }
     return [float(named.get(name, 1.0)) for name in space.names]
-
-
-def _find_task(scan: LabelScan, columns: Sequence[str], declared: Sequence[str] | None) -> str:
-    if len(columns) > 1 or scan.lists or ("|" in scan.separators and not declared):
-        return MULTI_LABEL
-    return REGRESSION if scan.fractional and scan.first_word is None else SINGLE_LABEL
 
 
 def _check_kind(scan: LabelScan, task: str, where: str) -> None:

@@ -237,13 +237,24 @@ def summarize_lengths(lengths: Array, max_length: int) -> LengthSummary:
 def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Dataset, Array]:
     import pyarrow as pa
 
-    _check_max_length(tokenizer, max_length, pair="text_pair" in dataset.column_names)
+    pair = "text_pair" in dataset.column_names
+    specials = tokenizer.num_special_tokens_to_add(pair)
+    least = specials + (2 if pair else 1)
+    if max_length < least:
+        raise DataError(
+            "max_length is {length}, and {specials} of that are special tokens; give at "
+            "least {least}",
+            length=max_length,
+            specials=specials,
+            least=least,
+        )
     if "label" in dataset.column_names:
         dataset = dataset.rename_column("label", "labels")  # keeps its type
     place = place_of_tokens(dataset, tokenizer, max_length)
     if (kept := read_kept_tokens(place)) is not None:
         return kept.remove_columns([_LENGTH]), column_of(kept, _LENGTH)
     bar = progress_bar("tokenizing", total_rows=len(dataset))
+    types = {"input_ids": pa.int32(), "token_type_ids": pa.int8(), "attention_mask": pa.int8()}
 
     def encode(rows: pa.Table) -> pa.Table:
         texts = {name: rows[name].to_pylist() for name in rows.column_names if name in _TEXTS}
@@ -252,7 +263,8 @@ def _tokenized(dataset: Dataset, tokenizer: Any, max_length: int) -> tuple[Datas
         # Of a split each row is a chunk of its own, and whoever reads them pays for each chunk.
         made = rows.drop_columns(list(texts)).combine_chunks()
         for name, values in encoded.items():
-            made = made.append_column(name, pa.array(values, _arrow_type(name)))
+            kind = types.get(name)  # as `datasets` stores it; by the values where it has none
+            made = made.append_column(name, pa.array(values, kind and pa.list_(kind)))
         return made.replace_schema_metadata(None)  # it described the texts
 
     with quiet_datasets(), room_on_disk():
@@ -330,23 +342,3 @@ def _parts(
     made: list[Any] = backend.encode_batch(inputs)
     same = all(getattr(made[0], _PARTS[name]) == rows[0] for name, rows in first.items())
     return made if same else None
-
-
-def _arrow_type(name: str) -> Any:
-    """The type `datasets` stores a tokenizer's column as; None if that depends on the values."""
-    import pyarrow as pa
-
-    kinds = {"input_ids": pa.int32(), "token_type_ids": pa.int8(), "attention_mask": pa.int8()}
-    return pa.list_(kinds[name]) if name in kinds else None
-
-
-def _check_max_length(tokenizer: Any, max_length: int, *, pair: bool) -> None:
-    specials = tokenizer.num_special_tokens_to_add(pair)
-    least = specials + (2 if pair else 1)
-    if max_length < least:
-        said = {"length": max_length, "specials": specials, "least": least}
-        raise DataError(
-            "max_length is {length}, and {specials} of that are special tokens; give at "
-            "least {least}",
-            **said,
-        )
