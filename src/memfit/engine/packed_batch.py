@@ -165,7 +165,13 @@ def pack(
     total = sum(segments)
     rows = pad_to_rows or len(lengths)
     if rows > len(lengths):
-        extras = _with_dummies(extras, len(lengths), rows)
+        # A dummy row gets the entries of the first real one: values the model is used to.
+        first = [*range(len(lengths)), *[0] * (rows - len(lengths))]
+        extras = _mapped(
+            extras, lambda one: one[first] if one.dim() and len(one) == len(lengths) else one
+        )
+    labels = batch.get("labels")
+    dummy = 0 if labels is None or labels.is_floating_point() else IGNORED_LABEL
     # Dummies take a position every family has: the one of a text's first token.
     fill = {"position_ids": 0 if spec.padding_idx is None else spec.padding_idx + 1}
     cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32, device=ids.device)
@@ -178,7 +184,7 @@ def pack(
         rows=rows,
         real_rows=len(lengths),
         row_weight=_padded(torch.ones(len(lengths), device=ids.device), rows, 0),
-        labels=_padded_labels(batch.get("labels"), rows),
+        labels=None if labels is None else _padded(labels, rows, dummy),
         extras=extras,
     )
 
@@ -309,18 +315,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _with_dummies(extras: dict[str, Any], count: int, rows: int) -> dict[str, Any]:
-    """Every dummy row gets the entries of the first real one: values the model is used to."""
-
-    def longer(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0 or len(tensor) != count:
-            return tensor
-        return torch.cat([tensor, tensor[:1].expand(rows - count, *tensor.shape[1:])])
-
-    padded: dict[str, Any] = _mapped(extras, longer)
-    return padded
-
-
 def _signature(value: Any) -> Hashable | None:
     """What tells two values apart that a graph cannot be handed in turn."""
     if isinstance(value, Tensor):
@@ -346,12 +340,6 @@ def _overwrite(target: Any, source: Any) -> None:
     elif isinstance(target, list | tuple):
         for part, new in zip(target, source, strict=True):
             _overwrite(part, new)
-
-
-def _padded_labels(labels: Tensor | None, rows: int) -> Tensor | None:
-    if labels is None:
-        return None
-    return _padded(labels, rows, 0 if labels.is_floating_point() else IGNORED_LABEL)
 
 
 class PacksBatches(Protocol):

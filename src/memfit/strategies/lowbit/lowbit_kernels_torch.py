@@ -6,6 +6,7 @@ Works in chunks, so that its fp32 temporaries stay under 16 MiB whatever the par
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,17 @@ def update(
     key = number_formats.stream_key(scalars.key, state.stream)
     hyper = scalars.hyper[state.row].unbind()
     for low, high in _chunks(count, state.block, state.weight.device):
-        part = _slice(state, start + low, start + high)
+        here = slice(start + low, start + high)
+        scales = slice(here.start // state.block, -(-here.stop // state.block))
+        part = replace(
+            state,
+            weight=state.weight[here],
+            correction=None if state.correction is None else state.correction[here],
+            moment1=state.moment1[here],
+            scale1=state.scale1[scales],
+            moment2=state.moment2[here],
+            scale2=state.scale2[scales],
+        )
         _update_chunk(
             part, _gradient(grad, low, high, state.block), hyper, key, start + low, scalars
         )
@@ -140,22 +151,6 @@ def chunk_elements(device: torch.device) -> int:
     on = traced_device.device()
     on_cuda = device.type == "cuda" if on is None else on.cuda
     return CUDA_CHUNK if on_cuda else CPU_CHUNK
-
-
-def _slice(state: LowBitState, low: int, high: int) -> LowBitState:
-    """The state of elements `low` to `high`; `low` lies on a block."""
-    scales = slice(low // state.block, -(-high // state.block))
-    return LowBitState(
-        weight=state.weight[low:high],
-        correction=None if state.correction is None else state.correction[low:high],
-        moment1=state.moment1[low:high],
-        scale1=state.scale1[scales],
-        moment2=state.moment2[low:high],
-        scale2=state.scale2[scales],
-        stream=state.stream,
-        row=state.row,
-        block=state.block,
-    )
 
 
 def _gradient(grad: Tensor | CodedGradient, low: int, high: int, block: int) -> Tensor:
