@@ -237,25 +237,21 @@ def test_every_head_can_be_given_a_budget(head, tmp_path):
 @pytest.mark.filterwarnings("ignore:the memory of Bag cannot be predicted")
 @pytest.mark.parametrize("head", ["token classes", "plain module"])
 def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path):
-    pieces: list[int] = []
-    peaks: list[int] = []
+    guards: list[Any] = []
 
     class Noted(BudgetTrainer):
-        def _micro_batch_loss(self, model, inputs, weight):
-            pieces.append(len(inputs["input_ids"]))
-            return super()._micro_batch_loss(model, inputs, weight)
-
         def train(self, *args, **kwargs):
             output = super().train(*args, **kwargs)
-            peaks.append(self.guard.rehearsal.peak_bytes)
+            guards.append(self.guard)
             return output
 
     stock = run(transformers.Trainer, *built(head), tmp_path)
     run(Noted, *built(head), tmp_path, budget="60MB", strategies=[])
-    assert set(pieces) == {8}
-    tight = int(0.8 * peaks[0])
+    assert guards[0].used.max_tokens is None
+    tight = int(0.8 * guards[0].rehearsal.peak_bytes)
     ours = run(Noted, *built(head), tmp_path, budget=f"{tight}B", strategies=[])
-    assert min(pieces) < 8
+    assert guards[1].used.max_tokens is not None
+    assert guards[1].budget_cap.peak_bytes <= tight
     assert_same(ours, stock)
 
 
