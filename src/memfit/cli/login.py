@@ -27,9 +27,10 @@ def login(
     from memfit.models import hubs
 
     hubs.check_hub(to)
-    token = _piped_token() if not sys.stdin.isatty() else None
-    if token is None and to == "modelscope" and sys.stdin.isatty():
-        token = _asked_token(to, force=force)
+    if not sys.stdin.isatty():
+        token = sys.stdin.readline().strip() or None  # empty, as a scheduler leaves it
+    else:
+        token = _asked_token(to, force=force) if to == "modelscope" else None
     with console.only_results_on_stdout():
         user = hubs.login(to, token=token, force=force)
     where = hubs.endpoint(to)
@@ -37,11 +38,6 @@ def login(
         console.show_json({"hub": where, "user": user})
     else:
         console.show(t("logged in to {hub} as {user}", hub=where, user=user))
-
-
-def _piped_token() -> str | None:
-    """A token on standard input; none where the input is empty, as a scheduler leaves it."""
-    return sys.stdin.readline().strip() or None
 
 
 def _asked_token(to: str, *, force: bool) -> str | None:

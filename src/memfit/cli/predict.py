@@ -16,7 +16,6 @@ from memfit.run.launching import count_of, start_ranks
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
-    from memfit.run.file_predictions import FilePredictions
     from memfit.run.inference import Prediction
 
 Text = str | tuple[str, str]
@@ -78,7 +77,14 @@ def predict(
     with console.working():
         from memfit import api
 
-        asked = texts if file is None or output is not None else _read(file, reading)
+        asked: Sequence[Text] | None = texts
+        if file is not None and output is None:
+            from memfit.data import read_texts
+
+            with doing(t("reading the table …")):
+                table = read_texts(file, **reading)
+            columns = [table[name] for name in ("text", "text_pair") if name in table.column_names]
+            asked = list(columns[0] if len(columns) == 1 else zip(*columns, strict=True))
         classifier = api.load(model, max_length=max_length)
         if asked is not None:
             answers = classifier.predict(asked, progress=file is not None)
@@ -86,38 +92,24 @@ def predict(
             done = classifier.predict_file(str(file), str(output), **reading)
     if asked is not None:
         _show(asked, answers, as_json=as_json)
-    else:
-        _show_file(done, as_json=as_json)
-
-
-def _read(path: str, reading: dict[str, Any]) -> Sequence[Text]:
-    from memfit.data import read_texts
-
-    with doing(t("reading the table …")):
-        table = read_texts(path, **reading)
-    if "text_pair" in table.column_names:
-        return list(zip(table["text"], table["text_pair"], strict=True))
-    return list(table["text"])
-
-
-def _show_file(done: FilePredictions, *, as_json: bool) -> None:
-    if as_json:
+    elif as_json:
         console.show_json(done)
     else:
+        sentence = N_("wrote {rows} rows to {path}; {empty} without text")
+        sentence = sentence if done.empty_rows else N_("wrote {rows} rows to {path}")
         said = {"rows": f"{done.rows:,}", "path": done.path, "empty": f"{done.empty_rows:,}"}
-        console.show(
-            t(
-                N_("wrote {rows} rows to {path}; {empty} without text")
-                if done.empty_rows
-                else N_("wrote {rows} rows to {path}"),
-                **said,
-            )
-        )
+        console.show(t(sentence, **said))
 
 
 def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool) -> None:
     if as_json:
-        console.show_json([_row(*pair) for pair in zip(texts, answers, strict=True)])
+        rows = []
+        for text, answer in zip(texts, answers, strict=True):
+            parts = [text] if isinstance(text, str) else text
+            row: dict[str, Any] = dict(zip(("text", "text_pair"), parts, strict=False))
+            row |= {"label": answer.label, "score": answer.score, "scores": answer.scores}
+            rows.append(row)
+        console.show_json(rows)
         return
     from memfit.printing import clean
     from memfit.report import terminal
@@ -128,11 +120,3 @@ def _show(texts: Sequence[Text], answers: Sequence[Prediction], *, as_json: bool
         words = " / ".join([text] if isinstance(text, str) else text)
         shown.add_row(clean(answer.label), f"{answer.score:.4f}", terminal.shorten(words, 60))
     terminal.console().print(shown)
-
-
-def _row(text: Text, answer: Prediction) -> dict[str, Any]:
-    first, second = (text, None) if isinstance(text, str) else text
-    row: dict[str, Any] = {"text": first}
-    if second is not None:
-        row["text_pair"] = second
-    return {**row, "label": answer.label, "score": answer.score, "scores": answer.scores}

@@ -46,7 +46,7 @@ def push(
 
     check_hub(to)
     check_repo(repo)
-    if licence is None and _can_ask():
+    if licence is None and sys.stdin.isatty() and sys.stderr.isatty():
         licence = _ask_for_licence(folder)
         if licence is not None:  # somebody is there to answer
             intended_use = _ask_for_words(t("intended use"), intended_use)
@@ -70,10 +70,6 @@ def push(
             url=pushed.url,
         )
     )
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _ask_for_words(section: str, given: str | None) -> str:
