@@ -115,15 +115,11 @@ class CudaReader:
         with contextlib.suppress(OSError):  # a driver that does not answer now
             self._learn(context_bytes(self.index, load=False))
 
-    def _measure_again(self) -> None:
-        if time.monotonic() < self._due:
-            return
-        self.measure()
-        self._pause_seconds *= 2
-        self._due = time.monotonic() + self._pause_seconds
-
     def __call__(self) -> MemoryReading:
-        self._measure_again()
+        if time.monotonic() >= self._due:
+            self.measure()
+            self._pause_seconds *= 2
+            self._due = time.monotonic() + self._pause_seconds
         own_bytes = torch.cuda.memory_reserved(self.index) + self._measured_bytes
         free_bytes, total_bytes = free_and_total_bytes(self.index, own_bytes)
         return MemoryReading(total_bytes, free_bytes, own_bytes)

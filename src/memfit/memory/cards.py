@@ -228,9 +228,9 @@ def find_card(name: str, place: CardPlace | None = None) -> DeviceProfile:
     fewest = min(len(words) for words in fits.values())
     closest = [card for card, words in fits.items() if len(words) == fewest]
     if len(closest) > 1:
-        raise ConfigError(
-            "{name} may be {cards}; write which one", name=repr(name), cards=_either(closest)
-        )
+        *first, last = closest
+        cards = t("{first} or {last}", first=", ".join(first), last=last)
+        raise ConfigError("{name} may be {cards}; write which one", name=repr(name), cards=cards)
     found = _profile(closest[0])
     if wanted - named[closest[0]] == {"pcie"}:
         found = dataclasses.replace(found, nvlink_bytes_per_second=0.0)
@@ -347,6 +347,8 @@ def _profile(card: str) -> DeviceProfile:
     if loaded_mib is not None:
         low = high = round(loaded_mib * MIB)
     usable_gib = row.get("usable_gib", row["gib"])
+    usual_pcie = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
+    pcie, lanes = row.get("pcie") or (usual_pcie, _LANES)
     return DeviceProfile(
         name=card,
         capability=capability,
@@ -357,7 +359,7 @@ def _profile(card: str) -> DeviceProfile:
         fp32_flops=row["fp32"] * 1e12,
         half_flops=row["half"] * 1e12,
         measured=loaded_mib is not None,
-        bus_bytes_per_second=_bus(capability, row.get("pcie")),
+        bus_bytes_per_second=_LANE_BYTES_PER_SECOND[pcie] * lanes,
         nvlink_bytes_per_second=row.get("nvlink", 0) * 1e9,
         reached=Speeds(**row["reached"]) if "reached" in row else None,
         context_low_bytes=low,
@@ -366,12 +368,6 @@ def _profile(card: str) -> DeviceProfile:
         reserved_bytes=round((row["gib"] - usable_gib) * GIB),
         triton=row.get("triton"),
     )
-
-
-def _bus(capability: tuple[int, int], pcie: list[int] | None) -> float:
-    generation = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
-    generation, lanes = pcie or (generation, _LANES)
-    return _LANE_BYTES_PER_SECOND[generation] * lanes
 
 
 @functools.cache
@@ -435,11 +431,6 @@ def _model(words: Iterable[str]) -> set[str]:
     return {word for word in words if not _MEMORY.fullmatch(word)}
 
 
-def _either(cards: Iterable[str]) -> str:
-    *first, last = cards
-    return t("{first} or {last}", first=", ".join(first), last=last)
-
-
 # ---- measured on this machine ----
 
 
@@ -481,8 +472,5 @@ def _is_whole_row(row: dict[str, Any]) -> bool:
     optional = [row.get(name, 1) for name in ("usable_gib", "loaded_mib")]
     numbers = [*capability, *reached.values(), *(row.get(name) for name in _ROW_NUMBERS), *optional]
     known = not reached or set(reached) == _ROW_SPEEDS
-    return len(capability) == 2 and known and all(map(_is_positive, numbers))
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value < math.inf
+    positive = (isinstance(one, (int, float)) and 0 <= one < math.inf for one in numbers)
+    return len(capability) == 2 and known and all(positive)

@@ -38,7 +38,11 @@ def attend(
 ) -> torch.Tensor:
     """What `scaled_dot_product_attention` does with CUDA tensors."""
     kernel = choose_kernel(capability, query, key, value, attn_mask, dropout_p)
-    mask = _additive(attn_mask, query.dtype)
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        # It becomes one of zeros and minus infinities, in every layer anew.
+        hidden = mask.logical_not()
+        mask = torch.empty(hidden.shape, dtype=query.dtype, device=mask.device)
     keeps = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
@@ -50,14 +54,21 @@ def attend(
     elif kernel == "flash":
         width = query.shape[-1]
         scale = 1 / math.sqrt(width) if scale is None else scale
-        padded = [_padded_last(t) for t in (query, key, value)]
+        padded = [
+            torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
+            for t in (query, key, value)
+        ]
         out = _aten._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, False, scale=scale
         )[0]
         out = out if out.shape[-1] == width else out[..., :width]
     elif kernel == "efficient":
         if mask is not None:
-            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+            # The kernel reads eight elements at once: rows are padded to a multiple of eight.
+            if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+                width = mask.shape[-1]
+                mask = torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
+            mask = mask.expand(*query.shape[:3], key.shape[2])
         out = _aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
         )[0]
@@ -109,27 +120,6 @@ def choose_kernel(
     ):
         return "efficient"
     return "math"
-
-
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask becomes one of zeros and minus infinities, in every layer anew."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    hidden = mask.logical_not()
-    return torch.empty(hidden.shape, dtype=dtype, device=mask.device)  # its values: 0 or -inf
-
-
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """The kernel reads eight elements at once: rows are padded to a multiple of eight."""
-    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
-        return mask
-    width = mask.shape[-1]
-    return torch.nn.functional.pad(mask, (0, 8 - width % 8))[..., :width]
-
-
-def _padded_last(tensor: torch.Tensor) -> torch.Tensor:
-    lacking = -tensor.shape[-1] % 8
-    return torch.nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
 
 
 ATTENTION_BACKWARD = frozenset(

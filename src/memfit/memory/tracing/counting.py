@@ -150,7 +150,7 @@ _current: Counting | None = None
 
 
 def current() -> Counting | None:
-    """Who counts now."""
+    """The counter that is active; None where nobody counts."""
     return _current
 
 

@@ -136,12 +136,10 @@ def sorted_deaths(marks: list[Mark]) -> list[Mark]:
     out: list[Mark] = []
     for birth, group in itertools.groupby(marks, key=lambda mark: mark.birth):
         together = list(group)
-        out += together if birth else sorted(together, key=_death_order)
+        if not birth:
+            together.sort(key=lambda mark: (layer_of(mark.module) is None, mark.kind))
+        out += together
     return out
-
-
-def _death_order(mark: Mark) -> tuple[bool, Kind]:
-    return layer_of(mark.module) is None, mark.kind
 
 
 def survivors(segments: Segments, part: str) -> list[Mark]:

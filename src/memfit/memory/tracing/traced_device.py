@@ -52,7 +52,7 @@ _active: Trace | None = None
 
 @contextmanager
 def tracing(trace: Trace) -> Iterator[None]:
-    """Make this the trace that is told."""
+    """Sets the active trace; operators report their allocations to it."""
     global _active
     before, _active = _active, trace
     try:
@@ -62,7 +62,7 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 
 def device() -> TracedDevice | None:
-    """The device of the trace that runs now, if one does."""
+    """The device of the active trace; None outside of a trace."""
     return None if _active is None else _active.device
 
 

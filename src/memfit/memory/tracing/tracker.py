@@ -69,7 +69,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def record(self, out: Any) -> None:
-        """Write down the storages of an operator's result that are new."""
+        """Records the storages of an operator's result that are new."""
         if isinstance(out, torch.Tensor):
             self._born(out)
             return
@@ -118,14 +118,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._close(self._open(nbytes))
 
     def adopt(self, tensors: Iterator[torch.Tensor], component: Component) -> None:
-        """Start to follow tensors that were there before the tracker."""
+        """Starts to follow tensors that were there before the tracker."""
         before, self.component = self.component, component
         for tensor in tensors:
             self._born(tensor)
         self.component = before
 
     def tag(self, tensors: Iterator[torch.Tensor], component: Component) -> None:
-        """Say what live storages are for, once that is known: gradients, optimizer state."""
+        """Sets the component of live storages, once that is known: gradients, optimizer state."""
         for tensor in tensors:
             found = self._live.get(tensor.untyped_storage()._cdata)
             if found is not None:
@@ -133,7 +133,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._blocks[found[0]] = (nbytes, component, module)
 
     def forget(self, tensors: Iterator[torch.Tensor]) -> None:
-        """Take storages out of the account: they lie on the host in the real run."""
+        """Takes storages out of the account: they lie on the host in the real run."""
         for tensor in tensors:
             # It stays known, of no size: else the next operator that writes to it counts it anew.
             found = self._live.get(tensor.untyped_storage()._cdata)
@@ -194,7 +194,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._modules[-1] if self._modules else ""
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Name the module of every birth; undone by `unwatch`."""
+        """Records the module of every birth; undone by `unwatch`."""
 
         def leave(*_: Any) -> None:
             if self._modules:
@@ -211,7 +211,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def unwatch(self) -> None:
-        """Take the hooks of `watch` off again."""
+        """Removes the hooks of `watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
