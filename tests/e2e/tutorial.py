@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers import DataCollatorWithPadding
 from memfit import BudgetTrainer as Trainer
 from memfit import TrainingArguments
-from memfit import evaluation as evaluate
+from memfit.records import evaluation as evaluate
 """
 
 
