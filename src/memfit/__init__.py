@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "compare": "memfit.api",
     "estimate": "memfit.api",
     "evaluate": "memfit.api",
+    "export": "memfit.api",
     "finetune": "memfit.api",
     "ladder": "memfit.api",
     "load": "memfit.api",

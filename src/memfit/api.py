@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memfit.records.evaluation import Evaluation
     from memfit.report.comparison import Comparison
     from memfit.run.inference import Classifier
+    from memfit.run.onnx_export import Export
     from memfit.run.publish import PushResult
     from memfit.run.train import RunResult
 
@@ -90,6 +91,7 @@ def finetune(
     from memfit.run.launching import ranks_to_start, train_on_ranks
     from memfit.run.resume import is_begun, is_finished, resumed_config, with_absolute_paths
     from memfit.run.train import finished_run, train_classifier
+    from memfit.serve.watching import watch_run
 
     made = None if plan is None or isinstance(plan, (str, os.PathLike)) else plan
     given = {
@@ -109,7 +111,8 @@ def finetune(
     else:
         run = RunConfig.build(config, **given)
     how: dict[str, Any] = {
-        "resume": resume, "quiet": quiet, "watch": watch, "callbacks": callbacks, "plan": made,
+        "resume": resume, "quiet": quiet, "watch": watch_run if watch else None,
+        "callbacks": callbacks, "plan": made,
     }  # fmt: skip
     ranks = ranks_to_start(run)
     if ranks == 1 or (resume and is_finished(str(run.output_dir))):
@@ -160,7 +163,12 @@ def load(model: PathLike, **options: Any) -> Classifier:
 
 
 def evaluate(
-    model: PathLike, data: Data, *, max_length: int | None = None, **options: Any
+    model: PathLike,
+    data: Data,
+    *,
+    max_length: int | None = None,
+    backend: str = "torch",
+    **options: Any,
 ) -> Evaluation:
     """How good a trained classifier is on all rows of a labelled table.
 
@@ -169,7 +177,8 @@ def evaluate(
     from memfit.run.inference import Classifier, evaluate_table
 
     config = DataConfig.build(**_sources(data, options))
-    return evaluate_table(Classifier.load(os.fspath(model), max_length=max_length), config)
+    classifier = Classifier.load(os.fspath(model), max_length=max_length, backend=backend)
+    return evaluate_table(classifier, config)
 
 
 def estimate(
@@ -241,6 +250,33 @@ def compare(*runs: PathLike) -> Comparison:
     from memfit.report.comparison import compare_runs
 
     return compare_runs(runs)
+
+
+def export(
+    run: PathLike,
+    *,
+    int8: bool = False,
+    output: PathLike | None = None,
+    data: str | None = None,
+    most_lost: float = 0.5,
+    **options: Any,
+) -> Export:
+    """Writes a trained classifier as ONNX, scored on the run's validation rows or on `data`.
+
+    `.variants` has size, speed and score of each beside torch's. A file that loses more than
+    `most_lost` points of the headline metric is not written: `.refused` says so. `options` are
+    fields of DataConfig for `data`.
+    """
+    from memfit.run.onnx_export import export as export_run
+
+    return export_run(
+        os.fspath(run),
+        int8=int8,
+        output=None if output is None else os.fspath(output),
+        data=data,
+        most_lost=most_lost,
+        **options,
+    )
 
 
 def push(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import memfit
 from memfit.i18n import speaking
 from memfit.records.run_log import RunLog
 from memfit.report.page import write_report
-from memfit.run import serving
-from memfit.run.serving import LivePage, PageServer, RunModel
+from memfit.serve import live
+from memfit.serve.live import HOST, LivePage, PageApp, RunModel
+from memfit.serve.server import bound_socket, served_in_thread
 
 pytestmark = pytest.mark.skipif(
     browsers.find() is None, reason="no Chromium on this machine to look at pages with"
@@ -242,18 +242,16 @@ def test_it_prints_on_a_few_pages(chromium: Browser, url: str, tmp_path: Path) -
 def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
     chromium: Browser, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_REST", 0)  # this test has waited enough
+    monkeypatch.setattr(live, "_REST", 0)  # this test has waited enough
     lines = (trained / "progress.jsonl").read_text(encoding="utf-8").splitlines()
     shutil.copy(trained / "run.toml", tmp_path)
     log = tmp_path / "progress.jsonl"
     log.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     page = LivePage(tmp_path, "zh")
-    server = PageServer(page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    app = PageApp(page)
+    with served_in_thread(app, bound_socket(HOST, 0)) as url:
         chromium.look_like(390, 844)
-        chromium.open(server.address)
+        chromium.open(url + app.path)
         first = chromium.run("document.querySelector('progress').value")
         chromium.run("document.getElementById('configuration').open = true; scrollTo(0, 700)")
         log.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -271,10 +269,6 @@ def test_the_live_page_follows_the_run_keeps_its_place_and_stops_at_the_end(
         chromium.run("new Promise((done) => setTimeout(done, 3000))")
         assert page.asked_at == asked
         assert chromium.messages == []
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
@@ -282,12 +276,10 @@ def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
 ) -> None:
     page = LivePage(trained, "en", trial=RunModel(trained, "en", "cpu"))
     page.ended = True
-    server = PageServer(page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    app = PageApp(page)
+    with served_in_thread(app, bound_socket(HOST, 0)) as url:
         chromium.look_like(1280, 900)
-        chromium.open(server.address)
+        chromium.open(url + app.path)
         chromium.run(
             "document.querySelector('textarea').value = '<img src=x> 房間很髒';"
             "document.getElementById('trial').requestSubmit()"
@@ -315,10 +307,6 @@ def test_a_sentence_is_answered_a_curve_says_its_values_and_a_path_is_copied(
         chromium.wait_for(f"{copy}.textContent === 'copied'")
         assert chromium.run(f"{copy}.dataset.copy") == str(trained)
         assert chromium.messages == []
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.mark.parametrize("look", ["light", "phone-dark"])

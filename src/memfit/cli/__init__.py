@@ -23,6 +23,7 @@ from memfit.cli import (
     doctor,
     estimate,
     evaluate,
+    export,
     ladder,
     login,
     options,
@@ -30,6 +31,7 @@ from memfit.cli import (
     predict,
     push,
     report,
+    serve,
     train,
 )
 from memfit.cli.options import CommandStopped, SpokenGroup, take_language
@@ -64,6 +66,8 @@ for module in (
     doctor,
     report,
     compare,
+    export,
+    serve,
     push,
     login,
     ladder,

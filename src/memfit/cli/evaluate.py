@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import Json, PlainCommand, config_options
+from memfit.cli.options import Backend, Json, PlainCommand, config_options
 from memfit.config import DataConfig
 
 # What belongs to splitting a table and training on it.
@@ -30,6 +30,7 @@ def evaluate(
     max_length: Annotated[
         int | None, typer.Option(help="Cut texts here; where the training did if not given.")
     ] = None,
+    backend: Backend = "torch",
     as_json: Json = False,
 ) -> None:
     """Accuracy, F1, precision and recall per class, and the confusion matrix."""
@@ -37,7 +38,7 @@ def evaluate(
     with console.working():
         from memfit import api
 
-        evaluation = api.evaluate(model, data, max_length=max_length, **options)
+        evaluation = api.evaluate(model, data, max_length=max_length, backend=backend, **options)
     from memfit.records.results import trained_with_weights
     from memfit.records.run_warnings import answer_warnings
 

@@ -386,6 +386,9 @@ def training_flags(ctx: typer.Context) -> dict[str, Any]:
 
 
 _PANELS = {DataConfig: "Data", ModelConfig: "Model", RunConfig: "Run"}
+Backend = Annotated[
+    str, typer.Option(help="torch, or a file that memfit export wrote: onnx, onnx-int8.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; all else on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import console
-from memfit.cli.options import Json, PlainCommand
+from memfit.cli.options import Backend, Json, PlainCommand
 from memfit.config.launched import launched_rank
 from memfit.errors import ConfigError
 from memfit.i18n import N_, t
@@ -53,6 +53,7 @@ def predict(
             "this machine."
         ),
     ] = None,
+    backend: Backend = "torch",
     as_json: Json = False,
 ) -> None:
     """Label sentences, or every row of a file.
@@ -85,7 +86,7 @@ def predict(
                 table = read_texts(file, **reading)
             columns = [table[name] for name in ("text", "text_pair") if name in table.column_names]
             asked = list(columns[0] if len(columns) == 1 else zip(*columns, strict=True))
-        classifier = api.load(model, max_length=max_length)
+        classifier = api.load(model, max_length=max_length, backend=backend)
         if asked is not None:
             answers = classifier.predict(asked, progress=file is not None)
         else:

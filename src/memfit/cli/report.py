@@ -39,8 +39,11 @@ def report(
 
 
 def _serve(folder: str, *, as_json: bool) -> None:
+    from memfit.serve.server import require_server
+
+    require_server()
     from memfit.i18n import chosen_language
-    from memfit.run.serving import serve
+    from memfit.serve.live import serve
 
     def say(url: str) -> None:
         if as_json:

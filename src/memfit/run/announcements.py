@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
-from memfit.i18n import N_, language, shown, t
+from memfit.i18n import N_, shown, t
 from memfit.memory.device import kind_of
 from memfit.printing import encodable, printable
 from memfit.records.results import OutputClaim
@@ -183,20 +184,19 @@ def plan_sentence(plan: Plan) -> str:
     return t("{fidelity}: {strategies}", fidelity=fidelity, strategies=t(", ").join(names))
 
 
+Watcher = Callable[[Path], contextlib.AbstractContextManager[None]]
+"""Serves the page of the run in a folder while a block lasts."""
+
+
 @contextlib.contextmanager
-def followed(claim: OutputClaim, *, watch: bool = False) -> Iterator[None]:
+def followed(claim: OutputClaim, watch: Watcher | None = None) -> Iterator[None]:
     """A run that does not finish leaves word of how it ended, and its page.
 
-    With `watch` the page is served while the run trains; its address is said even when quiet,
-    since it was asked for.
+    `watch` serves the page while the run trains.
     """
     from memfit.report.page import write_report
-    from memfit.run.serving import watching
 
-    served = (
-        watching(claim.path, voice(quiet=False), language()) if watch else contextlib.nullcontext()
-    )
-    with served:
+    with contextlib.nullcontext() if watch is None else watch(claim.path):
         try:
             yield
         except BaseException as error:

@@ -10,7 +10,6 @@ the same name, and no disk that they share. A run that was killed goes on from w
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import os
@@ -49,8 +48,6 @@ WINDOW_CHARS = 1 << 24
 JSON_LINES = (".jsonl", ".ndjson")
 
 NOT_WRITTEN = (".xlsx", ".xls", ".ods", ".parquet", ".pq", ".json")
-
-_SAMPLED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,7 @@ def predict_file(
     if set(names) & set(table.columns):  # the table's own columns stay
         names = ("predicted_label", "predicted_score")
     form = _Form(path, (*table.columns, *names))
-    on_cpu = classifier.model.device.type == "cpu"
-    with doing(t("predicting …")), joined(on_cpu=on_cpu) as group:
+    with doing(t("predicting …")), joined(on_cpu=classifier.on_cpu) as group:
         predictor = _Predictor(classifier, table, texts, form, group, batch_tokens)
         if not group.is_first:
             predictor.send()
@@ -176,7 +172,7 @@ class _Predictor:
 
     def _own_pieces(self, first_row: int, update: Callable[[int], object]) -> Iterator[Piece]:
         """The windows of this rank, answered, from a row on."""
-        on_cpu = self.classifier.model.device.type == "cpu"
+        on_cpu = self.classifier.on_cpu
         most_rows = self.group.share(lambda: CPU_WINDOW_ROWS if on_cpu else WINDOW_ROWS)
         rows = unbroken(self.table.read(self.table.columns), self.table.where)
         windows = _windows(islice(rows, first_row, None), most_rows)
@@ -239,10 +235,6 @@ def _made_from(
         file = [str(source.resolve()), about.st_size, about.st_mtime_ns]
     except OSError:  # a dataset of the Hub
         file = [str(source)]
-    weights = hashlib.sha256()
-    for name, value in classifier.model.state_dict().items():
-        sample = value.detach().flatten()[:_SAMPLED].float().cpu().numpy()
-        weights.update(f"{name} {tuple(value.shape)}".encode() + sample.tobytes())
     options = {
         "columns": texts,
         "encoding": table.encoding,
@@ -253,7 +245,7 @@ def _made_from(
         "tokens": len(classifier.tokenizer),
     }
     return {
-        "memfit": __version__, "file": file, "model": weights.hexdigest(), "options": options,
+        "memfit": __version__, "file": file, "model": classifier.fingerprint(), "options": options,
     }  # fmt: skip
 
 

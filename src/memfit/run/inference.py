@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from memfit.models.loading import (
     load_tokenizer,
     loading_error,
 )
+from memfit.models.onnx_model import BACKENDS, ONNX_FILES, OnnxModel
 from memfit.records.evaluation import Evaluation, evaluate_predictions, probabilities
 from memfit.records.results import RunFolder, read_summary, trained_label_names
 from memfit.records.scoring import Array, Scoring, answers, kept_scoring, scoring_of_table
@@ -82,7 +84,7 @@ class Prediction:
 class Classifier:
     """A model with its tokenizer and label names, on a device."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | OnnxModel
     tokenizer: PreTrainedTokenizerBase
     labels: LabelSpace
     max_length: int
@@ -99,24 +101,23 @@ class Classifier:
         device: str | None = None,
         dtype: str | None = None,
         max_length: int | None = None,
+        backend: str = "torch",
     ) -> Classifier:
         """From an output folder, one of its checkpoints, or the hub.
 
         Texts are cut where the training cut them, so that answers are those that were evaluated.
+        `backend` is torch, or a file that `memfit export` wrote: onnx, onnx-int8.
         """
         config = ModelConfig(model=os.fspath(path_or_id))
-        _check_trained(config)
-        where = _device(device)
-        with doing(t("loading the weights …")):
-            model = _load_weights(config, dtype).eval()
-        halved = where.type == "cpu" and model.dtype.itemsize < 4
-        if halved and (dtype is None or not half_on_cpu().works(dtype)):
-            # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
-            model = model.float()
-        model.to(where)
+        if backend == "torch":
+            _check_trained(config)
         tokenizer = load_tokenizer(config)
-        if model.config.pad_token_id is None:  # decoders find a text's end by it
-            model.config.pad_token_id = tokenizer.pad_token_id
+        if backend == "torch":
+            model = _load_torch(config, tokenizer, device, dtype)
+            positions = position_limit(model)
+        else:
+            model = _load_onnx(config, backend)
+            positions = model.positions
         labels = label_space(model.config)
         has_summary = RunFolder(Path(config.model)).summary.is_file()
         summary = read_summary(config.model) if has_summary else None
@@ -129,9 +130,24 @@ class Classifier:
             tokenizer=tokenizer,
             labels=labels,
             scoring=kept_scoring(model.config, labels),
-            max_length=_max_length(config.model, model, tokenizer, max_length, trained),
+            max_length=_max_length(config.model, positions, tokenizer, max_length, trained),
             pairs=pairs,
         )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a processor computes the answers."""
+        return isinstance(self.model, OnnxModel) or self.model.device.type == "cpu"
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the weights, by a few numbers of each."""
+        if isinstance(self.model, OnnxModel):
+            return self.model.fingerprint()
+        digest = hashlib.sha256()
+        for name, value in self.model.state_dict().items():
+            sample = value.detach().flatten()[:16].float().cpu().numpy()
+            digest.update(f"{name} {tuple(value.shape)}".encode() + sample.tobytes())
+        return digest.hexdigest()
 
     def predict(
         self,
@@ -231,16 +247,15 @@ class Classifier:
         if update is None and progress:
             with row_bar(len(texts)) as update:
                 return self.logits(texts, batch_tokens=batch_tokens, update=update)
-        on_cpu = self.model.device.type == "cpu"
-        batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if on_cpu else BATCH_TOKENS)
+        batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if self.on_cpu else BATCH_TOKENS)
         out = np.empty((len(texts), self.labels.num_labels), dtype=np.float32)
         for start in range(0, len(texts), CHUNK_TEXTS):
             chunk = list(texts[start : start + CHUNK_TEXTS])
-            encoded = self._encode(chunk, start)
+            encoded = self.encode(chunk, start)
             lengths = [len(ids) for ids in encoded["input_ids"]]
             for rows in token_batches(lengths, batch_tokens):
                 batch = [{name: column[row] for name, column in encoded.items()} for row in rows]
-                out[[start + row for row in rows]] = self._forward(batch)
+                out[[start + row for row in rows]] = self.forward(batch)
                 if update is not None:
                     update(len(rows))
         return out
@@ -269,7 +284,10 @@ class Classifier:
             table, _ = open_source(os.fspath(source), encoding, header, only_texts=not any(columns))
         return predict_file(self, table, source, target, columns, batch_tokens=batch_tokens)
 
-    def _encode(self, texts: list[Text], start: int) -> dict[str, list[list[int]]]:
+    def encode(
+        self, texts: list[Text], start: int = 0, *, cut: bool = True
+    ) -> dict[str, list[list[int]]]:
+        """Returns the tokens of each text, cut at `max_length`; `start` counts texts in errors."""
         pairs = [isinstance(text, tuple | list) for text in texts]
         if any(pairs) and not all(pairs):
             raise DataError("some of the texts are pairs and some are not; give one kind")
@@ -294,10 +312,14 @@ class Classifier:
                     text=f"{text!r:.60}",
                 )
         columns = [list(column) for column in zip(*texts, strict=True)] if any(pairs) else [texts]
-        encoded = self.tokenizer(*columns, truncation=True, max_length=self.max_length)
+        encoded = self.tokenizer(*columns, truncation=cut, max_length=self.max_length)
         return dict(encoded)
 
-    def _forward(self, rows: list[dict[str, list[int]]]) -> Array:
+    def forward(self, rows: list[dict[str, list[int]]]) -> Array:
+        """Returns the logits of tokenized rows, padded to one batch."""
+        if isinstance(self.model, OnnxModel):
+            padded: Any = self.tokenizer.pad(rows, return_tensors="np")
+            return self.model(**padded).logits
         import torch
         from transformers import DataCollatorWithPadding
 
@@ -376,6 +398,42 @@ def _check_trained(config: ModelConfig) -> None:
     check_model_folder(config)
 
 
+def _load_torch(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: str | None, dtype: str | None
+) -> Any:
+    where = _device(device)
+    with doing(t("loading the weights …")):
+        model = _load_weights(config, dtype).eval()
+    halved = where.type == "cpu" and model.dtype.itemsize < 4
+    if halved and (dtype is None or not half_on_cpu().works(dtype)):
+        # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
+        model = model.float()
+    model.to(where)
+    if model.config.pad_token_id is None:  # decoders find a text's end by it
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _load_onnx(config: ModelConfig, backend: str) -> OnnxModel:
+    if backend not in ONNX_FILES:
+        raise ConfigError(
+            "the backend is {backend}; it is one of {choices}.{hint}",
+            backend=repr(backend),
+            choices=", ".join(BACKENDS),
+            hint=nearest(backend, BACKENDS),
+        )
+    file = Path(source_of(config.model)) / ONNX_FILES[backend]
+    if not file.is_file():
+        raise ModelError(
+            "{model} has no {file}; write it with memfit export {model}{int8}",
+            model=config.model,
+            file=ONNX_FILES[backend],
+            int8=" --int8" if backend == "onnx-int8" else "",
+        )
+    with doing(t("loading the weights …")):
+        return OnnxModel(file, load_config(config))
+
+
 def _load_weights(config: ModelConfig, dtype: str | None) -> Any:
     from transformers import AutoModelForSequenceClassification
 
@@ -438,13 +496,12 @@ def _device(name: str | None) -> torch.device:
 
 def _max_length(
     name: str,
-    model: PreTrainedModel,
+    positions: int | None,
     tokenizer: PreTrainedTokenizerBase,
     wanted: int | None,
     trained: Any,
 ) -> int:
     """What is wanted, or what the run trained with; never beyond the model's positions."""
-    positions = position_limit(model)
     if wanted is not None:
         if positions is not None and wanted > positions:
             raise ConfigError(

@@ -131,7 +131,7 @@ def train_classifier(
     *,
     resume: bool = False,
     quiet: bool = False,
-    watch: bool = False,
+    watch: announcements.Watcher | None = None,
     callbacks: Sequence[Any] = (),
     plan: Plan | None = None,
 ) -> RunResult:
@@ -156,7 +156,7 @@ def train_classifier(
         claimed = claim_output_folder(folder, resume=resume)
         claim = group.share(lambda: held.enter_context(claimed))
         if group.is_first:
-            held.enter_context(announcements.followed(claim, watch=watch))
+            held.enter_context(announcements.followed(claim, watch))
         held.enter_context(command_in_errors(claim))
         start_reading_weights(config.model)
         resumed = None

@@ -13,48 +13,50 @@ where they come from, and JSON that another page sends would have to be allowed 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
 from memfit.errors import MemfitError, ModelError
-from memfit.i18n import N_, speaking, t
+from memfit.i18n import speaking, t
 from memfit.printing import clean
 from memfit.records.results import RunFolder
+from memfit.serve.protection import Protection
+from memfit.serve.server import bound_socket, serve_until_stopped, served_in_thread
+from memfit.serve.watching import LINGER_SECONDS
 from memfit.units import tenths_of_percent
 
 if TYPE_CHECKING:
     from memfit.run.inference import Classifier, Prediction
 
-_START_SECONDS = 20.0
-
-_NOT_STARTED = N_("the live page could not be started; report.html will be written")
-
 MOST_SCORES = 10
 
 HOST = "127.0.0.1"
 
-NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-LINGER_SECONDS = 6.0
-"""After the end, until open pages have fetched the last state."""
-
 _SENDING_SECONDS = 8.0
-"""How long the server waits, after that, for answers that are still being sent."""
+"""How long the server waits, after the pages have seen the end, for answers being sent."""
 
 MOST_QUESTION_BYTES = 100_000
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 Trial = Callable[[str, str | None], dict[str, Any]]
 """Answers a text, or a pair of texts, with what the page's script shows."""
@@ -144,103 +146,60 @@ def _signature(folder: Path) -> Iterator[tuple[int, int] | None]:
             yield None
 
 
-class PageServer(ThreadingHTTPServer):
-    """Serves one page on a free port of this machine; the caller calls `serve_forever`."""
-
-    daemon_threads = True
+class PageApp:
+    """The page as an ASGI application, under a path with a secret in it."""
 
     def __init__(self, page: LivePage) -> None:
         self.page = page
         self.path = f"/{secrets.token_urlsafe(12)}/"
-        super().__init__((HOST, 0), _Handler)
+        self._app = Protection(self._routes(), most_body_bytes=MOST_QUESTION_BYTES, silent=True)
 
-    @property
-    def address(self) -> str:
-        """What a browser opens."""
-        return f"http://{HOST}:{self.server_address[1]}{self.path}"
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Counts a request as answered once its last byte was handed over."""
+        with self.page.answering() if scope["type"] == "http" else contextlib.nullcontext():
+            await self._app(scope, receive, send)
+
+    def _routes(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        page = self.page
+
+        @app.get(self.path)
+        def show(request: Request) -> Response:
+            tag, text = page.read()
+            headers = {**HEADERS, "ETag": f'"{tag}"'}
+            if request.headers.get("If-None-Match") == f'"{tag}"':
+                return Response(status_code=304, headers=headers)
+            return Response(text, media_type="text/html; charset=utf-8", headers=headers)
+
+        @app.post(self.path)
+        async def ask(request: Request) -> Response:
+            question = await _question(request)
+            if isinstance(question, int):
+                return Response(status_code=question, headers=HEADERS)
+            if page.trial is None:
+                return Response(status_code=405, headers=HEADERS)
+            answer = await asyncio.to_thread(page.trial, *question)
+            return JSONResponse(answer, headers=HEADERS)
+
+        return app
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one request for the page, or one question of its box."""
-
-    server: PageServer
-    protocol_version = "HTTP/1.1"
-    timeout = 30
-
-    def do_GET(self) -> None:
-        if not self._is_for_us():
-            return
-        with self.server.page.answering():
-            tag, text = self.server.page.read()
-            if self.headers.get("If-None-Match") == f'"{tag}"':
-                self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
-            else:
-                self._answer(HTTPStatus.OK, text, tag)
-
-    def do_POST(self) -> None:
-        self.close_connection = True  # what is refused is not read
-        if not self._is_for_us():
-            return
-        question = self._question()
-        if isinstance(question, HTTPStatus):
-            self._answer(question)
-            return
-        assert self.server.page.trial is not None
-        body = json.dumps(self.server.page.trial(*question), ensure_ascii=False).encode()
-        self._answer(HTTPStatus.OK, body, kind="application/json")
-
-    def _is_for_us(self) -> bool:
-        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if name.lower() not in NAMES:
-            self._answer(HTTPStatus.FORBIDDEN)
-        elif not secrets.compare_digest(
-            self.path.partition("?")[0].encode(), self.server.path.encode()
-        ):
-            self._answer(HTTPStatus.NOT_FOUND)
-        else:
-            return True
-        return False
-
-    def _question(self) -> tuple[str, str | None] | HTTPStatus:
-        """The text, or the pair of texts; a status where the page cannot have sent this."""
-        origin = f"http://{self.headers.get('Host', '')}"
-        site = self.headers.get("Sec-Fetch-Site", "same-origin")
-        if self.headers.get("Origin") != origin or site != "same-origin":
-            return HTTPStatus.FORBIDDEN
-        if self.server.page.trial is None:
-            return HTTPStatus.METHOD_NOT_ALLOWED
-        if self.headers.get_content_type() != "application/json":
-            return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_QUESTION_BYTES:
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        try:
-            sent = json.loads(self.rfile.read(int(length)))
-            text, pair = sent["text"], sent.get("text_pair")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return HTTPStatus.BAD_REQUEST
-        if not isinstance(text, str) or not isinstance(pair, str | None):
-            return HTTPStatus.BAD_REQUEST
-        return text, pair
-
-    def _answer(
-        self, status: HTTPStatus, body: bytes = b"", tag: str = "", kind: str = "text/html"
-    ) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("X-Frame-Options", "DENY")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        if tag:
-            self.send_header("ETag", f'"{tag}"')
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+async def _question(request: Request) -> tuple[str, str | None] | int:
+    """Returns the text, or the pair of texts; a status where the page cannot have sent this."""
+    origin = f"http://{request.headers.get('Host', '')}"
+    site = request.headers.get("Sec-Fetch-Site", "same-origin")
+    if request.headers.get("Origin") != origin or site != "same-origin":
+        return 403
+    if request.headers.get("Content-Type", "").partition(";")[0] != "application/json":
+        return 415
+    try:
+        sent = await request.json()
+        text, pair = sent["text"], sent.get("text_pair")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 400
+    if not isinstance(text, str) or not isinstance(pair, str | None):
+        return 400
+    return text, pair
 
 
 class RunModel:
@@ -303,68 +262,12 @@ def serve(folder: Path, lang: str | None, say: Callable[[str], None]) -> None:
     lang = spoken(RunFolder(folder), lang)
     page = LivePage(folder, lang, trial=RunModel(folder, lang))
     page.ended = True
-    server = PageServer(page)
-    say(server.address)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.serve_forever()
-    server.server_close()
-
-
-# ---- while a run trains ----
-
-
-@contextlib.contextmanager
-def watching(folder: Path, say: Callable[[str], None], lang: str) -> Iterator[None]:
-    """Serve the folder's page for as long as the block lasts, and say where."""
-    from memfit.report.terminal import fact_line  # not for the server, which starts from this file
-
-    # Without -P a file in the current folder could take the place of a module.
-    command = [sys.executable, "-P", "-m", "memfit.run.serving", str(folder), "--lang", lang]
-    process: subprocess.Popen[str] | None = None
-    with contextlib.suppress(OSError):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    try:
-        url = _first_line(process) if process is not None else ""
-        say(fact_line("watch", url) if url else fact_line("note", t(_NOT_STARTED)))
-        yield
-    finally:
-        if process is not None:
-            _end(process)
-
-
-def _first_line(process: subprocess.Popen[str]) -> str:
-    """What the server says when it listens; nothing where it does not in time."""
-    found: list[str] = []
-    out = process.stdout
-    assert out is not None
-    reader = threading.Thread(target=lambda: found.append(out.readline()), daemon=True)
-    reader.start()
-    reader.join(_START_SECONDS)
-    return found[0].strip() if found else ""
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Its input ends, and so does it, once open pages have seen the end."""
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-    try:
-        process.wait(LINGER_SECONDS + 10)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    app = PageApp(page)
+    serve_until_stopped(app, bound_socket(HOST, 0), lambda url: say(url + app.path))
 
 
 def main() -> None:
-    """`python -m memfit.run.serving FOLDER`: serves until its standard input ends."""
+    """`python -m memfit.serve.live FOLDER`: serves until its standard input ends."""
     parser = argparse.ArgumentParser(description="Serves the report of a run that still trains.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lang", default="en")
@@ -375,18 +278,23 @@ def main() -> None:
         os.nice(10)
     # The card is the training's: questions are answered by the processor.
     page = LivePage(given.folder, given.lang, trial=RunModel(given.folder, given.lang, "cpu"))
-    server = PageServer(page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.address, flush=True)
-    with contextlib.suppress(OSError):
-        sys.stdin.read()
+    app = PageApp(page)
+    with served_in_thread(app, bound_socket(HOST, 0)) as url:
+        print(url + app.path, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stdin.read()
+        _linger(page, given.linger_seconds)
+        os._exit(0)  # also while a question is being answered
+
+
+def _linger(page: LivePage, seconds: float) -> None:
+    """Waits until open pages have fetched the last state, and it was sent."""
     page.ended = True
-    deadline = time.monotonic() + given.linger_seconds
+    deadline = time.monotonic() + seconds
     while page.watched_lately() and not page.last_seen and time.monotonic() < deadline:
         time.sleep(0.05)
     while page.answers > 0 and time.monotonic() < deadline + _SENDING_SECONDS:
         time.sleep(0.05)
-    os._exit(0)  # also while a question is being answered
 
 
 if __name__ == "__main__":
