@@ -79,9 +79,8 @@ class LowBitSink(ABC):
         self._rehearsing = False
         optimizer.sink = self
         if self.hooked:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    self._watch(p)
+            for p in optimizer.parameters:
+                self._watch(p)
 
     @property
     def norm(self) -> Tensor:
@@ -119,11 +118,10 @@ class LowBitSink(ABC):
     def end_backward(self) -> None:
         """After a backward: gather the small gradients, and large ones that have no hook yet."""
         if self.hooked:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None and p not in self._taken:
-                        self._watch(p)
-                        self._receive(p)
+            for p in self.optimizer.parameters:
+                if p.grad is not None and p not in self._taken:
+                    self._watch(p)
+                    self._receive(p)
         for arena in self.optimizer.small:
             arena.gather()
 
@@ -134,7 +132,7 @@ class LowBitSink(ABC):
 
     def _measure(self) -> Tensor:
         if not self._begun:
-            if not self._has_gradients():
+            if all(p.grad is None for p in self.optimizer.parameters):
                 return self.norm
             self.begin()
         if not self._measured:
@@ -210,9 +208,8 @@ class LowBitSink(ABC):
                 self.loss_scale.load_state_dict(scale)
 
     def _drop_gradients(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        for p in self.optimizer.parameters:
+            p.grad = None
 
     def remove(self) -> None:
         """Take the hooks off; the optimizer goes back to reading `.grad`."""
@@ -278,10 +275,6 @@ class LowBitSink(ABC):
                 torch.isfinite(self.norm), self.optimizer.open, out=self.optimizer.gate
             )
 
-    def _has_gradients(self) -> bool:
-        groups = self.optimizer.param_groups
-        return any(p.grad is not None for group in groups for p in group["params"])
-
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs from this one."""
         scale = self.loss_scale
@@ -330,10 +323,9 @@ class KeptGradients(LowBitSink):
                 "a replayed backward overwrites the gradients of the micro-batch before; "
                 "use KeptInt8"
             )
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.optimizer.ensure_state(p)
+        for p in self.optimizer.parameters:
+            if p.grad is not None:
+                self.optimizer.ensure_state(p)
         super().begin(micro_batches, replayed=replayed)
 
     def _decide(self) -> None:

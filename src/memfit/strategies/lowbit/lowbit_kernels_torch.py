@@ -136,16 +136,6 @@ def _chunks(count: int, block: int, device: torch.device) -> Iterator[tuple[int,
         yield low, min(low + size, count)
 
 
-def decoded(kept: CodedGradient, block: int, like: Tensor) -> Tensor:
-    """An 8-bit gradient as a flat one, in the type and on the device of its parameter."""
-    whole = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-    codes = kept.codes.to(like.device)
-    for low, high in _chunks(like.numel(), block, like.device):
-        part = _gradient(CodedGradient(codes, kept.scales), low, high, block)
-        whole[low:high] = part.view(-1)[: high - low]
-    return whole
-
-
 def chunk_elements(device: torch.device) -> int:
     """Elements that are computed at a time."""
     on = traced_device.device()

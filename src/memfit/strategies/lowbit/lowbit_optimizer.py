@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_VERSION = 1
+"""Of the saved state."""
+
 
 class LowBitOptimizer(Optimizer):
     """AdamW with split master weights and 8-bit moments.
@@ -153,14 +156,6 @@ class LowBitOptimizer(Optimizer):
                 self._host_memory = HostMemory(p.device)
             return self._host_memory.zeros(p.numel(), dtype)
         return torch.zeros(p.numel(), dtype=dtype, device=p.device)
-
-    def forget_state(self) -> None:
-        """Back to before the first step: state and clock are made anew when needed."""
-        self._wait_for_host()
-        self.state.clear()
-        self._clock, self._complete, self._host_memory = None, False, None
-        for kept in (self._rows, self._row_of, self._small, self._small_set):
-            kept.clear()
 
     def born_of(self, p: Tensor) -> int | None:
         """After which step a parameter's state was made, if it was."""
@@ -305,25 +300,108 @@ class LowBitOptimizer(Optimizer):
 
     # ------------------------------------------------------------ saving and exporting
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters, those that do not learn included, in the groups' order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def _format(self) -> dict[str, int]:
+        return {
+            "version": _VERSION,
+            "master_bits": self.master_bits,
+            "block": self.block,
+            "small_numel": self.small_numel,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the clock and the loss scale under "memfit"."""
         self._wait_for_host()
         packed = super().state_dict()
         if self.state_on_host:
-            packed["state"] = stored_apart(packed["state"])
-        return {**packed, "memfit": own_state(self)}
+            # torch.save takes no two host tensors in one storage.
+            packed["state"] = {
+                index: {name: apart(one) if one.is_cpu else one for name, one in entry.items()}
+                for index, entry in packed["state"].items()
+            }
+        own: dict[str, Any] = {
+            "format": self._format,
+            "born": [self.born_of(p) for p in self.parameters],
+            "clock": self.clock.state_dict(),
+        }
+        if self.sink is not None:
+            own["sink"] = self.sink.state_dict()
+        return {**packed, "memfit": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Bit for bit: torch's own would cast every state to the parameter's dtype."""
-        self._wait_for_host()
-        load_state(self, state_dict, super().load_state_dict)
+        """Restores groups through torch, state and clock by plain copies that keep every dtype.
 
+        Copies go into the tensors that are there, so that a captured graph stays valid and
+        resuming needs no second copy of the state on the device.
+        """
+        self._wait_for_host()
+        own = state_dict.get("memfit")
+        if own is None:
+            raise ValueError(
+                "this optimizer state was not saved by LowBitAdamW; start without it, "
+                "or resume with the optimizer that wrote it"
+            )
+        if own["format"] != self._format:
+            raise ValueError(
+                f"the saved optimizer state is {own['format']}, this run's is {self._format}; "
+                "resume with the settings it was saved with"
+            )
+        kept = self.state
+        rest = {k: v for k, v in state_dict.items() if k != "memfit"}
+        super().load_state_dict({**rest, "state": {}})
+        self.state = kept
+        params = self.parameters
+        if [self.born_of(p) for p in params] != own["born"]:
+            self._rebuild_state(dict(zip(params, own["born"], strict=True)))
+        for index, saved in state_dict["state"].items():
+            for name, value in saved.items():
+                target = self.state[params[index]][name]
+                if target.dtype != value.dtype or target.shape != value.shape:
+                    raise ValueError(
+                        f"the saved {name!r} is {value.dtype} {tuple(value.shape)}, "
+                        f"this model needs {target.dtype} {tuple(target.shape)}"
+                    )
+                target.copy_(value)
+        self.clock.load_state_dict(own["clock"])
+        if self.sink is not None and "sink" in own:
+            self.sink.load_state_dict(own["sink"])
+
+    def _rebuild_state(self, ages: Mapping[Tensor, int | None]) -> None:
+        """Makes state for exactly the parameters that had it, each with its age."""
+        self._clock, self._complete, self._host_memory = None, False, None
+        for kept in (self.state, self._rows, self._row_of, self._small, self._small_set):
+            kept.clear()
+        for index, group in enumerate(self.param_groups):
+            for age in sorted({a for p in group["params"] if (a := ages[p]) is not None}):
+                self.init_group(index, [p for p in group["params"] if ages[p] == age], born=age)
+
+    @torch.no_grad()
     def fp32_state_dict(
-        self, model: torch.nn.Module, device: str | torch.device = "cpu"
+        self, model: nn.Module, device: str | torch.device = "cpu"
     ) -> dict[str, Tensor]:
         """The model's state dict with fp32 masters in place of bf16 or fp16 weights."""
         self._wait_for_host()
-        return fp32_state_dict(self, model, torch.device(device))
+        device, found = torch.device(device), {}
+        for name, param in model.state_dict(keep_vars=True).items():
+            state, weight = self.state.get(param, {}), param.detach()
+            if param.dtype not in (torch.bfloat16, torch.float16):
+                found[name] = weight.to(device)
+            elif "correction" in state:
+                try:
+                    found[name] = _joined(weight, state["correction"], device)
+                except torch.OutOfMemoryError:  # another program has taken what was free
+                    there = weight.to(device), state["correction"].to(device)
+                    found[name] = _joined(*there, device)
+            elif "remainder" in state:
+                found[name] = fp32_of(weight.to(device), state["remainder"].to(device))
+            else:
+                found[name] = weight.to(device).float()
+        return found
 
     def _wait_for_host(self) -> None:
         """Kernels write state in host memory whenever they get to it."""
@@ -335,121 +413,6 @@ class LowBitOptimizer(Optimizer):
         arenas = SMALL_STATE_BYTES * sum(arena.grad.numel() for arena in self._small)
         large: list[Tensor] = [t for p in self.large for t in self.state[p].values()]
         return arenas + sum(t.numel() * t.element_size() for t in large)
-
-
-_VERSION = 1
-
-
-def own_state(optimizer: LowBitOptimizer) -> dict[str, Any]:
-    """What torch's state dict has no place for."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    own: dict[str, Any] = {
-        "format": _format(optimizer),
-        "born": [optimizer.born_of(p) for p in params],
-        "clock": optimizer.clock.state_dict(),
-    }
-    if optimizer.sink is not None:
-        own["sink"] = optimizer.sink.state_dict()
-    return own
-
-
-def stored_apart(state: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The same state without a copy, no two host tensors in one storage: torch.save takes it."""
-    return {
-        index: {name: apart(value) if value.is_cpu else value for name, value in entry.items()}
-        for index, entry in state.items()
-    }
-
-
-def _format(optimizer: LowBitOptimizer) -> dict[str, int]:
-    return {
-        "version": _VERSION,
-        "master_bits": optimizer.master_bits,
-        "block": optimizer.block,
-        "small_numel": optimizer.small_numel,
-    }
-
-
-def load_state(
-    optimizer: LowBitOptimizer,
-    state_dict: Mapping[str, Any],
-    load_groups: Callable[[dict[str, Any]], None],
-) -> None:
-    """Restore groups through torch, state and clock by plain copies that keep every dtype.
-
-    Copies go into the tensors that are there, so that a captured graph stays valid and
-    resuming needs no second copy of the state on the device.
-    """
-    own = state_dict.get("memfit")
-    if own is None:
-        raise ValueError(
-            "this optimizer state was not saved by LowBitAdamW; start without it, "
-            "or resume with the optimizer that wrote it"
-        )
-    if own["format"] != _format(optimizer):
-        raise ValueError(
-            f"the saved optimizer state is {own['format']}, this run's is {_format(optimizer)}; "
-            "resume with the settings it was saved with"
-        )
-    kept = optimizer.state
-    rest = {k: v for k, v in state_dict.items() if k != "memfit"}
-    load_groups({**rest, "state": {}})
-    optimizer.state = kept
-    _match_born(optimizer, own["born"])
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, saved in state_dict["state"].items():
-        for name, value in saved.items():
-            _copy(optimizer.state[params[index]][name], value, name)
-    optimizer.clock.load_state_dict(own["clock"])
-    if optimizer.sink is not None and "sink" in own:
-        optimizer.sink.load_state_dict(own["sink"])
-
-
-def _match_born(optimizer: LowBitOptimizer, born: list[int | None]) -> None:
-    """State for exactly the parameters that had it, each with its age."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if [optimizer.born_of(p) for p in params] == born:
-        return
-    optimizer.forget_state()
-    ages = dict(zip(params, born, strict=True))
-    for index, group in enumerate(optimizer.param_groups):
-        for age in sorted({a for p in group["params"] if (a := ages[p]) is not None}):
-            members = [p for p in group["params"] if ages[p] == age]
-            optimizer.init_group(index, members, born=age)
-
-
-def _copy(target: Tensor, value: Tensor, name: str) -> None:
-    if target.dtype != value.dtype or target.shape != value.shape:
-        raise ValueError(
-            f"the saved {name!r} is {value.dtype} {tuple(value.shape)}, "
-            f"this model needs {target.dtype} {tuple(target.shape)}"
-        )
-    target.copy_(value)
-
-
-@torch.no_grad()
-def fp32_state_dict(
-    optimizer: LowBitOptimizer, model: nn.Module, device: torch.device
-) -> dict[str, Tensor]:
-    """Masters for trained parameters, plain casts for the rest; on `device`, one by one."""
-    return {
-        name: _master(optimizer, value, device)
-        if value.dtype in (torch.bfloat16, torch.float16)
-        else value.detach().to(device)
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
-
-
-def _master(optimizer: LowBitOptimizer, param: Tensor, device: torch.device) -> Tensor:
-    state, weight = optimizer.state.get(param, {}), param.detach()
-    if "correction" in state:
-        try:
-            return _joined(weight, state["correction"], device)
-        except torch.OutOfMemoryError:  # another program may have taken what was free on the card
-            return _joined(weight.to(device), state["correction"].to(device), device)
-    if "remainder" in state:
-        return fp32_of(weight.to(device), state["remainder"].to(device))
-    return weight.to(device).float()
 
 
 def _joined(weight: Tensor, correction: Tensor, device: torch.device) -> Tensor:
