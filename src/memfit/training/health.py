@@ -298,7 +298,7 @@ def gate_sink(sink: GatedSink, device: torch.device) -> None:
         )
     if sink.loss_scale is None:
         # A scale of 1 that stays: only the gate of it is wanted.
-        sink.loss_scale = LossScale(device, initial=1.0, growth=1.0, backoff=1.0, largest=1.0)
+        sink.loss_scale = LossScale(device, initial=1.0, largest=1.0)
 
 
 def rows_of_step(dataloader: Any, step: int) -> list[int] | None:

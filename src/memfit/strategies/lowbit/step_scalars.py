@@ -98,6 +98,9 @@ def _mixed(seed: int) -> int:
     return (seed * 0x632BE59B + 0x1B873593) % 2**31
 
 
+_SMALLEST_SCALE = 1.0
+
+
 class LossScale:
     """Multiplies the loss, so that small fp16 gradients do not vanish; the sink divides it out.
 
@@ -112,10 +115,7 @@ class LossScale:
         device: torch.device | str,
         *,
         initial: float = 2.0**14,
-        growth: float = 2.0,
-        backoff: float = 0.5,
         growth_interval: int = 1000,
-        smallest: float = 1.0,
         largest: float = 2.0**15,
     ) -> None:
         self.value = torch.tensor(float(initial), device=device)
@@ -123,8 +123,7 @@ class LossScale:
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.is_at_its_end = torch.zeros((), dtype=torch.bool, device=device)
         """Whether this step's gradients overflow at the smallest scale: no other will help."""
-        self._growth, self._backoff = growth, backoff
-        self._interval, self._range = growth_interval, (smallest, largest)
+        self._interval, self._largest = growth_interval, largest
 
     def apply(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -133,7 +132,7 @@ class LossScale:
     @torch.no_grad()
     def judge(self, finite: Tensor) -> None:
         """Note before the update whether an overflow is more than a scale that is too large."""
-        self.is_at_its_end.copy_(~finite & (self.value <= self._range[0]))
+        self.is_at_its_end.copy_(~finite & (self.value <= _SMALLEST_SCALE))
 
     def judged(self, norm: Tensor | None) -> Tensor:
         """A norm that is only not finite where no smaller scale would make it so."""
@@ -145,9 +144,9 @@ class LossScale:
         self.skipped_steps += ~finite
         good = torch.where(finite, self.good_steps + 1, 0)
         grow = good >= self._interval
-        factor = torch.where(grow, self._growth, 1.0)
-        factor = torch.where(finite, factor, self._backoff)
-        self.value.mul_(factor).clamp_(*self._range)
+        factor = torch.where(grow, 2.0, 1.0)
+        factor = torch.where(finite, factor, 0.5)
+        self.value.mul_(factor).clamp_(_SMALLEST_SCALE, self._largest)
         self.good_steps.copy_(torch.where(grow, 0, good))
 
     def copied(self) -> dict[str, Tensor]:
@@ -160,17 +159,12 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Tensor]:
         """On the host, for a checkpoint."""
-        return {
-            "value": self.value.cpu(),
-            "good_steps": self.good_steps.cpu(),
-            "skipped_steps": self.skipped_steps.cpu(),
-        }
+        return {name: value.cpu() for name, value in self.copied().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copied in place: a captured graph keeps its addresses."""
-        self.value.copy_(state["value"])
-        self.good_steps.copy_(state["good_steps"])
-        self.skipped_steps.copy_(state["skipped_steps"])
+        for name in ("value", "good_steps", "skipped_steps"):
+            getattr(self, name).copy_(state[name])
 
 
 class GlobalNorm:
