@@ -18,7 +18,7 @@ import re
 import shutil
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -215,41 +215,35 @@ class OwnOption:
     takes: str = "value"
 
 
-@dataclass(slots=True)
-class _Split:
-    rest: list[str] = field(default_factory=list)
-    training: dict[str, Any] = field(default_factory=dict)
-
-
 def split_flags(
     arguments: Sequence[str], own: Mapping[str, OwnOption], *, training: bool = True
 ) -> tuple[list[str], dict[str, Any]]:
     """What typer shall parse, and the training fields with their values."""
-    words, split = list(arguments), _Split()
+    words, rest, fields_given = list(arguments), list[str](), dict[str, Any]()
     while words:
         word = words.pop(0)
         if word == "--":
-            split.rest += [word, *words]
+            rest += [word, *words]
             break
         if not word.startswith("--"):
-            split.rest.append(word)
+            rest.append(word)
             continue
         name, has_value, value = word[2:].partition("=")
         key = name.replace("-", "_")
         given = [value] if has_value else None
         if key in own:
-            split.rest += _own_words(own[key], given, words)
+            rest += _own_words(own[key], given, words)
         elif training and key.startswith("no_") and _is_switch(key[3:]):
-            split.training[_full(key[3:])] = False
+            fields_given[_full(key[3:])] = False
         elif training and (_full(key) in training_fields() or key in OLD_FIELDS):
-            split.training[_full(key)] = _read_field(key, given, words)
+            fields_given[_full(key)] = _read_field(key, given, words)
         else:
             known = [*own, *((*SHORT_NAMES, *training_fields()) if training else ())]
             flags = ["--" + item.replace("_", "-") for item in known]
             meant = MEANT.get(key, key)
             hint = nearest("--" + meant.replace("_", "-"), flags).replace("'", "")
             raise ConfigError("there is no option {flag}.{hint}", flag=f"--{name}", hint=hint)
-    return split.rest, split.training
+    return rest, fields_given
 
 
 def _full(key: str) -> str:

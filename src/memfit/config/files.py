@@ -51,39 +51,31 @@ _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}")
 @contextmanager
 def atomic_writer(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
     """A file that appears under its name only when it is complete."""
-    handle = tempfile.NamedTemporaryFile(  # noqa: SIM115 (it outlives the block, to be renamed)
-        "w",
-        encoding=encoding,
-        errors="replace",  # half an emoji, as broken JSON carries, must not cost the file
-        newline="",
-        dir=path.parent,
-        prefix=f".{path.name}.",
-        delete=False,
-    )
-    try:
-        with handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
+    # Half an emoji, as broken JSON carries, must not cost the file.
+    options = {"encoding": encoding, "errors": "replace", "newline": ""}
+    with _complete(path, "w", **options) as handle:
+        yield handle
         # Private by default; the result should be as readable as any file made here.
         mask = os.umask(0o022)
         os.umask(mask)
         os.chmod(handle.name, 0o666 & ~mask)
-        os.replace(handle.name, path)
-    except BaseException:
-        Path(handle.name).unlink(missing_ok=True)
-        raise
 
 
 def write_bytes(path: Path, *parts: Any) -> None:
     """Writes a file that appears under its name only when it is complete and on the disk."""
-    handle = tempfile.NamedTemporaryFile(  # noqa: SIM115 (it outlives the block, to be renamed)
-        "wb", dir=path.parent, prefix=f".{path.name}.", delete=False
-    )
+    with _complete(path, "wb") as handle:
+        for part in parts:
+            handle.write(part)
+
+
+@contextmanager
+def _complete(path: Path, mode: str, **options: str) -> Iterator[Any]:
+    """A temporary file beside the path, which takes its place when the block has ended."""
+    made: Any = tempfile.NamedTemporaryFile
+    handle = made(mode, dir=path.parent, prefix=f".{path.name}.", delete=False, **options)
     try:
         with handle:
-            for part in parts:
-                handle.write(part)
+            yield handle
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(handle.name, path)
