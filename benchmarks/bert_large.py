@@ -244,22 +244,21 @@ def traced(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, dict[st
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.candidates import Candidate
-    from memfit.planner.pricing.step_trace import price_memory, trace_step
-    from memfit.planner.workload import Workload
+    from memfit.planner.price import Pricer
+    from memfit.planner.task import Task
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     for name, value in run.get("args", {}).items():
         setattr(args, name, value)  # bf16 is refused where there is no GPU
     config = XLMRobertaConfig(**XLMR) if run.get("model") == "xlmr" else BertConfig(**CONFIG)
     lengths = tuple(len(row["input_ids"]) for row in rows)
-    workload = Workload(config=config, lengths=lengths, args=args)
-    candidate = Candidate(tuple(made(text) for text in run.get("strategies", [])), MicroBatching())
+    task = Task(config=config, lengths=lengths, args=args, card=find_card("H200"))
+    strategies = tuple(made(text) for text in run.get("strategies", []))
+    pricer = Pricer(task)
     # Stock batches are padded to their longest row, which is cut in nearly all of them.
-    tokens = round(workload.mean_tokens) if "strategies" in run else BATCH * LENGTH
-    card = find_card("H200")
-    counts = trace_step(workload, candidate, card, tokens=tokens).counts
-    peak = price_memory(workload, candidate, card)[1][TRAINING]
+    tokens = round(task.mean_tokens) if "strategies" in run else BATCH * LENGTH
+    counts = pricer.tracer.step(strategies, MicroBatching(), tokens=tokens).counts
+    peak = pricer.memory(strategies, MicroBatching()).phases[TRAINING]
     per_step = {
         "flops": counts.half_flops + counts.full_flops + counts.tf32_flops
         + counts.half_attention_flops + counts.full_attention_flops,

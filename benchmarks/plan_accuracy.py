@@ -112,25 +112,32 @@ def predict(
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
     from memfit.memory.phases import TRAINING
-    from memfit.planner.candidates import Candidate
-    from memfit.planner.pricing.step_trace import price_memory
-    from memfit.planner.workload import Workload
+    from memfit.planner.memory_price import phase_peaks
+    from memfit.planner.price import Pricer
+    from memfit.planner.task import Task
+    from memfit.strategies import CudaGraphs, Packing, find
 
     began = time.perf_counter()
     kind = transformers.XLMRobertaConfig if run.model == "xlmr" else transformers.BertConfig
-    workload = Workload(config=kind(**run.shape), lengths=lengths, args=arguments(folder, run.args))
+    task = Task(
+        config=kind(**run.shape), lengths=lengths, args=arguments(folder, run.args),
+        card=find_card(CARD),
+    )  # fmt: skip
     strategies = tuple(made(text) for text in run.strategies)
-    candidate = Candidate(strategies, MicroBatching(max_rows=run.rows))
-    graphed = candidate.get("cuda_graphs") is not None and not graphs_seen
-    is_worst = graphed or run.rows or not candidate.get("packing")
-    tokens = None if is_worst else max(drawn[: run.steps])
-    card = find_card(CARD)
-    _, phases, trace = price_memory(workload, candidate, card, tokens=tokens)
+    limits, pricer = MicroBatching(max_rows=run.rows), Pricer(task)
+    graphed = find(strategies, CudaGraphs) is not None and not graphs_seen
+    is_worst = graphed or run.rows or not find(strategies, Packing)
+    if is_worst:
+        found = pricer.memory(strategies, limits)
+        phases, trace = found.phases, found.trace
+    else:
+        trace = pricer.tracer.step(strategies, limits, tokens=max(drawn[: run.steps]))
+        phases = phase_peaks(pricer.priced(trace, strategies, limits), task.card)
     peak = phases[TRAINING]
     device = peak.device_bytes
     if not is_worst:
-        sizes = in_order(drawn[: run.steps], candidate)
-        device += reserved_bytes(workload, candidate, card, sizes) - peak.reserved_bytes
+        sizes = in_order(drawn[: run.steps], find(strategies, CudaGraphs))
+        device += reserved_bytes(pricer, strategies, limits, sizes) - peak.reserved_bytes
     return {
         "name": run.name, "tokens": trace.rows.tokens,
         "measured": {"allocated": run.allocated_bytes, "device": run.device_bytes},
@@ -140,9 +147,8 @@ def predict(
     }  # fmt: skip
 
 
-def in_order(drawn: Sequence[int], candidate: Any) -> list[int]:
+def in_order(drawn: Sequence[int], graphs: Any) -> list[int]:
     """The sizes that may make the allocator take more: each new largest, or each new graph."""
-    graphs = candidate.get("cuda_graphs")
     step = graphs.bucket_tokens if graphs else 1
     sizes = [-(-tokens // step) * step for tokens in drawn]
     if graphs:  # the first is launched, then every size is captured once
@@ -150,14 +156,14 @@ def in_order(drawn: Sequence[int], candidate: Any) -> list[int]:
     return [size for at, size in enumerate(sizes) if size > max(sizes[:at], default=0)]
 
 
-def reserved_bytes(workload: Any, candidate: Any, card: Any, sizes: Sequence[int]) -> int:
+def reserved_bytes(pricer: Any, strategies: Any, limits: Any, sizes: Sequence[int]) -> int:
     """What the allocator holds after steps of these sizes, none of them known before."""
     from memfit.memory.allocator import Allocator
     from memfit.memory.phases import with_loaded_state
-    from memfit.planner.pricing.memory_price import with_libraries
-    from memfit.planner.pricing.step_trace import priced, trace_step
+    from memfit.planner.memory_price import with_libraries
+    from memfit.strategies import CudaGraphs, find
 
-    graphed = candidate.get("cuda_graphs") is not None
+    graphed = find(strategies, CudaGraphs) is not None
     ordinary, pool = Allocator(expandable_segments=graphed), Allocator()
     living: dict[Any, list[Any]] = {}
 
@@ -172,9 +178,9 @@ def reserved_bytes(workload: Any, candidate: Any, card: Any, sizes: Sequence[int
 
     highest = 0
     for at, tokens in enumerate(sizes):
-        trace = trace_step(workload, candidate, card, tokens=tokens)
-        run = priced(trace, candidate, workload)
-        parts = with_libraries(run, with_loaded_state(trace.segments), card).parts
+        trace = pricer.tracer.step(strategies, limits, tokens=tokens)
+        run = pricer.priced(trace, strategies, limits)
+        parts = with_libraries(run, with_loaded_state(trace.segments), pricer.task.card).parts
         if at == 0:
             for name in ("build", "start", "workspace"):
                 play(parts[name], ordinary)

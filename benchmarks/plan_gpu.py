@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,77 +52,59 @@ def config_of(pair: dict[str, Any]) -> Any:
 def workload_of(pair: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
     from transformers import TrainingArguments
 
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
 
     args = TrainingArguments("unused", per_device_train_batch_size=BATCH, report_to="none")
     lengths = tuple(len(row["input_ids"]) for row in rows)
-    return Workload(config=config_of(pair), lengths=lengths, args=args)
+    return Task(config=config_of(pair), lengths=lengths, args=args)
 
 
 def predict(result: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> None:
     """What is predicted today for every run of a result, in its place."""
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.cards import find_card
-    from memfit.planner.candidates import Candidate
-    from memfit.planner.pricing.pricer import TracedPricer
+    from memfit.planner.price import Pricer
 
     pricers: dict[str, Any] = {}
     for run in result["runs"]:
         shape = PAIRS[run["pair"]]["shape"]
         if shape not in pricers:
             workload = workload_of(PAIRS[run["pair"]], rows)
-            pricers[shape] = TracedPricer(workload, find_card(gpu))
+            pricers[shape] = Pricer(replace(workload, card=find_card(gpu)))
         strategies = tuple(made(text) for text in run["strategies"])
-        candidate = Candidate(strategies, MicroBatching(run["max_rows"], run["max_tokens"]))
-        pricer = pricers[shape]
-        run.update(_noted(pricer.full(candidate) if run["chosen"] else pricer.quick(candidate)))
+        limits = MicroBatching(run["max_rows"], run["max_tokens"])
+        run.update(_noted(pricers[shape].price(strategies, limits)))
         print(told(run))
 
 
 def planned(pair: dict[str, Any], rows: list[dict[str, Any]], gpu: str) -> dict[str, Any]:
     """The chosen plan, and the fastest of each other kind that fits."""
     from memfit.memory.cards import find_card
-    from memfit.planner.search import make_plan
-    from memfit.planner.this_machine import task_for
+    from memfit.planner.search import plan_for
     from memfit.units import Budget
 
     budget_bytes = round(pair["gb"] * 1e9)
     started = time.perf_counter()
-    task = task_for(
-        workload_of(pair, rows), Budget(bytes=budget_bytes), find_card(gpu),
-        exact=pair.get("exact", False),
-    )  # fmt: skip
-    planning = make_plan(task, host_bytes_free=HOST_BYTES)
+    task = workload_of(pair, rows).placed(
+        Budget(bytes=budget_bytes), find_card(gpu), exact=pair.get("exact", False)
+    )
+    planning = plan_for(task, fresh=True, host_bytes_free=HOST_BYTES)
     seconds = time.perf_counter() - started
     chosen = planning.chosen.price
-    kinds = {_kind(chosen.candidate)}
-    others = []
-    for price in planning.prices:
-        kind = _kind(price.candidate)
-        if price.device_bytes < 0.97 * budget_bytes and kind not in kinds:
-            kinds.add(kind)
-            others.append(_noted(price))
+    others = [_noted(one.price) for one in planning.candidates]
     return {
         **pair, "budget_bytes": budget_bytes, "seconds": seconds, "chosen": _noted(chosen),
-        "candidates": len(planning.prices), "rest": others[: pair["others"]],
+        "candidates": planning.considered, "rest": others[: pair["others"]],
     }  # fmt: skip
 
 
-def _kind(candidate: Any) -> tuple[Any, ...]:
-    """What makes a plan another one: not how many layers are recomputed, but whether."""
-    release, lowbit = candidate.get("gradient_release"), candidate.get("lowbit_adamw")
-    names = tuple(one.name for one in candidate.strategies if one.name != "small_workspace")
-    split = candidate.micro_batching.max_tokens is not None
-    return names, release and release.mode, lowbit and lowbit.master_bits, split
-
-
 def _noted(price: Any) -> dict[str, Any]:
-    limits = price.candidate.micro_batching
+    limits = price.micro_batching
     peak = price.phases["training"]
     return {
-        "strategies": [repr(one) for one in price.candidate.strategies],
+        "strategies": [repr(one) for one in price.strategies],
         "max_tokens": limits.max_tokens, "max_rows": limits.max_rows,
-        "fidelity": str(price.candidate.fidelity), "traced": price.traced,
+        "fidelity": str(price.fidelity),
         "predicted": {
             "allocated_bytes": peak.allocated_bytes,
             "reserved_bytes": peak.reserved_bytes,

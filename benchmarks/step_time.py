@@ -330,22 +330,22 @@ def counts_of(run: dict[str, Any], rows: list[dict[str, Any]], card: Any) -> Any
     import transformers
 
     from memfit.engine.micro_batches import MicroBatching
-    from memfit.planner.candidates import Candidate
-    from memfit.planner.pricing.step_trace import trace_step
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
+    from memfit.planner.trace import Tracer
 
     case = run["case"]
     strategies = tuple(made(text) for text in case.get("strategies", []))
-    workload = Workload(
+    task = Task(
         config=config_of(case),
         lengths=tuple(min(len(row["input_ids"]), LENGTH) for row in rows),
         args=transformers.TrainingArguments(**{**arguments_of(case, 1), "use_cpu": True}),
+        card=card,
     )
     packed = any(one.name == "packing" for one in strategies)
     tokens = run["tokens"] if packed else run["padded_tokens"]
     micro_batches = -(-BATCH // case["rows"]) if "rows" in case else 1
-    candidate = Candidate(strategies, MicroBatching(max_rows=case.get("rows")))
-    return trace_step(workload, candidate, card, tokens=round(tokens / micro_batches)).counts
+    limits = MicroBatching(max_rows=case.get("rows"))
+    return Tracer(task).step(strategies, limits, tokens=round(tokens / micro_batches)).counts
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ takes part as soon as the planner knows it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from itertools import combinations
@@ -16,9 +17,9 @@ from transformers import BertConfig
 
 from memfit.config.schema import ALLOWABLE
 from memfit.memory.cards import find_card
-from memfit.planner.pricing.step_trace import unavailable_reason
-from memfit.planner.space import PlanRequest, candidates
-from memfit.planner.workload import Workload
+from memfit.planner.recipes import recipes_for
+from memfit.planner.task import Task
+from memfit.planner.trace import Tracer
 from memfit.strategies import ActivationOffload, Checkpointing, Strategy, Truncation
 
 Combination = tuple[Strategy, ...]
@@ -40,16 +41,13 @@ def chosen_for(card_name: str | None, *, clip: float, exact: bool) -> set[Combin
     args = transformers.TrainingArguments(
         "unused", per_device_train_batch_size=8, max_grad_norm=clip, report_to="none", use_cpu=True
     )
-    task = Workload(config=BertConfig(**SHAPE), lengths=LENGTHS, args=args)
+    task = Task(config=BertConfig(**SHAPE), lengths=LENGTHS, args=args)
     card = None if card_name is None else find_card(card_name)
-    asked = PlanRequest(
-        task,
-        card,
-        lambda strategies: unavailable_reason(strategies, task, card),
-        exact=exact,
-        allow=frozenset(ALLOWABLE),
+    asked = dataclasses.replace(
+        task, card=card, exact=exact, allow=frozenset() if exact else frozenset(ALLOWABLE)
     )
-    return {candidate.strategies for candidate in candidates(asked)}
+    recipes = recipes_for(asked, Tracer(asked)).recipes
+    return {one.with_layers(count, 3) for one in recipes for count in (0, 3)}
 
 
 @functools.cache

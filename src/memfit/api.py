@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memfit.ladders.rungs import Ladder
     from memfit.memory.cards import DeviceProfile
     from memfit.memory.stock_estimate import MemoryEstimate
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
     from memfit.planner.search import Planning
     from memfit.records.evaluation import Evaluation
     from memfit.report.comparison import Comparison

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from memfit.cli import run
+from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
-from memfit.planner.pricing.pricer import TracedPricer
-from memfit.planner.search import make_plan
-from memfit.planner.space import PlanRequest, candidates
-from memfit.planner.this_machine import task_for
-from memfit.planner.workload import Workload
+from memfit.planner.price import Pricer
+from memfit.planner.recipes import recipes_for
+from memfit.planner.search import plan_for
+from memfit.planner.task import Task
+from memfit.strategies import LowBitAdamW, find
 from memfit.units import Budget
 from sentences import write_short_reviews
 
@@ -66,12 +68,12 @@ def config_of(kind: str, vocabulary: int, **more: Any) -> Any:
     return AutoConfig.for_model(kind, vocab_size=vocabulary, **tokens, **{**KINDS[kind], **more})
 
 
-def task_of(config: Any) -> Workload:
+def task_of(config: Any) -> Task:
     config.num_labels, config.problem_type = 2, "single_label_classification"
     args = transformers.TrainingArguments(
         "unused", per_device_train_batch_size=8, report_to="none", use_cpu=True
     )
-    return Workload(config=config, lengths=tuple(range(8, 33)) * 2, args=args)
+    return Task(config=config, lengths=tuple(range(8, 33)) * 2, args=args)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,14 +83,15 @@ def test_it_is_priced_on_a_card(kind: str) -> None:
     fewer = {"encoder_layers": 2, "decoder_layers": 2} if kind == "bart" else {}
     config = AutoConfig.for_model(kind, **fewer)
     config.pad_token_id = config.pad_token_id or 0
-    task = task_of(config)
-    pricer = TracedPricer(task, CARD)
-    every = candidates(PlanRequest(task, CARD, pricer.problem))
-    price = pricer.quick(next(one for one in every if one.get("lowbit_adamw")))
+    task = replace(task_of(config), card=CARD)
+    pricer = Pricer(task)
+    recipes = recipes_for(task, pricer.tracer).recipes
+    recipe = next(one for one in recipes if find(one.strategies, LowBitAdamW))
+    price = pricer.price(recipe.strategies, MicroBatching())
     assert price.device_bytes > price.peak.allocated_bytes > 0
     assert price.step_seconds > 0
     assert price.counts.half_flops > price.counts.half_attention_flops >= 0
-    assert pricer.guessed == ()
+    assert not pricer.guessed
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,7 @@ def test_a_plan_names_what_it_could_not_count(monkeypatch: pytest.MonkeyPatch) -
     try:
         config = AutoConfig.for_model("convbert", vocab_size=100, embedding_size=16, **ENCODER)
         workload, cpu = task_of(config), torch.device("cpu")
-        planning = make_plan(task_for(workload, Budget(bytes=10**9), cpu, exact=True))
+        planning = plan_for(workload.placed(Budget(bytes=10**9), cpu, exact=True))
     finally:
         counting._kind.cache_clear()
     assert [note.sentence() for note in planning.notes] == [

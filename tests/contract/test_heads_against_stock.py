@@ -31,6 +31,7 @@ from transformers import (
 from memfit import BudgetTrainer, TrainingArguments
 from memfit.engine.micro_batches import MicroBatching
 from memfit.strategies import Packing
+from traced_plans import used
 
 WIDTH, ROWS, LABELS = 24, 16, 3
 SETTINGS: dict[str, Any] = {
@@ -230,7 +231,7 @@ def test_every_head_can_be_given_a_budget(head, tmp_path):
     assert (trainer.plan is None) == (head in UNPREDICTED)
     assert trainer.guard.rehearsal is not None
     if trainer.plan is not None:
-        packs = trainer.plan.candidate.get("packing") is not None
+        packs = used(trainer.plan, "packing") is not None
         assert packs == (head == "classes")
 
 
@@ -256,9 +257,8 @@ def test_a_budget_that_binds_cuts_a_batch_of_any_head_by_its_rows(head, tmp_path
 
 
 def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
-    from memfit.planner.search import fit_strategies
-    from memfit.planner.this_machine import task_for
-    from memfit.planner.workload import workload_of_model
+    from memfit.planner.search import plan_for
+    from memfit.planner.task import task_of_model
     from memfit.training.limits import LiveBytes
     from memfit.units import Budget
 
@@ -270,10 +270,10 @@ def test_another_head_is_predicted_as_closely_as_a_classifier(tmp_path):
     for head in ("classes", "token classes", "mean"):
         model, row = built(head)
         rows = [row(number) for number in range(8)]
-        workload = workload_of_model(model, args, rows, collate=collate)
+        workload = task_of_model(model, args, rows, collate=collate)
         assert set(workload.lengths) == {WIDTH}
-        task = task_for(workload, Budget(bytes=10**9), args.device)
-        price = fit_strategies(task, ()).price
+        task = workload.placed(Budget(bytes=10**9), args.device)
+        price = plan_for(task, strategies=()).chosen.price
         assert price is not None
         counter = LiveBytes()
         counter.adopt(model.parameters())

@@ -12,9 +12,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component, Event
 from memfit.memory.tracing.depth import Segments, cut, play
-from memfit.planner.candidates import Candidate
-from memfit.planner.pricing.step_trace import trace_step
-from memfit.planner.workload import Workload
+from memfit.planner.task import Task
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -29,6 +27,7 @@ from memfit.strategies import (
     Strategy,
 )
 from step_memory import peak_on_a_card
+from traced_plans import Candidate, trace_step
 
 H200 = find_card("H200")
 SMALL: dict[str, Any] = {
@@ -37,16 +36,14 @@ SMALL: dict[str, Any] = {
 LOW = LowBitAdamW()
 
 
-def workload(layers: int) -> Workload:
+def workload(layers: int) -> Task:
     args = TrainingArguments(
         "unused", per_device_train_batch_size=8, per_device_eval_batch_size=16, max_grad_norm=0.0,
         report_to="none", use_cpu=True,
     )  # fmt: skip
     draw = random.Random(1)
     lengths = tuple(draw.randint(8, 64) for _ in range(200))
-    return Workload(
-        config=BertConfig(num_hidden_layers=layers, **SMALL), lengths=lengths, args=args
-    )
+    return Task(config=BertConfig(num_hidden_layers=layers, **SMALL), lengths=lengths, args=args)
 
 
 def candidate(*strategies: Strategy) -> Candidate:
@@ -116,7 +113,7 @@ def test_layers_recomputed_are_computed_once_more() -> None:
 def test_an_update_in_plain_torch_follows_from_shallow_traces() -> None:
     """Its temporaries grow with the depth where small parameters share them."""
     args = TrainingArguments("unused", report_to="none", use_cpu=True)
-    base = Workload(config=BertConfig(vocab_size=21128), lengths=(64,) * 64, args=args)
+    base = Task(config=BertConfig(vocab_size=21128), lengths=(64,) * 64, args=args)
     chosen = candidate(Packing(), LowBitAdamW(24, "float16"))
     pascal = find_card("GTX 1050 Ti")  # no Triton
     order = ["build", "start", "micro", "update_first", "clear"]

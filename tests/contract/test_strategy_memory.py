@@ -18,9 +18,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
 from memfit.memory.phases import TRAINING
-from memfit.planner.candidates import Candidate
-from memfit.planner.pricing.step_trace import price_memory
-from memfit.planner.workload import Workload
+from memfit.planner.task import Task
 from memfit.strategies import (
     ORDER,
     Checkpointing,
@@ -36,6 +34,7 @@ from memfit.strategies import (
     Truncation,
 )
 from step_memory import peak_of_two_steps
+from traced_plans import Candidate, price_memory
 
 MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "bert_large_h200.json"
 LARGEST_DRAWN = 3_225
@@ -123,9 +122,7 @@ def really(
 @pytest.mark.parametrize("name", RUNS)
 def test_the_traced_peak_is_that_of_the_real_step(name: str, tmp_path: Path) -> None:
     strategies, limits, clip = RUNS[name]
-    workload = Workload(
-        config=BertConfig(**CONFIG), lengths=LENGTHS, args=arguments(tmp_path, clip)
-    )
+    workload = Task(config=BertConfig(**CONFIG), lengths=LENGTHS, args=arguments(tmp_path, clip))
     _, phases, trace = price_memory(workload, Candidate(tuple(strategies), limits), None)
     measured, weights = really(tmp_path, strategies, limits, clip)
     predicted = phases[TRAINING]
@@ -160,7 +157,7 @@ def test_what_a_card_measured_is_predicted_without_it(run: dict[str, Any], tmp_p
         str(tmp_path), per_device_train_batch_size=32, report_to="none", use_cpu=True,
         **run["run"].get("args", {}),
     )  # fmt: skip
-    workload = Workload(config=config, lengths=(128,) * 64, args=args)
+    workload = Task(config=config, lengths=(128,) * 64, args=args)
     _, phases, _ = price_memory(
         workload, Candidate(chosen, WHOLE), find_card("H200"), tokens=LARGEST_DRAWN
     )

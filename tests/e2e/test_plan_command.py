@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import memfit
 from memfit.cli import run
-from memfit.planner.plans import Plan
+from memfit.planner.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -19,7 +19,7 @@ import memfit
 from memfit.cli import run
 from memfit.config import RunConfig
 from memfit.errors import OutputError
-from memfit.planner.plans import Plan
+from memfit.planner.plan import Plan
 from memfit.report.formatting import named
 from waits import without_waits
 

@@ -17,12 +17,13 @@ from memfit.memory.available import CudaReader, MemoryReading, Watch
 from memfit.memory.cuda_context import own_context_bytes
 from memfit.strategies import (
     Checkpointing,
-    Combination,
     CudaGraphs,
     GradientRelease,
     LowBitAdamW,
     Packing,
     Strategy,
+    copies_beside,
+    find,
 )
 from memfit.strategies.offload.host_memory import give_back_unused
 from memfit.training.limits import CudaCap, pinned_bytes
@@ -198,9 +199,8 @@ def between(folder: Path, name: str, share: float) -> tuple[int, list[float]]:
 def test_a_run_in_too_small_a_budget_ends_where_a_free_one_does(tmp_path, name):
     strategies, clip = STEPS[name]
     room, expected = between(tmp_path, name, 0.35)
-    effects = Combination(tuple(strategies)).effects
-    graphs = bool(effects.graph_bucket_tokens)
-    context = CudaReader(CUDA, copies=effects.copies, graphs=graphs).context_bytes
+    graphs = find(strategies, CudaGraphs) is not None
+    context = CudaReader(CUDA, copies=copies_beside(strategies), graphs=graphs).context_bytes
     budget = context + room
     tight = trainer_of(tmp_path, strategies, max_grad_norm=clip, budget=str(budget))
     held = Held()

@@ -14,7 +14,7 @@ from memfit.memory import cards, device
 from memfit.memory.available import CudaReader
 from memfit.memory.cuda_context import PAGE_BYTES, SMALL, VARIABLE, handle_workspace_bytes
 from memfit.planner import step_time
-from memfit.planner.this_machine import memory_of
+from memfit.planner.task import memory_of
 from memfit.strategies.base import Setup
 from memfit.units import GIB, MIB, Budget
 

@@ -37,7 +37,7 @@ from memfit.i18n import Message, shown, speaking, t
 from memfit.memory.cards import CardPlace, find_card
 from memfit.memory.nvml import Driver, DriverCard, driver
 from memfit.planner.advice import NothingFitsError
-from memfit.planner.this_machine import budget_bytes
+from memfit.planner.task import budget_bytes
 from memfit.strategies import ORDER, Packing, Setup
 from memfit.strategies.packing.packed_model import REFUSED
 from memfit.units import Budget
@@ -300,8 +300,8 @@ def test_without_peft_lora_names_its_command(
 
 def stand_in(task: Any) -> Any:
     """A planner by a rule: exact needs 16 bytes a parameter, rounding 8, all that is allowed 4."""
-    size = task.workload.config.hidden_size**2 * task.workload.config.num_hidden_layers * 12
-    if task.workload.config.hidden_size == 128:
+    size = task.config.hidden_size**2 * task.config.num_hidden_layers * 12
+    if task.config.hidden_size == 128:
         raise TraceError("no rule for an operator of this model")
     needs = size * (16 if task.exact else 4 if task.allow else 8)
     seconds, peak = 32 * needs / task.budget_bytes, SimpleNamespace(components={})

@@ -19,7 +19,7 @@ from memfit.doctor.measure import Measurements, row_of
 from memfit.memory import nvml
 from memfit.memory.cards import CardPlace, find_card, keep_row, kept_rows, match_card
 from memfit.memory.cuda_context import LOADED_LATER_BYTES
-from memfit.planner.advice import margin_note
+from memfit.planner.explain import margin_note
 from memfit.planner.step_time import speeds_of
 from memfit.units import GIB, MIB
 

@@ -8,7 +8,7 @@ from memfit.cli.options import check_card
 from memfit.errors import BudgetError, ConfigError
 from memfit.i18n import speaking
 from memfit.memory.cards import CardPlace, find_card
-from memfit.planner.advice import margin_note
+from memfit.planner.explain import margin_note
 from memfit.run.resume import stored_options
 
 LINUX, WINDOWS = CardPlace(windows=False), CardPlace(windows=True)

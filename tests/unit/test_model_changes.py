@@ -24,6 +24,7 @@ from memfit.strategies import (
     Packing,
 )
 from small_training import collate, model_of, texts
+from traced_plans import used
 
 WAYS: dict[str, list[Any]] = {
     "packing": [Packing()],
@@ -189,7 +190,7 @@ def test_a_model_that_is_made_is_changed_as_one_that_is_given(tmp_path):
 def test_a_budget_is_kept_for_the_model_that_is_trained(tmp_path):
     trainer = trainer_of(tmp_path, model_init=lambda: model_of(0.0), budget="1GB")
     assert trainer.plan is not None
-    assert trainer.plan.candidate.get("packing") is not None
+    assert used(trainer.plan, "packing") is not None
     trainer.train()
     assert trainer.setup.packing.model is trainer.model
     assert trainer.guard.rehearsal is not None

@@ -20,7 +20,7 @@ from memfit.memory import device
 from memfit.memory.available import AcceleratorReader, reader_of
 from memfit.memory.cards import this_card
 from memfit.memory.out_of_memory import is_out_of_memory
-from memfit.planner.this_machine import card_here, memory_of
+from memfit.planner.task import card_here, memory_of
 from memfit.strategies import CudaGraphs, Packing
 from memfit.training.limits import CountingCap
 from memfit.units import GIB, MIB

@@ -7,14 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from planner_fixtures import BERT_LARGE, FormulaPricer, h200, planned, pricer_of, task, to_plan
+from planner_fixtures import BERT_LARGE, SMALL, bert, laptop, planned, task, within
 
 from memfit.config import files
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
-from memfit.planner.candidates import Candidate
-from memfit.planner.plans import Plan, check, digest_of, settings_of
-from memfit.planner.workload import Workload
+from memfit.planner.plan import Plan, check, digest_of, settings_of
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -33,22 +31,22 @@ from memfit.strategies import (
     ordered,
 )
 
-TASK = BERT_LARGE
+TASK, BUDGET = BERT_LARGE, 4 * 10**9
 
 
 def plan_with(*strategies: Strategy, tokens: int | None = None) -> Plan:
     return Plan(
-        candidate=Candidate(tuple(ordered(strategies)), MicroBatching(max_tokens=tokens)),
-        digest=digest_of(TASK, 4 * 10**9, h200()),
+        strategies=tuple(ordered(strategies)),
+        micro_batching=MicroBatching(max_tokens=tokens),
+        digest=digest_of(within(TASK, BUDGET, laptop())),
         args=TASK.args,
     )
 
 
 @cache
 def chosen() -> Plan:
-    """For 4 GB."""
-    pricer = pricer_of(TASK, h200())
-    return planned(TASK, 4 * 10**9, h200(), pricer=pricer, host_bytes_free=10**12).chosen
+    """A small model in 4 GB."""
+    return planned(SMALL, BUDGET, laptop()).chosen
 
 
 @pytest.mark.parametrize(
@@ -69,7 +67,7 @@ def test_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.toml")
     plan.write(path)
     read = Plan.read(path)
-    assert read.candidate == plan.candidate
+    assert (read.strategies, read.micro_batching) == (plan.strategies, plan.micro_batching)
     assert read.digest == plan.digest
     assert read.fidelity is plan.fidelity
 
@@ -82,10 +80,11 @@ def test_file_has_figures_and_reasons(tmp_path: Path) -> None:
     tables = files.read_toml(path)
     predicted = tables["predicted"]
     assert predicted["device_peak_bytes"] == plan.price.device_bytes
-    assert sum(predicted["components"].values()) == plan.price.device_bytes
+    held = sum(predicted["components"].values()) - predicted["components"]["context"]
+    assert held == predicted["peak_allocated_bytes"]
     assert predicted["step_seconds"] == plan.price.step_seconds
-    assert "layers: saves" in tables["reasons"]["checkpointing"]
-    assert Plan.read(path).candidate == plan.candidate
+    assert "of every batch" in tables["reasons"]["packing"]
+    assert Plan.read(path).strategies == plan.strategies
 
 
 def test_tables_in_one_line_are_read_too(tmp_path: Path) -> None:
@@ -100,14 +99,14 @@ def test_tables_in_one_line_are_read_too(tmp_path: Path) -> None:
         + "\n[micro_batching]\nmax_tokens = 700\n\n[strategies]\npacking = {}\n"
         + f'checkpointing = {{layers = 9, part = "layer"}}\n{lora}\n'
     )
-    assert Plan.read(path).candidate == plan.candidate
+    assert Plan.read(path).strategies == plan.strategies
 
 
 def test_edited_file_is_the_edited_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     plan_with(Packing(), Checkpointing(9)).write(path)
     path.write_text(path.read_text().replace("layers = 9", "layers = 12"))
-    assert Plan.read(path).candidate.get("checkpointing") == Checkpointing(12)
+    assert Checkpointing(12) in Plan.read(path).strategies
 
 
 @pytest.mark.parametrize(
@@ -158,25 +157,24 @@ def test_settings_that_are_not_set_are_not_written() -> None:
 
 
 def test_check_says_whether_it_still_fits_and_what_changed() -> None:
-    card = h200()
     plan = chosen()
     assert plan.price is not None
-    same = check(plan, to_plan(TASK, 4 * 10**9, card), pricer_of(TASK, card))
+    same = check(plan, within(SMALL, BUDGET, laptop()))
     assert same.fits
+    assert same.plan.price == plan.price
     assert same.changed == ()
     assert same.missing_bytes == 0
     less = plan.price.device_bytes - 12345
-    short = check(plan, to_plan(TASK, less, card), pricer_of(TASK, card))
+    short = check(plan, within(SMALL, less, laptop()))
     assert not short.fits
     assert short.missing_bytes == 12345
-    assert short.changed == (f"budget_bytes: 4000000000 -> {less}",)
+    assert short.changed == (f"budget_bytes: {BUDGET} -> {less}",)
 
 
 def test_check_prices_another_task() -> None:
-    card = h200()
-    longer: Workload = task(lengths=(512,) * 6988)
-    whole = plan_with(Packing(), LowBitAdamW())
-    checked = check(whole, to_plan(longer, 4 * 10**9, card), FormulaPricer(longer, card))
+    longer = task(bert(6, 128, 500), lengths=(512,) * 400)
+    before = plan_with(Packing(), LowBitAdamW())
+    checked = check(before, within(longer, 4 * 10**8, laptop()))
     assert not checked.fits
     assert any(change.startswith("longest_tokens: 128 -> 512") for change in checked.changed)
 

@@ -17,16 +17,13 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.ranks import Ranks
 from memfit.memory.cards import find_card
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, PlanTask
+from memfit.planner import trace as traced_steps
 from memfit.planner.explain import explain
-from memfit.planner.plans import Plan
-from memfit.planner.pricing import step_trace
-from memfit.planner.pricing.pricer import TracedPricer
-from memfit.planner.pricing.step_trace import price_memory, unavailable_reason
+from memfit.planner.plan import Plan
+from memfit.planner.price import Pricer
 from memfit.planner.ranks import link_bytes_per_second, rank_cost
-from memfit.planner.search import make_plan, price_all
-from memfit.planner.space import PlanRequest, candidates
-from memfit.planner.workload import Workload
+from memfit.planner.search import Search, plan_for
+from memfit.planner.task import Task
 from memfit.strategies import (
     Checkpointing,
     CudaGraphs,
@@ -39,13 +36,14 @@ from memfit.strategies import (
 )
 from memfit.units import MIB, Budget
 from small_training import collate, model_of, texts
+from traced_plans import Candidate, price_memory, pricer_of, unavailable_reason
 
 T4, CARD = find_card("T4"), find_card("RTX 3060 12GB")
 LOW, KEPT8 = LowBitAdamW(), GradientRelease("kept8")
 
 
 @cache
-def workload(ranks: int, layers: int = 3, width: int = 128, **arguments: Any) -> Workload:
+def workload(ranks: int, layers: int = 3, width: int = 128, **arguments: Any) -> Task:
     args = TrainingArguments(
         "unused", per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to="none",
         use_cpu=True, **arguments,
@@ -56,7 +54,7 @@ def workload(ranks: int, layers: int = 3, width: int = 128, **arguments: Any) ->
         num_hidden_layers=layers, max_position_embeddings=64,
     )  # fmt: skip
     lengths = tuple(draw.randint(8, 64) for _ in range(200))
-    return Workload(config=config, lengths=lengths, args=args, ranks=ranks)
+    return Task(config=config, lengths=lengths, args=args, ranks=ranks)
 
 
 def candidate(*strategies: Strategy, most_tokens: int | None = None) -> Candidate:
@@ -75,10 +73,8 @@ def test_a_rank_has_its_own_batch_and_all_together_fewer_steps() -> None:
 
 
 def test_nccl_is_counted_on_every_card_and_gloo_is_not() -> None:
-    def context(task: Workload) -> int:
+    def context(task: Task) -> int:
         full, _, _ = price_memory(task, candidate(LOW), CARD)
-        quick = TracedPricer(task, CARD).quick(candidate(LOW)).peak
-        assert quick.components[Component.CONTEXT] == full.components[Component.CONTEXT]
         return full.components[Component.CONTEXT]
 
     alone = context(workload(1))
@@ -103,22 +99,12 @@ def test_what_ranks_cannot_do_is_left_out_with_its_reason() -> None:
     assert not reason(2, Packing(), LOW)
 
 
-def test_every_candidate_for_ranks_can_be_used_by_them() -> None:
-    task = workload(2, layers=2)
-    asked = PlanRequest(
-        task, CARD, TracedPricer(task, CARD).problem, allow=frozenset({"optimizer"})
-    )
-    names = {one.name for found in candidates(asked) for one in found.strategies}
-    assert LowBitAdamW.name in names
-    assert not names & {OptimizerOffload.name, GradientRelease.name, CudaGraphs.name}
-
-
 def test_a_step_waits_for_what_backward_does_not_hide() -> None:
     """325 M gradients of 2 bytes on a ring of 4: 1.5 times 0.65 GB at 9.9 GB/s."""
 
     def cost(step_seconds: float, **how: Any) -> tuple[float, float]:
         given = {"micro_batches": 1.0, "divided": False, **how}
-        found = rank_cost(workload(4), T4, 650e6, step_seconds, **given)
+        found = rank_cost(dataclasses.replace(workload(4), card=T4), 650e6, step_seconds, **given)
         return round(found.seconds, 4), round(found.waited_seconds, 4)
 
     assert cost(0.3) == (0.0982, 0.0)
@@ -127,40 +113,34 @@ def test_a_step_waits_for_what_backward_does_not_hide() -> None:
 
 
 def test_weights_are_divided_where_nothing_fits_otherwise() -> None:
-    task = workload(2, layers=8, width=256)
-    pricer = TracedPricer(task, None)
-    asked = PlanRequest(task, None, pricer.problem, exact=True)
-    prices = price_all(asked, pricer)
-    least = {
-        kind: min(one.device_bytes for one in prices if _divides(one.candidate) == kind)
-        for kind in ("nothing", "weights")
-    }
-    assert least["weights"] < 0.8 * least["nothing"]
+    given = workload(2, layers=8, width=256)
+
+    def asked(budget_bytes: int) -> Task:
+        budget = Budget(bytes=budget_bytes)
+        return dataclasses.replace(given, budget=budget, budget_bytes=budget_bytes, exact=True)
+
+    pricer = Pricer(asked(1))
+    search = Search(asked(1), pricer)
+    search.run()
+    least = {name: row.smallest().device_bytes for name, row in search.rows.items()}
+    assert least["sharded, fp32"] < 0.8 * least["fp32"]
 
     def plan(budget_bytes: int) -> Plan:
-        budget = Budget(bytes=budget_bytes)
-        chosen = PlanTask(
-            workload=task, card=None, budget=budget, budget_bytes=budget_bytes, exact=True
-        )
-        return make_plan(chosen, pricer=pricer).chosen
+        return plan_for(asked(budget_bytes), fresh=True, pricer=pricer).chosen
 
-    assert _divides(plan(10 * least["nothing"]).candidate) == "nothing"
-    tight = plan(int(0.97 * least["nothing"]))
-    assert _divides(tight.candidate) == "weights"
+    assert FullySharded() not in plan(10 * least["fp32"]).strategies
+    tight = plan(int(0.97 * least["fp32"]))
+    assert FullySharded() in tight.strategies
     said = {one.about: one.sentence() for one in tight.decisions}
     assert "each of 2 ranks keeps a part of every weight" in said["fully_sharded"]
     assert "of gradients and gather" in said["ranks"]
 
 
-def _divides(used: Candidate) -> str:
-    return "weights" if used.effects.divides_weights else "nothing"
-
-
 def test_one_rank_is_not_told_of_strategies_for_several() -> None:
-    task = workload(1)
-    asked = PlanRequest(task, None, TracedPricer(task, None).problem, exact=True)
-    assert {_divides(one) for one in candidates(asked)} == {"nothing"}
-    assert "fully_sharded" not in asked.left_out
+    alone = dataclasses.replace(workload(1), exact=True)
+    table = Search(alone, Pricer(alone)).table
+    assert not any(FullySharded() in one.strategies for one in table.recipes)
+    assert "fully_sharded" not in table.left_out
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -175,10 +155,8 @@ def test_divided_weights_are_whole_one_layer_at_a_time(
     parts = composed.components
     assert parts[Component.OPTIMIZER] == pytest.approx(2 * whole / ranks, rel=0.01)
     assert parts[Component.WEIGHTS] == pytest.approx(whole / ranks + 4 * layer, rel=0.02)
-    quick = TracedPricer(task, None).quick(used)
-    assert quick.device_bytes == pytest.approx(composed.device_bytes, rel=0.03)
     assert max(trace.traced_layers) < 8
-    monkeypatch.setattr(step_trace, "plan_runs", lambda *_: None)
+    monkeypatch.setattr(traced_steps, "plan_runs", lambda *_: None)
     full, _, trace = price_memory(dataclasses.replace(task), used, None)
     assert trace.traced_layers == (8,)
     assert composed.device_bytes == full.device_bytes
@@ -186,13 +164,14 @@ def test_divided_weights_are_whole_one_layer_at_a_time(
 
 def test_divided_weights_are_gathered_twice_in_every_micro_batch() -> None:
     """Beside the computation on cards; gloo gathers while nothing is computed."""
-    found = rank_cost(workload(4), T4, 4e9, 1.0, micro_batches=2.0, divided=True)
+    on_card = dataclasses.replace(workload(4), card=T4)
+    found = rank_cost(on_card, 4e9, 1.0, micro_batches=2.0, divided=True)
     assert (found.sent_bytes, found.gathered_bytes) == (8e9, 16e9)
     assert found.seconds == pytest.approx(0.75 * 24e9 / link_bytes_per_second(T4))
     assert found.waited_seconds == pytest.approx(found.seconds - 1.0)
-    hidden = rank_cost(workload(4), T4, 4e9, 10.0, micro_batches=2.0, divided=True)
+    hidden = rank_cost(on_card, 4e9, 10.0, micro_batches=2.0, divided=True)
     assert hidden.waited_seconds == pytest.approx(2.0)
-    on_cpu = rank_cost(workload(4), None, 4e6, 3.0, micro_batches=1.0, divided=True)
+    on_cpu = rank_cost(workload(4), 4e6, 3.0, micro_batches=1.0, divided=True)
     assert on_cpu.waited_seconds == on_cpu.seconds == pytest.approx(0.75 * 12e6 / 1e9)
 
 
@@ -219,12 +198,10 @@ def test_a_trainer_plans_for_the_rank_with_the_least_memory(
 
 
 def test_the_plan_says_that_its_figures_are_of_one_card() -> None:
-    task = workload(2)
-    pricer = TracedPricer(task, CARD)
-    asked = PlanRequest(task, CARD, judge=pricer.problem)
-    price = pricer.quick(candidate(LOW))
-    said = {one.about: one.sentence() for one in explain(price, asked, pricer, 10**10)}
+    several, alone = (dataclasses.replace(workload(ranks), card=CARD) for ranks in (2, 1))
+    pricer = pricer_of(several, CARD)
+    price = pricer.price((LOW,), MicroBatching())
+    said = {one.about: one.sentence() for one in explain(price, several, pricer, {})}
     assert "one of 2 cards, each with 8 of a step's 16 rows" in said["ranks"]
     assert "NCCL holds 0.57 GB" in said["ranks"]
-    alone = dataclasses.replace(asked, workload=workload(1))
-    assert "ranks" not in {one.about for one in explain(price, alone, pricer, 10**10)}
+    assert "ranks" not in {one.about for one in explain(price, alone, pricer, {})}

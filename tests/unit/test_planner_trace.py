@@ -24,11 +24,9 @@ from memfit.memory.phases import EVALUATION, RESUMING, SAVING, TRAINING
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.depth import Segments, with_layers
 from memfit.memory.tracing.tracker import Tracker
-from memfit.planner.candidates import Candidate
-from memfit.planner.pricing.memory_price import Priced, context_bytes
-from memfit.planner.pricing.step_trace import price_memory, trace_step, unavailable_reason
-from memfit.planner.pricing.traced_setup import LengthRows, graph_count, make_batch, rows_for
-from memfit.planner.workload import Workload
+from memfit.planner.memory_price import Priced, context_bytes
+from memfit.planner.task import Task
+from memfit.planner.traced_setup import LengthRows, graph_count, make_batch, rows_for
 from memfit.strategies import (
     ActivationOffload,
     Checkpointing,
@@ -47,6 +45,7 @@ from memfit.strategies import (
     Strategy,
     Truncation,
 )
+from traced_plans import Candidate, price_memory, trace_step, unavailable_reason
 
 H200, T4 = find_card("H200"), find_card("T4")
 SMALL: dict[str, Any] = {
@@ -58,14 +57,14 @@ WHOLE = MicroBatching()
 
 
 @functools.cache
-def workload(layers: int = 2, clip: float = 1.0, **changes: Any) -> Workload:
+def workload(layers: int = 2, clip: float = 1.0, **changes: Any) -> Task:
     args = TrainingArguments(
         "unused", per_device_train_batch_size=8, max_grad_norm=clip, report_to="none", use_cpu=True
     )
     draw = random.Random(1)
     lengths = tuple(draw.randint(8, 64) for _ in range(200))
     config = BertConfig(num_hidden_layers=layers, **SMALL, **changes)
-    return Workload(config=config, lengths=lengths, args=args)
+    return Task(config=config, lengths=lengths, args=args)
 
 
 def candidate(*strategies: Strategy, limits: MicroBatching = WHOLE) -> Candidate:
@@ -77,26 +76,26 @@ def candidate(*strategies: Strategy, limits: MicroBatching = WHOLE) -> Candidate
 
 def test_the_worst_batch_is_the_longest_rows_packed_and_padded() -> None:
     task = workload()
-    packed = rows_for(task, candidate(Packing()), packed=True)
+    packed = rows_for(task, (Packing(),), WHOLE)
     assert (packed.tokens, packed.parts) == (task.worst_tokens, 1)
-    padded = rows_for(task, candidate(), packed=False)
+    padded = rows_for(task, (), WHOLE)
     assert padded.lengths == (task.longest_tokens,) * 8
 
 
 def test_a_limit_cuts_the_batch_into_parts_of_at_most_so_many_tokens() -> None:
     task = workload()
     limits = MicroBatching(max_tokens=150)
-    for packed in (True, False):
-        rows = rows_for(task, candidate(limits=limits), packed=packed)
+    for strategies in ((Packing(),), ()):
+        rows = rows_for(task, strategies, limits)
         assert 64 <= rows.tokens <= 150
-        assert rows.parts == -(-(task.worst_tokens if packed else 8 * 64) // 150)
-    one = rows_for(task, candidate(limits=MicroBatching(max_tokens=1)), packed=True)
+        assert rows.parts == -(-(task.worst_tokens if strategies else 8 * 64) // 150)
+    one = rows_for(task, (Packing(),), MicroBatching(max_tokens=1))
     assert one.lengths == (64,)
-    assert rows_for(task, candidate(limits=MicroBatching(max_rows=2)), packed=True).parts == 4
+    assert rows_for(task, (Packing(),), MicroBatching(max_rows=2)).parts == 4
 
 
 def test_so_many_tokens_as_asked_for_are_traced() -> None:
-    rows = rows_for(workload(), candidate(Packing()), packed=True, tokens=301)
+    rows = rows_for(workload(), (Packing(),), WHOLE, tokens=301)
     assert rows.tokens == 301
     assert len(rows.lengths) == 8
     assert max(rows.lengths) > min(rows.lengths) > 0
@@ -105,12 +104,10 @@ def test_so_many_tokens_as_asked_for_are_traced() -> None:
 def test_where_attention_pads_again_short_texts_beside_a_long_one_are_the_worst() -> None:
     task = replace(workload(), lengths=(*[64, 60] * 4, 33, *[5] * 190))
     limits = MicroBatching(max_tokens=130)
-    assert rows_for(task, candidate(limits=limits), packed=True).lengths == (64, 64)
-    cut = rows_for(task, candidate(limits=limits), packed=True, repads=True)
+    assert rows_for(task, (Packing(),), limits).lengths == (64, 64)
+    cut = rows_for(task, (Packing(),), limits, repads=True)
     assert (cut.lengths, cut.parts) == ((64, 60), 4)
-    whole = rows_for(
-        task, candidate(limits=limits), packed=True, repads=True, tokens=130, whole=True
-    )
+    whole = rows_for(task, (Packing(),), limits, repads=True, tokens=130, whole=True)
     assert whole.parts == 1
     assert len(whole.lengths) * max(whole.lengths) > 2 * 130
     # Both are priced, also where no part can be larger than a whole batch by its tokens.
@@ -146,8 +143,8 @@ def test_rows_of_known_length_stand_for_a_dataset() -> None:
 
 def test_graphs_are_counted_by_the_buckets_that_come_again() -> None:
     task = replace(workload(), lengths=(30,) * 200)
-    assert graph_count(task, MicroBatching(), 64) == 1
-    assert graph_count(workload(), MicroBatching(), 64) > 2
+    assert graph_count(task, (), WHOLE, 64) == 1
+    assert graph_count(workload(), (), WHOLE, 64) > 2
 
 
 # ------------------------------------------------------------------------- the host's memory
@@ -239,15 +236,13 @@ def test_workspaces_are_small_where_asked_and_handles_always() -> None:
 
 
 def test_libraries_that_are_loaded_keep_the_memory_they_took() -> None:
-    run = Priced(segments=Segments({}), parts=1, biases=True, recompute=False, small_workspace=True)
+    run = Priced(segments=Segments({}), biases=True, recompute=False, small_workspace=True)
     assert context_bytes(run, H200) < H200.context_bytes
     assert context_bytes(run, replace(H200, here=True)) == H200.context_bytes
 
 
 def test_streams_are_counted_once_whoever_uses_them() -> None:
-    run = Priced(
-        segments=Segments({}), parts=1, biases=True, recompute=False, small_workspace=False
-    )
+    run = Priced(segments=Segments({}), biases=True, recompute=False, small_workspace=False)
     with_streams = context_bytes(replace(run, streams=True), H200)
     assert with_streams - context_bytes(run, H200) == 70 * 2**20
     assert context_bytes(replace(run, streams=True, graphs=1), H200) == with_streams

@@ -12,8 +12,8 @@ from report_fixtures import ACTING, EVIL, PEAK, Page, add_samples, make_run
 from memfit.engine.micro_batches import MicroBatching
 from memfit.i18n import Message, speaking
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate, Price
-from memfit.planner.plans import Decision, Digest, Plan
+from memfit.planner.plan import Decision, Digest, Plan
+from memfit.planner.price import Price
 from memfit.records.evaluation import Evaluation
 from memfit.records.results import RunSummary, kept_messages, read_evaluation, read_summary
 from memfit.report.notebook import notebook_html
@@ -71,7 +71,7 @@ def test_text_from_data_never_becomes_markup(tmp_path: Path) -> None:
 
 def a_plan(price: Price | None) -> Plan:
     """As the planner makes them."""
-    candidate = Candidate((Packing(), Checkpointing(9)), MicroBatching(max_tokens=2048))
+    strategies, limits = (Packing(), Checkpointing(9)), MicroBatching(max_tokens=2048)
     digest = Digest(
         model="bert", rows=9600, effective_rows=32, longest_tokens=128, worst_tokens=4096,
         total_tokens=600_000, budget_bytes=4 * 10**9, card="RTX 3060",
@@ -99,12 +99,24 @@ def a_plan(price: Price | None) -> Plan:
             Message("not used: {name}, because --exact forbids rounding", name="half precision"),
         ),
     )
-    return Plan(candidate=candidate, digest=digest, price=price, decisions=decisions)
+    return Plan(
+        strategies=strategies,
+        micro_batching=limits,
+        digest=digest,
+        price=price,
+        decisions=decisions,
+    )
 
 
 def priced() -> Price:
     plan = a_plan(None)
-    return Price(candidate=plan.candidate, peak=PEAK, counts=StepCounts(), step_seconds=0.063)
+    return Price(
+        strategies=plan.strategies,
+        micro_batching=plan.micro_batching,
+        peak=PEAK,
+        counts=StepCounts(),
+        step_seconds=0.063,
+    )
 
 
 def test_a_plan_shows_its_strategies_reasons_and_predicted_peak() -> None:

@@ -17,8 +17,6 @@ from memfit import strategies
 from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.cards import Speeds, facts, find_card
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Candidate
-from memfit.planner.pricing.step_trace import trace_step
 from memfit.planner.step_time import (
     UPDATE_SHARE,
     calibrate,
@@ -26,8 +24,9 @@ from memfit.planner.step_time import (
     speeds_of,
     step_seconds,
 )
-from memfit.planner.workload import Workload
+from memfit.planner.task import Task
 from memfit.strategies.packing import packing_strategy
+from traced_plans import Candidate, trace_step
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200, T4, GTX = find_card("H200"), find_card("T4"), find_card("GTX 1080")
@@ -151,7 +150,7 @@ def test_a_cpu_does_one_thing_after_another_at_its_measured_speed() -> None:
 
 
 @functools.cache
-def workload(max_grad_norm: float, bf16: bool = False) -> Workload:
+def workload(max_grad_norm: float, bf16: bool = False) -> Task:
     """BERT-Large on texts as long as ChnSentiCorp's: 83 tokens on average, 101 when weighted."""
     drawn = random.Random(0)
     lengths = tuple(min(128, round(8 + 140 * drawn.random() ** 0.85)) for _ in range(6_988))
@@ -163,7 +162,7 @@ def workload(max_grad_norm: float, bf16: bool = False) -> Workload:
         output_dir="unused", per_device_train_batch_size=32, max_grad_norm=max_grad_norm,
         bf16=bf16, use_cpu=True, report_to="none",
     )  # fmt: skip
-    return Workload(config=config, lengths=lengths, args=args)
+    return Task(config=config, lengths=lengths, args=args)
 
 
 MEASURED = {

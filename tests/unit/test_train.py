@@ -18,10 +18,10 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import OutputError, RunStoppedError, TraceError
 from memfit.memory.available import MemoryReading
 from memfit.memory.components import Component
-from memfit.planner import this_machine
-from memfit.planner.candidates import Candidate
-from memfit.planner.plans import Plan, digest_of
-from memfit.planner.workload import Workload
+from memfit.planner import search
+from memfit.planner import task as planned_task
+from memfit.planner.plan import Plan, digest_of
+from memfit.planner.task import Task
 from memfit.records.results import RunFolder
 from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
@@ -31,6 +31,7 @@ from memfit.run.resume import resumed_config, with_absolute_paths
 from memfit.strategies import Checkpointing, FullySharded, Packing
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
+from traced_plans import Candidate
 
 CPU = torch.device("cpu")
 
@@ -39,12 +40,12 @@ def test_the_budget_is_said_in_both_units_and_cut_to_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    workload = Workload(config=BertConfig(), lengths=(8,), args=arguments)
+    workload = Task(config=BertConfig(), lengths=(8,), args=arguments)
     now = MemoryReading(total_bytes=8 * GIB, free_bytes=6 * GIB, own_bytes=0)
-    monkeypatch.setattr(this_machine, "memory_of", lambda _: now)
+    monkeypatch.setattr(planned_task, "memory_of", lambda _: now)
 
     def said(budget: str) -> tuple[int, str]:
-        task = this_machine.task_for(workload, parse_budget(budget), CPU)
+        task = workload.placed(parse_budget(budget), CPU)
         return task.budget_bytes, announcements.budget_sentence(task)
 
     assert said("1GiB") == (GIB, "1.07 GB (1.00 GiB)")
@@ -151,7 +152,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError("the shape of aten.nonzero depends on values")
 
-    monkeypatch.setattr(this_machine, "make_plan", refuse)
+    monkeypatch.setattr(search, "plan_for", refuse)
 
 
 @pytest.mark.usefixtures("untraceable")
@@ -197,7 +198,9 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
     }  # fmt: skip
     task = prepare(RunConfig.build(data=table, **options), tmp_path).task
     slower = Candidate((Packing(), Checkpointing()), MicroBatching(max_tokens=64))
-    given = Plan(candidate=slower, digest=digest_of(task.workload, task.budget_bytes, task.card))
+    given = Plan(
+        strategies=slower.strategies, micro_batching=slower.micro_batching, digest=digest_of(task)
+    )
     first = finetune(table, output_dir=tmp_path / "first", plan=given, **options)
     settings = tmp_path / "first" / "run.toml"
     assert tomllib.loads(settings.read_text(encoding="utf-8"))["plan"]["strategies"] == {
@@ -223,7 +226,7 @@ def test_a_run_is_rerun_by_the_plan_its_settings_name_whatever_would_be_planned_
         made = choose_plan(source, task)
         said.extend(made.notes)
         assert made.plan is not None
-        return made.plan.candidate
+        return Candidate(made.plan.strategies, made.plan.micro_batching)
 
     assert chosen(batch_size=4) != slower
     assert "planned anew, not by [plan] of the settings: other settings" in said.pop()
@@ -242,10 +245,12 @@ def test_a_run_of_several_ranks_resumes_on_one_with_nothing_divided(
     task = prepare(config, tmp_path).task
     folder = RunFolder(tmp_path / "out")
     folder.path.mkdir()
-    digest = digest_of(task.workload, task.budget_bytes, task.card)
+    digest = digest_of(task)
     begun = Candidate((Packing(), FullySharded()), MicroBatching(max_tokens=64))
-    Plan(candidate=begun, digest=digest).write(folder.plan)
+    Plan(strategies=begun.strategies, micro_batching=begun.micro_batching, digest=digest).write(
+        folder.plan
+    )
     source = PlanSource(config=config, folder=folder, checkpoint=folder.path / "any")
     made = choose_plan(source, task).plan
     assert made is not None
-    assert made.candidate == Candidate((Packing(),), MicroBatching(max_tokens=64))
+    assert (made.strategies, made.micro_batching) == ((Packing(),), MicroBatching(max_tokens=64))

@@ -25,6 +25,7 @@ from memfit.engine.micro_batches import MicroBatching, longest_row
 from memfit.errors import BudgetError, ConfigError, ModelError
 from memfit.training.progress import MemfitProgress
 from small_training import collate, model_of, texts
+from traced_plans import used
 
 THREE_ROWS = MicroBatching(max_rows=3)
 bert = partial(model_of, dropout=0.0)
@@ -242,7 +243,7 @@ def test_a_budget_is_planned_for_and_the_plan_is_run(tmp_path):
     assert trainer.plan.digest.effective_rows == 16
     assert trainer.plan.digest.longest_tokens == max(len(row["input_ids"]) for row in rows)
     assert trainer.micro_batching == trainer.plan.micro_batching
-    assert trainer.plan.candidate.get("packing") is not None
+    assert used(trainer.plan, "packing") is not None
     assert trainer.setup.packing is not None
     trainer.train()
     for budget, match in (("4 apples", "cannot read"), (4, "did you mean 4GB")):

@@ -115,7 +115,7 @@ def _plan(
         console.show_json(plan_json.planning_json(run.model.model, prepared.task, made, other))
     else:
         assert made.chosen.price is not None
-        seconds = plan_json.run_seconds(prepared.workload, made.chosen.price)
+        seconds = plan_json.run_seconds(prepared.task, made.chosen.price)
         name = Path(run.model.model).name
         view = plan_terminal.plan_view(
             made, other, seconds, name, planned_seconds=time.perf_counter() - began
@@ -148,7 +148,7 @@ def _check(
     as_json: bool,
 ) -> None:
     with console.working():
-        from memfit.planner import plans
+        from memfit.planner import plan as plans
         from memfit.report import plan_json
         from memfit.run.choose_plan import does_not_fit_sentence
         from memfit.run.prepare import prepare_to_plan

@@ -263,7 +263,7 @@ def diagnose(
     if any(one.fatal for one in notes):
         return Diagnosis(environment=found, findings=notes)
     from memfit.memory.cards import find_card, this_card
-    from memfit.planner.this_machine import budget_bytes
+    from memfit.planner.task import budget_bytes
 
     named = None if gpu is None else find_card(gpu, place)
     card, limit_bytes = named, 0

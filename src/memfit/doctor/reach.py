@@ -20,8 +20,8 @@ from memfit.waiting import doing
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.candidates import PlanTask
     from memfit.planner.search import Planning
+    from memfit.planner.task import Task
     from memfit.strategies import Setup, Strategy
 
 ROWS, TOKENS = 32, 128
@@ -179,7 +179,7 @@ def reaches(
     budget_bytes: int,
     *,
     models: Sequence[KnownModel] | None = None,
-    plan: Callable[[PlanTask], Planning] | None = None,
+    plan: Callable[[Task], Planning] | None = None,
 ) -> Iterator[Reach]:
     """The table, line by line: a line takes some seconds, so each is announced.
 
@@ -206,27 +206,32 @@ def reaches(
         yield reach
 
 
-def _task(model: KnownModel, card: DeviceProfile, budget_bytes: int, **asked: Any) -> PlanTask:
+def _task(model: KnownModel, card: DeviceProfile, budget_bytes: int, **asked: Any) -> Task:
     from transformers import TrainingArguments
 
-    from memfit.planner.candidates import PlanTask
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
     from memfit.units import Budget
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, per_device_train_batch_size=ROWS, report_to="none")
     lengths = (TOKENS,) * (ROWS * _STEPS)
-    workload = Workload(config=model_config(model), lengths=lengths, args=args)
-    budget = Budget(bytes=budget_bytes)
-    return PlanTask(workload=workload, card=card, budget=budget, budget_bytes=budget_bytes, **asked)
+    return Task(
+        config=model_config(model),
+        lengths=lengths,
+        args=args,
+        card=card,
+        budget=Budget(bytes=budget_bytes),
+        budget_bytes=budget_bytes,
+        **asked,
+    )
 
 
-def _cell(task: PlanTask, plan: Callable[[PlanTask], Planning] | None) -> Cell:
+def _cell(task: Task, plan: Callable[[Task], Planning] | None) -> Cell:
     from memfit.planner.advice import NothingFitsError
-    from memfit.planner.search import make_plan
+    from memfit.planner.search import plan_for
 
     try:
-        chosen, fits = (plan or make_plan)(task).chosen, True
+        chosen, fits = (plan or plan_for)(task).chosen, True
     except NothingFitsError as error:
         chosen, fits = error.smallest, False
     assert chosen.price is not None

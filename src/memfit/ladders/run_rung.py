@@ -35,9 +35,8 @@ from memfit.memory.out_of_memory import is_out_of_memory
 from memfit.memory.phases import TRAINING
 from memfit.memory.stock_estimate import estimate_memory
 from memfit.models.loading import load_weights
-from memfit.planner.plans import Plan
-from memfit.planner.this_machine import memory_of
-from memfit.planner.workload import user_set_of
+from memfit.planner.plan import Plan
+from memfit.planner.task import memory_of, user_set_of
 from memfit.records.evaluation import best_metric, evaluate_predictions
 from memfit.run import stock_flags
 from memfit.run.callbacks import MeasureOneStep

@@ -225,11 +225,11 @@ def quality(ladder: Ladder) -> Iterator[str]:
 
 def _plans(ladder: Ladder) -> Iterator[str]:
     """The strategies of every plan, and the reasons of what did not run."""
-    from memfit.strategies import called
+    from memfit.strategies import title_of
 
     for one in ladder.outcomes:
         if one.rung.kind == PLAN and one.fidelity:
-            names = [shown(called(name)) for name in one.strategies]
+            names = [shown(title_of(name)) for name in one.strategies]
             made = _listed(names) or t("nothing but micro-batches")
             yield t("{name}: {strategies}", name=name_of(one.rung), strategies=made)
     for one in ladder.outcomes:

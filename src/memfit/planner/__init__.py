@@ -1,5 +1,12 @@
-"""The fastest way of training that fits a budget, priced before anything is trained.
+"""What a training needs before it runs, and the fastest recipe that fits its budget.
 
-`this_machine` plans for the card at hand, `search` for any; `space` lists the candidates, `pricing`
-prices them, `explain` and `advice` say why and what else, `plans` has the result.
+    task.py      what is asked
+    recipes.py   the table of recipes, with the reason of each row
+    price.py     one recipe at one setting: a trace -> bytes by phase, seconds, host bytes
+    search.py    per recipe: a few traces, a line, a trace to confirm; the fastest that fits
+    advice.py    the same search, asked again with more allowed
+    explain.py   the reasons, from prices with and without
+    plan.py      the plan and its file
+
+`plan_for` in search.py is the door to every plan; cache.py keeps them for the next run.
 """

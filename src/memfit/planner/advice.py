@@ -1,156 +1,34 @@
-"""What else a plan needs, what else could be done, and what is missing where nothing fits.
+"""What else could be done than what is planned, and what would help where nothing fits.
 
-All of it from quick prices: it is what to try next, not a promise.
+It is the same search, asked again with more allowed, a smaller model or shorter texts, and ended at
+the first recipe that fits: what to try next, not a promise.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from memfit.config.schema import FIDELITY_NAMES
+from memfit.config.schema import ALLOWABLE, FIDELITY_NAMES
 from memfit.errors import DoesNotFitError
 from memfit.i18n import N_, Language, Message, speaking, t
 from memfit.memory.components import COMPONENT_NAMES
 from memfit.memory.stock_estimate import no_collection
 from memfit.memory.tracing.depth import with_layers
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
-from memfit.planner.explain import explain
-from memfit.planner.plans import Decision, Plan, digest_of
-from memfit.planner.space import PlanRequest, candidates, permission_of, permissions
-from memfit.planner.workload import Workload
-from memfit.strategies import ORDER, Fidelity, Tier, Truncation
+from memfit.planner.explain import explain, margin_note
+from memfit.planner.plan import Decision, Plan, plan_of
+from memfit.planner.price import Price, Pricer, fits_host
+from memfit.planner.recipes import Recipe, Table, permission_of
+from memfit.planner.search import Search
+from memfit.strategies import Truncation, ordered
 from memfit.units import gb, step_time
 
 if TYPE_CHECKING:
-    from memfit.memory.cards import DeviceProfile
-    from memfit.planner.pricing.shallow_traces import Known
     from memfit.planner.search import Planning
-
-HOST_RESERVE_BYTES = 10**9
-"""Left for the rest of the process and its neighbours."""
-
-
-def fits_host(price: Price, free_bytes: int) -> bool:
-    """Whether the computer has the memory that the plan puts there."""
-    return price.host_bytes == 0 or price.host_bytes + HOST_RESERVE_BYTES <= free_bytes
-
-
-def host_note(passed_over: Sequence[Price], chosen: Price, free_bytes: int) -> list[Decision]:
-    """That a faster plan wants more host memory than there is."""
-    faster = [one for one in passed_over if one.step_seconds < chosen.step_seconds]
-    if not faster:
-        return []
-    least = min(one.host_bytes for one in faster)
-    return [
-        Decision(
-            "note.host",
-            Message(
-                "a faster plan was passed over: it needs {needs} of the computer's "
-                "memory, of which {free} are free",
-                needs=gb(least),
-                free=gb(free_bytes),
-            ),
-        )
-    ]
-
-
-def saved_bytes(price: Price, ranks: int) -> tuple[int, int]:
-    """Of a checkpoint, and of the model in it: what ranks divide among them is saved as one."""
-    from memfit.memory.components import Component
-
-    parts, effects = price.peak.components, price.candidate.effects
-    weights, state = parts.get(Component.WEIGHTS, 0), parts.get(Component.OPTIMIZER, 0)
-    weights *= ranks if effects.divides_weights else 1
-    state *= ranks if effects.divides_weights else 1
-    return weights + state + price.host_bytes, weights
-
-
-def disk_note(workload: Workload, price: Price, free_bytes: int | None) -> list[Decision]:
-    """That the checkpoints of a run do not go onto the disk."""
-    if free_bytes is None:
-        return []
-    count, (each, model) = kept_checkpoints(workload), saved_bytes(price, workload.ranks)
-    needs = count * each + model
-    if needs <= free_bytes:
-        return []
-    said = Message(
-        "checkpoints will take {needs} on the disk ({count} of {each} and the "
-        "final model), of which {free} are free; lower --save-total-limit or "
-        "choose another folder",
-        needs=gb(needs),
-        count=str(count),
-        each=gb(each),
-        free=gb(free_bytes),
-    )
-    return [Decision("note.disk", said)]
-
-
-def guess_note(operators: Sequence[str]) -> list[Decision]:
-    """That the time of some operators is a guess."""
-    if not operators:
-        return []
-    return [
-        Decision(
-            "note.guess",
-            Message(
-                "what {operators} compute could not be counted, so their time is a guess "
-                "from the sizes of what goes in and comes out",
-                operators=", ".join(operators),
-            ),
-        )
-    ]
-
-
-def margin_note(card: DeviceProfile | None) -> list[Decision]:
-    """What is kept of a card that is not here, for what is not known of it and for its system."""
-    if card is None or card.here:
-        return []
-    notes = []
-    if card.margin_bytes:
-        said = Message(
-            "the {card} is not here: {margin} are kept for what is not known of it (a context of "
-            "{low} to {high}, totals that differ by driver); memfit doctor --measure there finds "
-            "out",
-            card=card.name,
-            margin=gb(card.margin_bytes),
-            low=gb(card.context_low_bytes),
-            high=gb(card.context_bytes),
-        )
-        notes.append(Decision("note.margin", said))
-    if card.reserved_bytes:
-        kind = N_("{held} of the card are left to others, such as a display")
-        if card.windows:
-            kind = N_(
-                "{held} of the card are left to Windows and its desktop; past the rest its driver "
-                "pages to host memory, slowly and without an error"
-            )
-        notes.append(Decision("note.system", Message(kind, held=gb(card.reserved_bytes))))
-    return notes
-
-
-def kept_checkpoints(workload: Workload) -> int:
-    """How many checkpoints are on the disk at once; a new one is written before an old one goes."""
-    args = workload.args
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    if strategy == "no":
-        return 0
-    epochs = max(1, round(args.num_train_epochs))
-    steps = args.max_steps if args.max_steps > 0 else epochs * workload.steps_per_epoch
-    every = args.save_steps if strategy == "steps" else workload.steps_per_epoch
-    every = round(every * steps) if every < 1 else round(every)
-    written = max(1, -(-steps // max(every, 1)))
-    limit = args.save_total_limit
-    return written if not limit else min(written, limit + 1)
-
 
 _FASTER = 0.9
 """A plan is worth more memory when its step takes at most this much of the time."""
@@ -177,7 +55,7 @@ class WithinReach:
         times = than.step_seconds / best.step_seconds
         fields = {
             "permission": self.name,
-            "fidelity": Message(FIDELITY_NAMES[str(best.candidate.fidelity)]),
+            "fidelity": Message(FIDELITY_NAMES[str(best.fidelity)]),
             "bytes": gb(best.device_bytes),
             "step": step_time(best.step_seconds),
             "times": f"{times:.2g}",
@@ -248,126 +126,8 @@ class Smaller:
 
 
 @dataclass(frozen=True)
-class OtherWays:
-    """What could be done instead of any plan for the task as it was asked for."""
-
-    allow: tuple[WithinReach, ...]
-    smaller: tuple[Smaller, ...]
-
-
-_SMALLER = "smaller"
-"""What is found beside what each permission reaches."""
-
-
-class OtherWaysFinder:
-    """Finds other ways in this process, when it is asked for them."""
-
-    def begin(self, known: Known) -> None:
-        """Called once the usual candidates are priced, with what was traced for them."""
-
-    def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-        """What each permission would reach, and smaller models."""
-        return _together(lambda name: _found(asked, pricer, budget_bytes, name))
-
-
-other_ways = OtherWaysFinder()
-
-
-def _together(find: Callable[[str], tuple[Any, ...]]) -> OtherWays:
-    smaller = find(_SMALLER)
-    return OtherWays(tuple(one for name in permissions() for one in find(name)), smaller)
-
-
-@no_collection()
-def _found(asked: PlanRequest, pricer: Pricer, budget_bytes: int, name: str) -> tuple[Any, ...]:
-    if name == _SMALLER:
-        return tuple(smaller_models(asked, pricer, budget_bytes))
-    return tuple(reaches(asked, pricer, budget_bytes, (name,)))
-
-
-class FoundBeside(OtherWaysFinder):
-    """Other ways, found by another process while this one plans, and by both at the end.
-
-    The other process begins when the usual candidates are priced: until then both would make the
-    same traces, which also run through most other ways. It is sent one task at a time: a pool
-    queues more than it runs, and what it has queued this process cannot take back.
-    """
-
-    def __init__(self, process: Executor, task: PlanTask) -> None:
-        # Of a workload only its fields travel, without what was computed of them here.
-        self._task = dataclasses.replace(task, workload=dataclasses.replace(task.workload))
-        self._process, self._number = process, next(_NUMBERS)
-        self._left = deque((_SMALLER, *permissions()))
-        self._sent: dict[str, Future[tuple[Any, ...]]] = {}
-        self._sending = Lock()
-
-    def begin(self, known: Known) -> None:
-        """Sends the first task with what this process has traced; each sends the next one."""
-        self._send(self._task, known.copy())
-
-    def _send(self, *what: Any) -> None:
-        with self._sending:
-            if not self._left:
-                return
-            name = self._left[0]
-            try:
-                sent = self._process.submit(_found_there, self._number, name, *what)
-            except (RuntimeError, OSError):  # no process, or none any more: the rest is done here
-                return
-            self._sent[self._left.popleft()] = sent
-        sent.add_done_callback(self._send_next)
-
-    def _send_next(self, done: Future[tuple[Any, ...]]) -> None:
-        """Sends the next task, unless the process died: then its pool is locked here."""
-        if not done.cancelled() and done.exception() is None:
-            self._send()
-
-    def _take_back(self) -> str | None:
-        with self._sending:
-            return self._left.pop() if self._left else None
-
-    def __call__(self, asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> OtherWays:
-        """What `OtherWaysFinder` returns."""
-        found: dict[str, tuple[Any, ...]] = {}
-        while (left := self._take_back()) is not None:
-            found[left] = _found(asked, pricer, budget_bytes, left)
-        for name, one in self._sent.items():
-            try:
-                if not one.cancel():
-                    found[name] = one.result()
-            except BrokenExecutor:  # what a dead process began is done here
-                pass
-            if name not in found:
-                found[name] = _found(asked, pricer, budget_bytes, name)
-        return _together(found.__getitem__)
-
-
-_NUMBERS = itertools.count()
-_BEGUN: dict[int, tuple[PlanRequest, Pricer, int]] = {}
-"""In the other process: the newest task it was sent, by its number, and its traces."""
-
-
-def _found_there(
-    number: int, name: str, task: PlanTask | None = None, known: Known | None = None
-) -> tuple[Any, ...]:
-    if task is not None:
-        _BEGUN.clear()
-        _BEGUN[number] = _begun(task, known)
-    return _found(*_BEGUN[number], name)
-
-
-def _begun(task: PlanTask, known: Known | None) -> tuple[PlanRequest, Pricer, int]:
-    from memfit.planner.pricing.pricer import TracedPricer
-    from memfit.planner.search import ask
-
-    pricer = TracedPricer(task.workload, task.card, known=known)
-    asked, _ = ask(task.workload, task.card, pricer, exact=task.exact, allow=task.allow)
-    return asked, pricer, task.budget_bytes
-
-
-@dataclass(frozen=True)
 class Alternatives:
-    """All of it."""
+    """What else could be done."""
 
     allow: tuple[WithinReach, ...]
     more: More | None
@@ -375,78 +135,70 @@ class Alternatives:
 
 
 @no_collection()
-def alternatives(planning: Planning, find: OtherWaysFinder = other_ways) -> Alternatives:
+def alternatives(planning: Planning) -> Alternatives:
     """What else could be done than what is planned."""
-    chosen = planning.chosen.price
+    chosen, search = planning.chosen.price, planning.search
     assert chosen is not None
-    found = find(planning.asked, planning.pricer, planning.chosen.digest.budget_bytes)
-    return Alternatives(found.allow, more_budget(planning.prices, chosen), found.smaller)
+    assert search is not None
+    return Alternatives(
+        allow=tuple(reaches(search)),
+        more=more_budget(search, chosen),
+        smaller=tuple(smaller_models(search)),
+    )
 
 
-def reaches(
-    asked: PlanRequest, pricer: Pricer, budget_bytes: int, names: Iterable[str]
-) -> Iterator[WithinReach]:
-    """What each of these permissions that is not given would reach.
-
-    Recomputing and the bus are priced only where nothing fits without them: each costs traces.
-    """
-    if asked.exact:
+def reaches(search: Search) -> Iterator[WithinReach]:
+    """What each permission that is not given would reach."""
+    task = search.task
+    if task.exact:
         return
-    for name in names:
-        if name in asked.allow:
+    for name in ALLOWABLE:
+        if name in task.allow:
             continue
-        wider = dataclasses.replace(asked, allow=asked.allow | {name}, left_out={})
-        ways = _ways(wider, [kind.name for kind in ORDER if permission_of(kind) == name])
-        prices = [pricer.quick(one) for one in ways if one.tier is Tier.USUAL]
-        if _fastest(prices, budget_bytes) is None:
-            prices = [pricer.quick(one) for one in ways]
-        if prices:
-            yield WithinReach(name, _smallest(prices), _fastest(prices, budget_bytes))
+        wider = dataclasses.replace(task, allow=task.allow | {name})
+        other = Search(wider, search.pricer, host_bytes_free=sys.maxsize, thorough=False)
+        recipes = [one for one in other.table.recipes if _needs(one, name)]
+        other.table = Table(tuple(recipes), {})
+        if not recipes:
+            continue
+        found = other.run()
+        yield WithinReach(name, found or _smallest(other), found)
 
 
-def _ways(asked: PlanRequest, strategies: Sequence[str]) -> list[Candidate]:
-    """By the first of these that anything can be done with: they are alternatives."""
-    for name in strategies:
-        found = candidates(asked, having=(name,))
-        if ways := [one for one in found if one.fidelity > Fidelity.ROUNDING]:
-            return ways
-    return []
+def _needs(recipe: Recipe, permission: str) -> bool:
+    return any(permission_of(one) == permission for one in recipe.strategies)
 
 
-def more_budget(prices: Sequence[Price], chosen: Price) -> More | None:
+def more_budget(search: Search, chosen: Price) -> More | None:
     """The least memory at which a plan is a tenth faster than the chosen one."""
+    asked = _FASTER * chosen.step_seconds
+    timed = (one for one in search.rows.values() if one.is_timed)
+    rows = [one for one in timed if one.fastest_seconds <= asked]
+    faster = [one for row in rows if (one := row.faster_than(asked)) is not None]
     faster = [
         one
-        for one in prices
-        if one.step_seconds <= _FASTER * chosen.step_seconds
-        and one.device_bytes > chosen.device_bytes
+        for one in faster
+        if one.device_bytes > chosen.device_bytes and one.step_seconds <= asked
     ]
     if not faster:
         return None
-    best = _smallest(faster)
+    best = min(faster, key=lambda one: (one.device_bytes, one.step_seconds))
     return More(_rounded_up(best.device_bytes), best)
 
 
-def smaller_models(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[Smaller]:
+def smaller_models(search: Search) -> Iterator[Smaller]:
     """Models of the same family with fewer or narrower layers, each at its best."""
-    from memfit.planner.search import price_all
-
-    if asked.workload.given is not None:
+    task = search.task
+    if task.given is not None:
         return  # its configuration alone does not say what a smaller one would be
-    text: Any = asked.workload.config.get_text_config()
-    other = pricer
+    text: Any = task.config.get_text_config()
     own = text.num_hidden_layers * text.hidden_size**2
     for layers, width, heads in _FAMILY:
         if layers > text.num_hidden_layers or layers * width**2 >= own:
             continue
-        workload = dataclasses.replace(
-            asked.workload, config=_shaped(asked.workload.config, layers, width, heads)
-        )
-        other = other.of(workload)
-        narrower = dataclasses.replace(asked, workload=workload, judge=other.problem, left_out={})
-        prices = price_all(narrower, other, budget_bytes, sys.maxsize)
-        best = _fastest(prices, budget_bytes) or _smallest(prices)
-        yield Smaller(layers, width, best)
+        other = dataclasses.replace(task, config=_shaped(task.config, layers, width, heads))
+        found = Search(other, Pricer(other), host_bytes_free=sys.maxsize, thorough=False)
+        yield Smaller(layers, width, found.run() or _smallest(found))
 
 
 def _shaped(config: Any, layers: int, width: int, heads: int) -> Any:
@@ -465,13 +217,11 @@ def _shaped(config: Any, layers: int, width: int, heads: int) -> Any:
     return shaped
 
 
-def _fastest(prices: Iterable[Price], budget_bytes: int) -> Price | None:
-    inside = [one for one in prices if one.device_bytes <= budget_bytes]
-    return min(inside, key=lambda one: (one.step_seconds, one.device_bytes), default=None)
-
-
-def _smallest(prices: Iterable[Price]) -> Price:
-    return min(prices, key=lambda one: (one.device_bytes, one.step_seconds))
+def _smallest(search: Search) -> Price:
+    """The least any recipe needs, by its smallest setting."""
+    sizes = [row.smallest() for row in search.rows.values()]
+    possible = [one for one in sizes if fits_host(one.host_bytes, search.host_free)]
+    return min(possible or sizes, key=lambda one: (one.device_bytes, one.step_seconds))
 
 
 def _rounded_up(count: int) -> int:
@@ -541,65 +291,56 @@ class NothingFitsError(DoesNotFitError):
         )
 
 
-def does_not_fit(
-    asked: PlanRequest,
-    pricer: Pricer,
-    prices: Sequence[Price],
-    budget_bytes: int,
-    host_free: int,
-    find: OtherWaysFinder = other_ways,
-) -> NothingFitsError:
+def does_not_fit(search: Search) -> NothingFitsError:
     """The error for a budget nothing fits."""
-    possible = [one for one in prices if fits_host(one, host_free)]
-    least = min(possible, key=lambda one: (one.device_bytes, one.step_seconds))
-    price = pricer.full(least.candidate)
-    missing_bytes = max(price.device_bytes - budget_bytes, 1)
-    smallest = Plan(
-        candidate=price.candidate,
-        price=price,
-        digest=digest_of(asked.workload, budget_bytes, asked.card),
-        decisions=explain(price, asked, pricer, budget_bytes),
-        args=asked.workload.args,
-    )
-    helps = list(_helps(asked, pricer, price, budget_bytes, find))
-    return NothingFitsError(smallest, missing_bytes, helps, margin_note(asked.card))
+    task, price = search.task, _smallest(search)
+    missing_bytes = max(price.device_bytes - task.budget_bytes, 1)
+    decisions = explain(price, task, search.pricer, search.table.left_out)
+    smallest = plan_of(price, task, decisions)
+    helps = list(_helps(search, price))
+    return NothingFitsError(smallest, missing_bytes, helps, margin_note(task.card))
 
 
-def _helps(
-    asked: PlanRequest, pricer: Pricer, price: Price, budget_bytes: int, find: OtherWaysFinder
-) -> Iterator[Help]:
+def _helps(search: Search, price: Price) -> Iterator[Help]:
     """What would make it fit, each by itself."""
-    needs = -(-price.device_bytes // 10**8) * 10**8
+    task = search.task
+    needs = _rounded_up(price.device_bytes)
     pasted = gb(needs).replace(" ", "")  # as the command line takes it
     yield _help("budget", pasted, needs, bytes=pasted)
-    if asked.exact:
-        wider = dataclasses.replace(asked, exact=False, left_out={})
-        least = min(pricer.quick(one).device_bytes for one in candidates(wider))
-        if least <= budget_bytes:
-            yield _help("inexact", "", least, bytes=gb(least))
-    found = find(asked, pricer, budget_bytes)
-    for reach in found.allow:
-        size = reach.smallest.device_bytes
-        if size <= budget_bytes:
+    if task.exact:
+        wider = Search(dataclasses.replace(task, exact=False), search.pricer, thorough=False)
+        if (found := wider.run()) is not None:
+            size = found.device_bytes
+            yield _help("inexact", "", size, bytes=gb(size))
+    for reach in reaches(search):
+        if (found := reach.fastest) is not None:
+            size = found.device_bytes
             yield _help("allow", reach.name, size, permission=reach.name, bytes=gb(size))
-    yield from _shorter(asked, pricer, budget_bytes)
-    for model in found.smaller:
+    yield from _shorter(search)
+    for model in smaller_models(search):
         size = model.price.device_bytes
-        if size <= budget_bytes:
+        if size <= task.budget_bytes:
             shape = {"layers": str(model.layers), "width": str(model.width)}
             yield _help("model", f"{model.layers}x{model.width}", size, bytes=gb(size), **shape)
 
 
-def _shorter(asked: PlanRequest, pricer: Pricer, budget_bytes: int) -> Iterator[Help]:
+def _shorter(search: Search) -> Iterator[Help]:
+    """The longest of a few lengths at which the smallest setting of some recipe fits."""
     for tokens in _SHORTER:
-        if tokens >= asked.workload.longest_tokens:
+        if tokens >= search.task.longest_tokens:
             continue
-        cut = dataclasses.replace(asked, left_out={})
-        sizes = [
-            pricer.quick(one).device_bytes for one in candidates(cut, also=(Truncation(tokens),))
-        ]
-        if sizes and min(sizes) <= budget_bytes:
-            size = min(sizes)
+        other = Search(search.task, search.pricer, thorough=False)
+        other.table = Table(
+            tuple(
+                dataclasses.replace(
+                    one, strategies=tuple(ordered([Truncation(tokens), *one.strategies]))
+                )
+                for one in search.table.recipes
+            ),
+            {},
+        )
+        if (found := other.run()) is not None:
+            size = found.device_bytes
             yield _help("length", str(tokens), size, tokens=str(tokens), bytes=gb(size))
             return
 

@@ -24,7 +24,7 @@ from memfit.units import MIB
 
 if TYPE_CHECKING:
     from memfit.memory.cards import DeviceProfile
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
 
 _NCCL_PAIR_BYTES, _NCCL_GROUP_BYTES = 544 * MIB, 688 * MIB
 """One communicator of two cards, and of more: https://github.com/NVIDIA/nccl/issues/964 (2023, four
@@ -82,11 +82,11 @@ class RankCost:
     """What of that the step waits for."""
 
 
-def nccl_bytes(workload: Workload, card: DeviceProfile | None) -> int:
+def nccl_bytes(task: Task) -> int:
     """What NCCL holds on the card; gloo, for CPUs and ranks that share a card, holds nothing."""
-    if workload.ranks == 1 or card is None or workload.args.ddp_backend == "gloo":
+    if task.ranks == 1 or task.card is None or task.args.ddp_backend == "gloo":
         return 0
-    return _NCCL_PAIR_BYTES if workload.ranks == 2 else _NCCL_GROUP_BYTES
+    return _NCCL_PAIR_BYTES if task.ranks == 2 else _NCCL_GROUP_BYTES
 
 
 def link_bytes_per_second(card: DeviceProfile | None) -> float:
@@ -99,8 +99,7 @@ def link_bytes_per_second(card: DeviceProfile | None) -> float:
 
 
 def rank_cost(
-    workload: Workload,
-    card: DeviceProfile | None,
+    task: Task,
     gradient_bytes: float,
     step_seconds: float,
     *,
@@ -108,7 +107,7 @@ def rank_cost(
     divided: bool,
 ) -> RankCost:
     """Of a step that takes so long on a rank by itself; `divided` weights are FSDP2's."""
-    each_way = (workload.ranks - 1) / workload.ranks / link_bytes_per_second(card)
+    each_way = (task.ranks - 1) / task.ranks / link_bytes_per_second(task.card)
     if not divided:
         seconds = 2 * each_way * gradient_bytes
         hidden = _BACKWARD_SHARE * step_seconds / max(micro_batches, 1.0)
@@ -116,9 +115,9 @@ def rank_cost(
     else:
         sent, gathered = micro_batches * gradient_bytes, 2 * micro_batches * gradient_bytes
         seconds = waited = (sent + gathered) * each_way
-        if nccl_bytes(workload, card):
+        if nccl_bytes(task):
             waited = max(seconds - step_seconds, _GATHERING_SHARE * step_seconds)
-    return RankCost(nccl_bytes(workload, card), round(sent), round(gathered), seconds, waited)
+    return RankCost(nccl_bytes(task), round(sent), round(gathered), seconds, waited)
 
 
 def gathered_bytes(sizes: Iterable[int], depth: int) -> int:

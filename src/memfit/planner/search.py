@@ -1,54 +1,62 @@
-"""The fastest way of training that fits.
+"""The fastest recipe that fits, at the settings where it fits best.
 
-Every candidate has a quick price, composed from a few traced layers. They are gone through from
-the fastest to the slowest, and the first whose whole step, traced, stays inside the budget in
-every phase is the fastest. Of those that take about as long the most faithful is chosen, and then
-the simplest. What a candidate costs does not depend on the budget, so that what fits a small budget
-is a candidate of every larger one: more memory never gives a slower plan, but for such a tie.
+A recipe is traced with nothing recomputed in one micro-batch: that is its fastest. If that does not
+fit, a line through a few traces says which settings would; the fastest of those is traced, the line
+corrected, until a trace confirms it. A recipe whose fastest is slower than what was found already
+is not searched. Of plans that take about as long the most faithful is chosen, then the simplest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import psutil
 
 from memfit.engine.micro_batches import MicroBatching
-from memfit.errors import ConfigError
-from memfit.i18n import Message
-from memfit.memory.cards import DeviceProfile
+from memfit.errors import ConfigError, ModelError
+from memfit.memory.memory_line import MemoryLine, MemoryPoint
 from memfit.memory.stock_estimate import no_collection
-from memfit.planner.advice import (
-    OtherWaysFinder,
-    disk_note,
-    does_not_fit,
+from memfit.memory.tracing.counting import StepCounts
+from memfit.planner import cache
+from memfit.planner.explain import disk_note, explain, guess_note, host_note, margin_note
+from memfit.planner.memory_price import phase_peaks
+from memfit.planner.plan import Decision, Plan, plan_of
+from memfit.planner.price import (
+    BY_LAUNCH,
+    Memory,
+    Price,
+    Pricer,
+    Strategies,
+    as_replayed,
+    certain_counts,
+    device_tokens,
     fits_host,
-    guess_note,
-    host_note,
-    margin_note,
-    other_ways,
+    has_short_masters,
 )
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer, Timed
-from memfit.planner.explain import explain
-from memfit.planner.plans import Decision, Plan, digest_of
-from memfit.planner.space import PlanRequest, candidates, limits_for
-from memfit.planner.workload import Workload
-from memfit.strategies import Strategy, Tier, ordered
-
-_CLOSE = 0.02
-"""What a quick price may be off by."""
+from memfit.planner.recipes import Recipe, Table, fixed_recipe, recipes_for
+from memfit.planner.task import Cutting, Task
+from memfit.planner.trace import StepTrace
+from memfit.strategies import CudaGraphs, Packing, Strategy, find
 
 _TIE = 0.03
 """Steps that differ by less take the same time: calibration measures no better than that."""
 
-_TIES_TRACED = 4
-
 _WORTH_ROUNDING = 0.9
+"""Masters of 16 bits cost up to half a point of F1 (ALBERT-tiny), 24 bits nothing measurable: they
+must make a step faster by a tenth."""
 
-_NEIGHBOURS = 2
+_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Into how many micro-batches the largest batch may be cut."""
+
+_CONFIRMING_TRACES = 6
+"""How often the line is corrected by a trace before the best setting traced so far is taken."""
 
 _LISTED = 6
 
@@ -57,327 +65,548 @@ _LISTED = 6
 class Planning:
     """The plan that was chosen, and what it was chosen from."""
 
+    task: Task
     chosen: Plan
-    candidates: tuple[Plan, ...]
-    """The best plan of each other kind that fits, fastest first."""
-    left_out: dict[str, str]
+    candidates: tuple[Plan, ...] = ()
+    """The best plan of each other recipe that fits, fastest first."""
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     """Strategies that cannot be used here, each with its reason."""
-    notes: tuple[Decision, ...]
+    notes: tuple[Decision, ...] = ()
     """What else to know: host memory or disk that is missing."""
-    considered: int
-    traced: int
-    seconds: float
+    considered: int = 0
+    """Settings of recipes that were weighed."""
+    traced: int = 0
+    seconds: float = 0.0
     """What planning took."""
-    asked: PlanRequest
-    prices: tuple[Price, ...]
-    """Every candidate's quick price, fastest first."""
-    pricer: Pricer
+    cached: bool = False
+    """Whether an earlier run made the plan for the same task."""
+    search: Search | None = None
+    """What was traced on the way; None of a cached plan."""
 
     def __repr__(self) -> str:
-        return f"<Planning: {self.chosen!r} of {self.considered} candidates>"
+        return f"<Planning: {self.chosen!r} of {self.considered} settings>"
 
 
 @no_collection()
-def make_plan(
-    task: PlanTask,
+def plan_for(
+    task: Task,
     *,
-    host_bytes_free: int | None = None,
-    disk_bytes_free: int | None = None,
+    strategies: Sequence[Strategy] | None = None,
+    folder: Path | None = None,
+    fresh: bool = False,
     pricer: Pricer | None = None,
-    find: OtherWaysFinder = other_ways,
+    host_bytes_free: int | None = None,
 ) -> Planning:
-    """Returns the fastest plan inside the budget, or raises DoesNotFitError with the smallest one.
+    """Returns the fastest plan inside the budget, or raises NothingFitsError with the smallest one.
 
-    `pricer` comes from an earlier plan for the same workload, with the traces it has made. Where
-    nothing fits, `find` finds what would.
+    With `strategies` only the micro-batches are chosen. A plan that an earlier run made for the
+    same task is taken from the cache, unless `fresh`. `folder` is where checkpoints will go.
+    `pricer` has the traces of an earlier plan for the same rows, model and device.
     """
-    started = time.perf_counter()
-    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
-    asked, pricer = ask(workload, card, pricer, exact=task.exact, allow=task.allow)
-    host_free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
-    host_free //= workload.ranks  # each keeps its own there
-    prices = price_all(asked, pricer, budget_bytes, host_free, find)
-    possible = [one for one in prices if fits_host(one, host_free)]
-    search = _Search(possible, budget_bytes, pricer)
+    began = time.perf_counter()
+    disk_bytes_free = None if folder is None else free_disk_bytes(folder)
+    if strategies is None and not fresh and (plan := cache.cached_plan(task)) is not None:
+        assert plan.price is not None
+        notes = tuple(disk_note(task, plan.price, disk_bytes_free))
+        return Planning(task=task, chosen=plan, notes=notes, cached=True)
+    search = Search(task, pricer or Pricer(task), host_bytes_free=host_bytes_free)
+    if strategies is not None:
+        search.table = Table((fixed_recipe(strategies),), {})
     found = search.run()
-    # Kinds may have been passed over for a plan that should have fitted.
-    if found is None or found.step_seconds > _best_seconds(prices, budget_bytes, host_free):
-        every = price_all(asked, pricer)
-        if len(every) > len(prices):
-            possible = [one for one in every if fits_host(one, host_free)]
-            search = _Search(possible, budget_bytes, pricer)
-            found = search.run()
-        if found is None:
-            raise does_not_fit(asked, pricer, every, budget_bytes, host_free, find)
-    found = search.decide_tie(found)
-    digest = digest_of(workload, budget_bytes, card)
+    if found is None:
+        from memfit.planner.advice import does_not_fit
 
-    def plan_of(price: Price, decisions: tuple[Decision, ...] = ()) -> Plan:
-        return Plan(
-            candidate=price.candidate,
-            price=price,
-            digest=digest,
-            decisions=decisions,
-            args=workload.args,
-        )
-
-    passed_over = [one for one in prices if one.device_bytes <= budget_bytes]
-    passed_over = [one for one in passed_over if not fits_host(one, host_free)]
-    notes = [
-        *host_note(passed_over, found, host_free),
-        *disk_note(workload, found, disk_bytes_free),
-        *guess_note(getattr(pricer, "guessed", ())),
-        *margin_note(card),
-    ]
+        raise does_not_fit(search)
+    notes = (
+        *host_note(search.without_host_memory, found, search.host_free),
+        *disk_note(task, found, disk_bytes_free),
+        *guess_note(sorted(search.pricer.guessed)),
+        *margin_note(task.card),
+    )
+    decisions = explain(found, task, search.pricer, search.table.left_out)
+    chosen = dataclasses.replace(plan_of(found, task, decisions), line=search.line_of(found))
+    if strategies is None and not notes:  # what is scarce now may not be next time
+        cache.write_plan(task, chosen)
     return Planning(
-        chosen=plan_of(found, explain(found, asked, pricer, budget_bytes)),
-        candidates=tuple(map(plan_of, best_of_each_kind(possible, budget_bytes, found))),
-        left_out=dict(asked.left_out),
-        notes=tuple(notes),
-        considered=len(prices),
-        traced=search.traces,
-        seconds=time.perf_counter() - started,
-        asked=asked,
-        prices=tuple(prices),
-        pricer=pricer,
+        task=task,
+        chosen=chosen,
+        candidates=tuple(plan_of(one, task) for one in search.others(found)),
+        left_out=dict(search.table.left_out),
+        notes=notes,
+        considered=search.considered,
+        traced=search.pricer.traced,
+        seconds=time.perf_counter() - began,
+        search=search,
     )
 
 
-def ask(
-    workload: Workload,
-    card: DeviceProfile | None,
-    pricer: Pricer | None,
-    *,
-    exact: bool,
-    allow: frozenset[str],
-) -> tuple[PlanRequest, Pricer]:
-    """What is asked, and who prices it."""
-    if exact and allow:
-        raise ConfigError(
-            Message(
-                "--exact and --allow {allow} exclude each other; choose one",
-                allow=",".join(sorted(allow)),
-            )
-        )
-    if pricer is None:
-        from memfit.planner.pricing.pricer import TracedPricer
-
-        pricer = TracedPricer(workload, card)
-    return PlanRequest(workload, card, pricer.problem, exact=exact, allow=allow), pricer
+def free_disk_bytes(folder: Path) -> int:
+    """What may still be written where a folder is, or will be made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return shutil.disk_usage(there).free
 
 
-def price_all(
-    asked: PlanRequest,
-    pricer: Pricer,
-    budget_bytes: int | None = None,
-    host_free: int = 0,
-    find: OtherWaysFinder = other_ways,
-) -> list[Price]:
-    """Every candidate's quick price, the fastest first.
-
-    With a budget, without the slow tiers that cannot be faster than the best of the others: each
-    costs traces. `find` begins before those.
-    """
-    tiers: dict[Tier, list[Candidate]] = {tier: [] for tier in Tier}
-    for one in candidates(asked):
-        tiers[one.tier].append(one)
-    prices = [pricer.quick(one) for one in tiers.pop(Tier.USUAL)]
-    find.begin(pricer.known)
-    for tier, slow in tiers.items():
-        best = _best_seconds(prices, budget_bytes, host_free)
-        if slow and (best == math.inf or pricer.least_seconds(tier, prices) < best):
-            prices += [pricer.quick(one) for one in slow]
-    return sorted(_without_needless_rounding(prices), key=rank)
+def limits_for(task: Task, recipe: Recipe) -> list[MicroBatching]:
+    """The whole effective batch at once, or in ever smaller parts down to the longest row."""
+    whole = [MicroBatching()]
+    if not recipe.cuts_batches:
+        return whole
+    batches = task.batches(recipe.strategies)
+    longest = batches.longest_tokens
+    if find(recipe.strategies, Packing) is not None:
+        most = batches.worst_tokens
+        counts = {batches.usual_most_tokens(), *(-(-most // parts) for parts in _PARTS)}
+    else:
+        rows = min(task.rank_rows, len(task.lengths))
+        most = rows * longest
+        counts = {-(-rows // parts) * longest for parts in _PARTS}
+    smaller = sorted({max(one, longest) for one in counts} - {most}, reverse=True)
+    return whole + [MicroBatching(max_tokens=one) for one in smaller if one < most]
 
 
-def _best_seconds(prices: Sequence[Price], budget_bytes: int | None, host_free: int) -> float:
-    if budget_bytes is None:
-        return math.inf
-    inside = [
-        one.step_seconds
-        for one in prices
-        if one.device_bytes * (1 + _CLOSE) <= budget_bytes
-        and fits_host(one, host_free)
-        and not one.candidate.effects.short_masters
-    ]
-    return min(inside, default=math.inf)
+class Search:
+    """Goes through the recipes of a task; remembers what each comes to."""
 
+    def __init__(
+        self,
+        task: Task,
+        pricer: Pricer,
+        *,
+        host_bytes_free: int | None = None,
+        thorough: bool = True,
+    ) -> None:
+        self.task, self.pricer = task, pricer
+        self.table = recipes_for(task, pricer.tracer)
+        free = psutil.virtual_memory().available if host_bytes_free is None else host_bytes_free
+        self.host_free = free // task.ranks  # each rank keeps its own there
+        self._thorough = thorough
+        self.found: dict[str, Price] = {}
+        """The best of each recipe that fits, by its name."""
+        self.rows: dict[str, RecipeSearch] = {}
+        self.without_host_memory: list[Price] = []
+        """The fastest of recipes that need more host memory than there is."""
 
-def rank(price: Price) -> tuple[float, int, int, int, int]:
-    """Faster first; then better fidelity, 24-bit masters, less memory, fewer strategies."""
-    return (*rank_in_time(price), price.device_bytes, len(price.candidate.strategies))
-
-
-def rank_in_time(price: Price | Timed) -> tuple[float, int, int]:
-    """The sort key of a price, without the part that memory decides."""
-    return (
-        float(f"{price.step_seconds:.6g}"),  # what differs by less is the same
-        price.candidate.fidelity,
-        int(price.candidate.effects.short_masters),
-    )
-
-
-def _is_better(one: Candidate, other: Candidate) -> bool:
-    """Whether this candidate wins where both are equally fast."""
-    mine, theirs = _roundings(one), _roundings(other)
-    fewer = len(one.strategies) < len(other.strategies)
-    return mine < theirs or (
-        mine == theirs and fewer and one.micro_batching == other.micro_batching
-    )
-
-
-def _tied_rank(price: Price) -> tuple[object, ...]:
-    candidate = price.candidate
-    return (_roundings(candidate), len(candidate.strategies), rank(price))
-
-
-def _roundings(candidate: Candidate) -> tuple[int, int]:
-    return candidate.fidelity, int(candidate.effects.short_masters)
-
-
-def _without_needless_rounding(prices: Sequence[Price]) -> list[Price]:
-    """Masters of 16 bits only where they make a step faster by more than a tenth.
-
-    They cost up to half a point of F1 (ALBERT-tiny), 24 bits nothing that was measured. One is
-    left out if some other candidate needs no more memory and is nearly as fast: that one fits
-    wherever it does, whatever the budget.
-    """
-    kept: list[Price] = []
-    fastest = math.inf
-    for one in sorted(prices, key=lambda one: (one.device_bytes, one.step_seconds)):
-        if not one.candidate.effects.short_masters:
-            fastest = min(fastest, one.step_seconds)
-        elif one.step_seconds >= _WORTH_ROUNDING * fastest:
-            continue
-        kept.append(one)
-    return kept
-
-
-def kind_of(candidate: Candidate) -> tuple[object, ...]:
-    """What makes two candidates differ by more than how many layers and how many tokens."""
-    parts = [one.for_layers(None) for one in candidate.strategies]
-    return (*parts, candidate.micro_batching == MicroBatching())
-
-
-def best_of_each_kind(prices: Sequence[Price], budget_bytes: int, chosen: Price) -> Iterator[Price]:
-    """The fastest of each other kind that fits by its quick price, fastest first."""
-    seen = {kind_of(chosen.candidate)[:-1]}
-    for price in prices:
-        kind = kind_of(price.candidate)[:-1]
-        if kind in seen or price.device_bytes > budget_bytes:
-            continue
-        seen.add(kind)
-        yield price
-        if len(seen) > _LISTED:
-            return
-
-
-def first_that_fits(prices: Sequence[Price], budget_bytes: int, pricer: Pricer) -> Price | None:
-    """The first of these, fastest first, whose whole step stays inside the budget."""
-    return _Search(prices, budget_bytes, pricer).run()
-
-
-class _Search:
-    """Goes through the quick prices, fastest first, and traces what should fit."""
-
-    def __init__(self, prices: Sequence[Price], budget_bytes: int, pricer: Pricer) -> None:
-        self._prices = prices
-        self._budget_bytes = budget_bytes
-        self._pricer = pricer
-        self.traces = 0
+    @property
+    def considered(self) -> int:
+        """How many settings there were."""
+        return sum(row.settings for row in self.rows.values())
 
     def run(self) -> Price | None:
-        """The first that fits when it is traced."""
-        return self._fastest() or self._smallest()
+        """The fastest that fits, by the rules of the module's docstring; None if none does.
 
-    def _fastest(self) -> Price | None:
-        off: dict[object, float] = {}
-        """By how much the quick prices of a kind were too low."""
-        for price in self._prices:
-            kind = kind_of(price.candidate)
-            if price.device_bytes * off.get(kind, 1.0) > self._budget_bytes:
-                continue
-            traced = self._trace(price)
-            if traced.device_bytes <= self._budget_bytes:
-                return self._faster_neighbour(price, traced) or traced
-            off[kind] = traced.device_bytes / price.device_bytes
-        return None
-
-    def _smallest(self) -> Price | None:
-        """Where nothing seems to fit, quick prices a little too high may be the reason."""
-        close = [one for one in self._prices if self._is_close(one)]
-        for price in sorted(close, key=lambda one: one.device_bytes)[:_NEIGHBOURS]:
-            traced = self._trace(price)
-            if traced.device_bytes <= self._budget_bytes:
-                return traced
-        return None
-
-    def decide_tie(self, fastest: Price) -> Price:
-        """Returns the most faithful plan that is about as fast; of those, the simplest.
-
-        So that a plan does not change with the noise of a calibration. A strategy is not left out
-        where smaller micro-batches would have to take its place.
+        The recipe that could be fastest comes first. One that is never faster than another waits
+        until that is known to be too slow or too large.
         """
-        tied = [
-            one
-            for one in self._prices
-            if one.step_seconds <= (1 + _TIE) * fastest.step_seconds
-            and one.device_bytes <= self._budget_bytes
-            and _is_better(one.candidate, fastest.candidate)
-        ]
-        for price in sorted(tied, key=_tied_rank)[:_TIES_TRACED]:
-            traced = self._trace(price)
-            if traced.device_bytes <= self._budget_bytes:
-                return traced
-        return fastest
+        short = [one for one in self.table.recipes if has_short_masters(one.strategies)]
+        whole = [one for one in self.table.recipes if one not in short]
+        for waiting in (whole, short):
+            while waiting:
+                recipe = min(waiting, key=self._turn)
+                waiting.remove(recipe)
+                limit = self._limit(recipe)
+                if self._least_seconds(recipe) >= limit:
+                    continue
+                if recipe.name not in self.rows:  # its own time is no less than that of the other
+                    if self._may_fit(recipe):
+                        waiting.append(recipe)
+                    continue
+                row = self.rows[recipe.name]
+                if (best := row.best(limit)) is not None:
+                    self.found[recipe.name] = best
+                    if not self._thorough:
+                        return best
+                elif row.lacks_host_memory:
+                    self.without_host_memory.append(row.smallest())
+        return chosen_of(list(self.found.values()))
 
-    def _faster_neighbour(self, price: Price, traced: Price) -> Price | None:
-        """One less recomputed layer or a larger micro-batch, where the trace says it fits.
+    def _may_fit(self, recipe: Recipe) -> bool:
+        """Begins a recipe; False where it cannot be used, or is too large at its smallest.
 
-        Only where the quick price of the plan itself was too high may theirs be too high.
+        The smallest setting is traced only where another recipe's was too large.
         """
-        ratio = traced.device_bytes / price.device_bytes
-        kind = kind_of(price.candidate)
-        close = [
+        row = RecipeSearch(self.task, self.pricer, recipe, self.host_free)
+        is_tight = not self.found and any(one.is_too_large for one in self.rows.values())
+        try:
+            if is_tight and not row.fits_at_its_smallest:
+                self.rows[recipe.name] = row
+                return False
+            row.fastest_seconds  # noqa: B018
+        except (ConfigError, ModelError):  # weights that cannot lie on the host
+            return False
+        self.rows[recipe.name] = row
+        return True
+
+    def _turn(self, recipe: Recipe) -> tuple[float, bool]:
+        """The recipe that could be fastest comes first; of equals, one that was begun."""
+        return self._least_seconds(recipe), recipe.name not in self.rows
+
+    def _least_seconds(self, recipe: Recipe) -> float:
+        """What a recipe takes at least, as far as that is known."""
+        row, before = self.rows.get(recipe.name), self.rows.get(recipe.after)
+        if row is not None:
+            return row.fastest_seconds
+        if before is not None:
+            return before.seconds_with(recipe.strategies) if before.is_timed else 0.0
+        is_listed = any(one.name == recipe.after for one in self.table.recipes)
+        return math.inf if is_listed else 0.0
+
+    def _limit(self, recipe: Recipe) -> float:
+        """The seconds that a recipe must stay below to matter."""
+        if not self.found:
+            return math.inf
+        best = min(self.found.values(), key=lambda one: one.step_seconds)
+        if has_short_masters(recipe.strategies) and not has_short_masters(best.strategies):
+            return _WORTH_ROUNDING * best.step_seconds
+        simpler = len(recipe.strategies) < len(best.strategies)
+        return (1 + _TIE if simpler else 1.0) * best.step_seconds
+
+    def others(self, chosen: Price) -> list[Price]:
+        """The best of each other recipe that fits, fastest first."""
+        fitting = list(self.found.values())
+        for row in self.rows.values():
+            if row.recipe.name not in self.found and row.is_timed and row.fits_at_its_fastest:
+                fitting.append(row.fastest())
+        seen = {_kind(chosen)}
+        different = []
+        for one in sorted(fitting, key=_rank):
+            if _kind(one) not in seen:
+                seen.add(_kind(one))
+                different.append(one)
+        return different[:_LISTED]
+
+    def line_of(self, price: Price) -> MemoryLine | None:
+        """The memory of one recipe by tokens and layers, through traces of it."""
+        row = next((one for one in self.rows.values() if one.has(price)), None)
+        return None if row is None else row.line_through(price)
+
+
+def chosen_of(prices: Sequence[Price]) -> Price | None:
+    """The fastest; of those that are about as fast the most faithful, then the simplest."""
+    short = [one for one in prices if has_short_masters(one.strategies)]
+    whole = [one for one in prices if one not in short]
+    fastest, shorter = min(whole, key=_rank, default=None), min(short, key=_rank, default=None)
+    if fastest is None:
+        return shorter
+    if shorter is not None and shorter.step_seconds < _WORTH_ROUNDING * fastest.step_seconds:
+        return shorter
+    tied = [
+        one
+        for one in whole
+        if one.step_seconds <= (1 + _TIE) * fastest.step_seconds and _is_better(one, fastest)
+    ]
+    return min(
+        tied, key=lambda one: (one.fidelity, len(one.strategies), _rank(one)), default=fastest
+    )
+
+
+def _rank(price: Price) -> tuple[float, int, int, int]:
+    """Faster first; then better fidelity, less memory, fewer strategies."""
+    seconds = float(f"{price.step_seconds:.6g}")  # what differs by less is the same
+    return seconds, price.fidelity, price.device_bytes, len(price.strategies)
+
+
+def _is_better(one: Price, other: Price) -> bool:
+    """Whether this price wins where both are equally fast.
+
+    A strategy is not left out where smaller micro-batches would have to take its place.
+    """
+    fewer = len(one.strategies) < len(other.strategies)
+    same = one.micro_batching == other.micro_batching
+    return one.fidelity < other.fidelity or (one.fidelity == other.fidelity and fewer and same)
+
+
+def _kind(price: Price) -> tuple[object, ...]:
+    """What makes two plans differ by more than how many layers and tokens."""
+    return tuple(type(one) if hasattr(one, "layers") else one for one in price.strategies)
+
+
+@dataclass(frozen=True, order=True)
+class _Setting:
+    """Where a recipe is tried: one of its limits, and the layers its dial is for."""
+
+    place: int
+    """Of the limit in the list, the largest micro-batch first."""
+    layers: int
+
+
+class RecipeSearch:
+    """One recipe at its settings."""
+
+    def __init__(self, task: Task, pricer: Pricer, recipe: Recipe, host_free: int) -> None:
+        self.recipe = recipe
+        self._task, self._pricer, self._host_free = task, pricer, host_free
+        self._limits = limits_for(task, recipe)
+        self._counts = recipe.counts(task.depth)
+        self._points: dict[_Setting, Memory] = {}
+        self.lacks_host_memory = False
+        self.is_too_large = False
+        """Whether not even the smallest setting fits."""
+
+    @property
+    def settings(self) -> int:
+        """How many there are."""
+        return len(self._limits) * len(self._counts)
+
+    @cached_property
+    def fastest_seconds(self) -> float:
+        """What no setting is faster than: nothing is recomputed, in one micro-batch."""
+        return self._seconds(self._first)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its fastest setting was traced."""
+        return "fastest_seconds" in vars(self)
+
+    def seconds_with(self, strategies: Strategies) -> float:
+        """The fastest step with what these strategies send across the bus or update on the host."""
+        learning = self._memory(self._first).trace.trainable_parameters
+        more = certain_counts(strategies, learning)
+        return self._seconds(self._first, more) if more != StepCounts() else self.fastest_seconds
+
+    def fastest(self) -> Price:
+        """The setting with the largest micro-batches and nothing recomputed."""
+        return self._price(self._first)
+
+    @property
+    def fits_at_its_fastest(self) -> bool:
+        """Whether the fastest setting is within the budget and the computer's memory."""
+        return self._fits(self._first)
+
+    @property
+    def fits_at_its_smallest(self) -> bool:
+        """Whether the smallest setting is within the budget and the computer's memory."""
+        fits = self._fits(self._least)
+        self.is_too_large = not fits
+        return fits
+
+    def smallest(self) -> Price:
+        """The setting with the smallest micro-batches and every layer recomputed."""
+        return self._price(self._least)
+
+    def has(self, price: Price) -> bool:
+        """Whether this is one of the recipe's settings."""
+        layers = (self.recipe.with_layers(count, self._task.depth) for count in self._counts)
+        return price.strategies in layers
+
+    def best(self, limit_seconds: float) -> Price | None:
+        """The fastest setting that fits, if it takes less than this."""
+        if self.fits_at_its_fastest:
+            return self.fastest()
+        if not self.fits_at_its_smallest:
+            return None
+        for _ in range(_CONFIRMING_TRACES):
+            setting, seconds = self._most_promising()
+            if setting is None or seconds >= limit_seconds or setting in self._points:
+                break
+            self._memory(setting)
+        traced = [one for one in self._points if self._fits(one)]
+        chosen = min(traced, key=lambda one: (self._seconds(one), one))
+        return self._price(chosen) if self._seconds(chosen) < limit_seconds else None
+
+    def faster_than(self, seconds: float) -> Price | None:
+        """The smallest setting that takes at most so long; None where there is none."""
+        settings = [one for one in self._every() if self._seconds(one) <= seconds]
+        return self._price(min(settings, key=self._guess, default=self._first))
+
+    def line_through(self, price: Price) -> MemoryLine | None:
+        """The recipe's memory by tokens and layers, exact at this price."""
+        count = next(
             one
-            for one in self._prices
-            if self._is_close(one)
-            and one.step_seconds < price.step_seconds
-            and kind_of(one.candidate) == kind
-            and one.device_bytes * ratio <= self._budget_bytes
-        ]
-        for one in close[:_NEIGHBOURS]:
-            neighbour = self._trace(one)
-            if neighbour.device_bytes <= self._budget_bytes:
-                return neighbour
-        return None
+            for one in self._counts
+            if self.recipe.with_layers(one, self._task.depth) == price.strategies
+        )
+        place = self._limits.index(price.micro_batching)
+        own = _Setting(place, count)
+        self._memory(_Setting(place, self._counts[-1] if count == self._counts[0] else count))
+        points = [self._point_of(one) for one in self._points]
+        if len(self._limits) == 1:
+            points.append(self._middle_point)
+        if len(self._counts) == 1:
+            points = [dataclasses.replace(one, kept_layers=0) for one in points]
+        return MemoryLine.through(points).corrected(self._point_of(own))
 
-    def _is_close(self, price: Price) -> bool:
-        """Whether its quick price is above the budget by less than it may be off."""
-        return self._budget_bytes < price.device_bytes <= self._budget_bytes * (1 + _CLOSE)
+    # ---- settings ----
 
-    def _trace(self, price: Price) -> Price:
-        self.traces += 1
-        return self._pricer.full(price.candidate, self._budget_bytes)
+    @property
+    def _first(self) -> _Setting:
+        return _Setting(0, self._counts[0])
+
+    @property
+    def _least(self) -> _Setting:
+        return _Setting(len(self._limits) - 1, self._counts[-1])
+
+    def _every(self) -> Iterator[_Setting]:
+        for place in range(len(self._limits)):
+            for count in self._counts:
+                yield _Setting(place, count)
+
+    def _strategies(self, setting: _Setting) -> Strategies:
+        return self.recipe.with_layers(setting.layers, self._task.depth)
+
+    def _cut(self, setting: _Setting) -> Cutting:
+        return self._pricer.cutting(self.recipe.strategies, self._limits[setting.place])
+
+    def _price(self, setting: _Setting) -> Price:
+        self._memory(setting)
+        return self._pricer.price(self._strategies(setting), self._limits[setting.place])
+
+    def _memory(self, setting: _Setting) -> Memory:
+        if setting not in self._points:
+            limits = self._limits[setting.place]
+            self._points[setting] = self._pricer.memory(self._strategies(setting), limits)
+        return self._points[setting]
+
+    def _fits(self, setting: _Setting) -> bool:
+        memory = self._memory(setting)
+        if not fits_host(memory.trace.host_bytes, self._host_free):
+            self.lacks_host_memory = True
+            return False
+        return memory.peak.device_bytes <= self._task.budget_bytes
+
+    # ---- where to look next ----
+
+    @property
+    def _middle(self) -> _Setting:
+        """Nothing recomputed, in about a third of the largest batch."""
+        most = self._cut(self._first).worst_tokens
+        places = range(len(self._limits))
+        near = min(places, key=lambda one: abs(3 * self._cut(_Setting(one, 0)).worst_tokens - most))
+        return _Setting(near, self._counts[0])
+
+    @cached_property
+    def _middle_trace(self) -> StepTrace:
+        """A step of about a third of the tokens."""
+        if len(self._limits) > 1:
+            return self._memory(self._middle).trace
+        tokens = max(self._cut(self._first).worst_tokens // 3, 1)
+        strategies, limits = self._strategies(self._first), self._limits[0]
+        return self._pricer.tracer.step(strategies, limits, tokens=tokens, whole=True)
+
+    @property
+    def _middle_point(self) -> MemoryPoint:
+        trace, strategies = self._middle_trace, self._strategies(self._first)
+        run = self._pricer.priced(trace, strategies, self._limits[0])
+        peaks = phase_peaks(run, self._task.card).values()
+        kept = self._task.depth - self._counts[0]
+        return MemoryPoint(trace.rows.tokens, kept, max(one.device_bytes for one in peaks))
+
+    def _most_promising(self) -> tuple[_Setting | None, float]:
+        """The fastest setting that should fit, and its seconds."""
+        fitting = []
+        for place in range(len(self._limits)):
+            settings = (_Setting(place, count) for count in self._counts)
+            kept = next((one for one in settings if self._should_fit(one)), None)
+            if kept is not None:
+                fitting.append(kept)
+        best = min(fitting, key=lambda one: (self._seconds(one), one), default=None)
+        return best, math.inf if best is None else self._seconds(best)
+
+    def _should_fit(self, setting: _Setting) -> bool:
+        if setting in self._points:
+            return self._fits(setting)
+        for other in self._points:  # larger micro-batches, or fewer layers, need no less
+            smaller = other.place >= setting.place and other.layers >= setting.layers
+            if smaller and not self._fits(other):
+                return False
+        return self._guess(setting) <= self._task.budget_bytes
+
+    def _guess(self, setting: _Setting) -> float:
+        """By a line through traces, moved to the nearest; never below the smallest setting."""
+        if setting in self._points:
+            return self._points[setting].peak.device_bytes
+        self._memory(_Setting(0, self._counts[-1]))
+        # What is held beside activations makes the smallest settings alike: no line goes there.
+        points = {one: self._point_of(one) for one in self._points if one != self._least}
+        line = MemoryLine.through(list(points.values()))
+        mine = self._line_place(setting)
+        most, depth = self._cut(self._first).worst_tokens, self._task.depth
+
+        def distance(one: _Setting) -> float:
+            tokens, layers = self._line_place(one)
+            return abs(tokens - mine[0]) / most + abs(layers - mine[1]) / depth
+
+        nearest = min(points, key=distance)
+        floor = self._memory(self._least).peak.device_bytes
+        return max(line.corrected(points[nearest]).peak_bytes(*mine), floor)
+
+    def _line_place(self, setting: _Setting) -> tuple[int, int]:
+        return self._cut(setting).worst_tokens, self._task.depth - setting.layers
+
+    def _point_of(self, setting: _Setting) -> MemoryPoint:
+        return MemoryPoint(*self._line_place(setting), self._points[setting].peak.device_bytes)
+
+    # ---- time, by what traces of the largest batches do ----
+
+    def _seconds(self, setting: _Setting, more_counts: StepCounts | None = None) -> float:
+        """A step by its micro-batches, tokens and layers: linear in each."""
+        cut = self._cut(setting)
+        tokens = device_tokens(self.recipe.strategies, cut)
+        micro, more, token, update = self._by_size
+        step = micro * cut.micro_batches + more * (cut.micro_batches - 1)
+        step += self._attending(token, cut) * tokens
+        if setting.layers > self._counts[0]:
+            share = (setting.layers - self._counts[0]) / (self._counts[-1] - self._counts[0])
+            micro, token = self._by_layer
+            step += (micro * cut.micro_batches + self._attending(token, cut) * tokens) * share
+        if "static" in self._memory(self._first).trace.part_counts:
+            step, update = as_replayed(step, update, cut, self._task.ranks)
+        limits = self._limits[setting.place]
+        step += update if more_counts is None else update + more_counts
+        return self._pricer.seconds(self._strategies(setting), limits, step)
+
+    @cached_property
+    def _by_size(self) -> tuple[StepCounts, StepCounts, StepCounts, StepCounts]:
+        """What each micro-batch takes, each after the first, each token, and the update."""
+        whole, middle = self._memory(self._first).trace, self._middle_trace
+        none, parts = StepCounts(), middle.part_counts
+        large, small = whole.part_counts["micro"], parts["micro"]
+        update = parts.get("update", parts.get("update_first", none))
+        if "static" in parts and whole.rows.parts == 1 < middle.rows.parts:
+            large -= update  # the graph of a batch that is not cut has its update
+        more = parts.get("micro_more", small) - small
+        tokens = self._traced_tokens(whole), self._traced_tokens(middle)
+        if tokens[0] == tokens[1]:
+            return _launched(large), more, _moved(large) * (1 / tokens[0]), update
+        token = _moved(large - small) * (1 / (tokens[0] - tokens[1]))
+        return small - token * tokens[1], more, token, update
+
+    @cached_property
+    def _by_layer(self) -> tuple[StepCounts, StepCounts]:
+        """What the dial at its end takes more: of each micro-batch, and of each token."""
+        whole = self._memory(self._first).trace
+        every = self._memory(_Setting(0, self._counts[-1])).trace
+        extra = every.part_counts["micro"] - whole.part_counts["micro"]
+        return _launched(extra), _moved(extra) * (1 / self._traced_tokens(whole))
+
+    def _traced_tokens(self, trace: StepTrace) -> int:
+        """Tokens on the device in a traced micro-batch."""
+        lengths, tokens = trace.rows.lengths, trace.rows.tokens
+        if find(self.recipe.strategies, Packing) is None:
+            return len(lengths) * max(lengths)
+        graphs = find(self.recipe.strategies, CudaGraphs)
+        bucket = 1 if graphs is None else graphs.bucket_tokens
+        return -(-tokens // bucket) * bucket
+
+    def _attending(self, token: StepCounts, cut: Cutting) -> StepCounts:
+        """A token's share of attention where texts are of average length, not the longest."""
+        rows = self._memory(self._first).trace.rows
+        if find(self.recipe.strategies, Packing) is None:
+            traced = float(max(rows.lengths))
+        else:
+            traced = sum(length**2 for length in rows.lengths) / rows.tokens
+        share = cut.pairs / cut.tokens / traced
+        return dataclasses.replace(
+            token,
+            half_attention_flops=share * token.half_attention_flops,
+            full_attention_flops=share * token.full_attention_flops,
+        )
 
 
-def fit_strategies(task: PlanTask, strategies: Sequence[Strategy]) -> Plan:
-    """These strategies with the fastest micro-batches inside the budget, or DoesNotFitError."""
-    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
-    asked, pricer = ask(workload, card, None, exact=False, allow=frozenset())
-    chosen = tuple(ordered(strategies))
-    prices = sorted(
-        (pricer.quick(Candidate(chosen, limits)) for limits in limits_for(asked.workload, chosen)),
-        key=rank,
-    )
-    found = first_that_fits(prices, budget_bytes, pricer)
-    if found is None:
-        free_bytes = int(psutil.virtual_memory().available)
-        raise does_not_fit(asked, pricer, prices, budget_bytes, free_bytes)
-    return Plan(
-        candidate=found.candidate,
-        price=found,
-        digest=digest_of(workload, budget_bytes, card),
-        decisions=explain(found, asked, pricer, budget_bytes),
-        args=workload.args,
-    )
+def _launched(counts: StepCounts) -> StepCounts:
+    """What a micro-batch takes whatever its size."""
+    return StepCounts(**{name: getattr(counts, name) for name in BY_LAUNCH})
+
+
+def _moved(counts: StepCounts) -> StepCounts:
+    """The rest, which grows with its tokens."""
+    return dataclasses.replace(counts, **dict.fromkeys(BY_LAUNCH, 0.0))

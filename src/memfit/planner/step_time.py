@@ -26,7 +26,7 @@ import functools
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -39,8 +39,6 @@ from memfit.errors import ConfigError
 from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
-from memfit.planner.candidates import Price, Timed
-from memfit.strategies import Tier
 
 _VERSION = 1
 """Version of the measurements below; speeds of another version are measured again."""
@@ -489,50 +487,3 @@ def step_seconds(counts: StepCounts, card: DeviceProfile | None, *, parses: bool
 def is_cpu(card: DeviceProfile | None) -> bool:
     """Whether this is no card at all."""
     return card is None or card.capability == (0, 0)
-
-
-_TWICE = 1.6
-"""All but the update comes twice."""
-
-_BUT_FOR_UPDATE = 0.8
-"""The share of a step that is left, at least, if the host makes the update."""
-
-_LEAST_STATE = 4
-"""Two moments of a byte are read and written."""
-
-_WEIGHTS_COST = 1.02
-"""Layers' weights cross the bus twice in every micro-batch."""
-
-
-def least_seconds(
-    tier: Tier, prices: Sequence[Price | Timed], learning: int, card: DeviceProfile | None
-) -> float:
-    """A step of this tier, with so many parameters that learn, beside plans that have prices."""
-    speeds = speeds_of(card)
-    host = learning / (speeds.host_parameters_per_second * UPDATE_SHARE)
-    reach = speeds.bus_bytes_per_second * REACH_FACTOR
-    bus = 4 * learning / speeds.bus_bytes_per_second  # gradients of two bytes go and come back
-    eager = [one for one in prices if not one.candidate.effects.graph_bucket_tokens]
-    launched = min((one.step_seconds for one in eager), default=0.0)
-    recomputed = [one for one in eager if one.candidate.effects.recomputes]
-    hosted = [one for one in eager if one.candidate.effects.updates_on_host]
-    least = {
-        Tier.USUAL: lambda: 0.0,
-        Tier.RECOMPUTED: lambda: _fastest(prices),
-        Tier.TWO_PASS: lambda: _TWICE * _fastest(prices),
-        Tier.STATE_ON_HOST: lambda: max(_fastest(prices), _LEAST_STATE * learning / reach),
-        # None of the following is captured.
-        Tier.GRADIENTS_ON_HOST: lambda: max(bus, launched),
-        Tier.OFFLOADED: lambda: launched,
-        Tier.WEIGHTS_DIVIDED: lambda: launched,
-        Tier.RECOMPUTED_AND_OFFLOADED: lambda: _fastest(recomputed),
-        # The host begins when the last gradient has come.
-        Tier.UPDATED_ON_HOST: lambda: host + _BUT_FOR_UPDATE * launched,
-        Tier.WEIGHTS_ON_HOST: lambda: _WEIGHTS_COST * _fastest(hosted),
-    }
-    return least[tier]()
-
-
-def _fastest(prices: Sequence[Price | Timed]) -> float:
-    """Infinite where there are none: of a kind that was slow enough to be left out."""
-    return min((one.step_seconds for one in prices), default=math.inf)

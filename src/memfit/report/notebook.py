@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.i18n import pt, t
-from memfit.planner.plans import draw_plans_with
+from memfit.planner.plan import draw_plans_with
 from memfit.printing import clean
 from memfit.records.results import MemorySummary, RunFolder, RunSummary
 from memfit.report import curves, memory_bar, plots, sections

@@ -9,41 +9,41 @@ from memfit.records.results import RunSeconds
 
 if TYPE_CHECKING:
     from memfit.planner.advice import Alternatives, NothingFitsError
-    from memfit.planner.candidates import PlanTask, Price
-    from memfit.planner.plans import Checked
+    from memfit.planner.plan import Checked
+    from memfit.planner.price import Price
     from memfit.planner.search import Planning
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
 
 _FORWARD_SHARE = 1 / 3
 """A forward pass against a training step, whose backward takes twice as long."""
 
 
-def run_seconds(workload: Workload, price: Price) -> RunSeconds:
+def run_seconds(task: Task, price: Price) -> RunSeconds:
     """Every step of every epoch, and every evaluation."""
-    args = workload.args
-    steps = math.ceil(workload.steps_per_epoch * args.num_train_epochs)
+    args = task.args
+    steps = math.ceil(task.steps_per_epoch * args.num_train_epochs)
     if args.max_steps > 0:
         steps = args.max_steps
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
     every = args.eval_steps or args.logging_steps or 1
     every = max(round(every * steps) if every < 1 else round(every), 1)
-    epochs = max(round(steps / workload.steps_per_epoch), 1)
+    epochs = max(round(steps / task.steps_per_epoch), 1)
     count = {"no": 0, "epoch": epochs, "steps": steps // every}.get(strategy, 0)
-    each = workload.eval_rows / workload.effective_rows * price.step_seconds * _FORWARD_SHARE
+    each = task.eval_rows / task.effective_rows * price.step_seconds * _FORWARD_SHARE
     return RunSeconds(
         training=steps * price.step_seconds,
-        evaluation=count * each if workload.eval_rows else 0.0,
-        evaluations=count if workload.eval_rows else 0,
+        evaluation=count * each if task.eval_rows else 0.0,
+        evaluations=count if task.eval_rows else 0,
     )
 
 
 def planning_json(
-    model: str, task: PlanTask, planning: Planning, other: Alternatives | None
+    model: str, task: Task, planning: Planning, other: Alternatives | None
 ) -> dict[str, Any]:
     """The plan, the other candidates, and what else could be done."""
     price = planning.chosen.price
     assert price is not None
-    seconds = run_seconds(task.workload, price)
+    seconds = run_seconds(task, price)
     return {
         **_task_json(model, task),
         "chosen": planning.chosen.as_json(),
@@ -60,7 +60,7 @@ def planning_json(
     }
 
 
-def nothing_fits_json(model: str, task: PlanTask, error: NothingFitsError) -> dict[str, Any]:
+def nothing_fits_json(model: str, task: Task, error: NothingFitsError) -> dict[str, Any]:
     """The smallest plan, the bytes it misses the budget by, and what would help."""
     return {
         **_task_json(model, task),
@@ -81,7 +81,7 @@ def nothing_fits_json(model: str, task: PlanTask, error: NothingFitsError) -> di
     }
 
 
-def checked_json(model: str, task: PlanTask, checked: Checked) -> dict[str, Any]:
+def checked_json(model: str, task: Task, checked: Checked) -> dict[str, Any]:
     """Whether a plan fits, and the bytes it misses the budget by."""
     return {
         **_task_json(model, task),
@@ -92,16 +92,15 @@ def checked_json(model: str, task: PlanTask, checked: Checked) -> dict[str, Any]
     }
 
 
-def _task_json(model: str, task: PlanTask) -> dict[str, Any]:
-    workload = task.workload
+def _task_json(model: str, task: Task) -> dict[str, Any]:
     return {
         "model": model,
         "card": "cpu" if task.card is None else task.card.name,
         "budget_bytes": task.budget_bytes,
-        "rows": len(workload.lengths),
-        "ranks": workload.ranks,
-        "effective_batch": workload.effective_rows,
-        "steps_per_epoch": workload.steps_per_epoch,
+        "rows": len(task.lengths),
+        "ranks": task.ranks,
+        "effective_batch": task.effective_rows,
+        "steps_per_epoch": task.steps_per_epoch,
     }
 
 
@@ -128,8 +127,8 @@ def _alternatives_json(other: Alternatives) -> dict[str, Any]:
 
 def _price_json(price: Price) -> dict[str, Any]:
     return {
-        "fidelity": str(price.candidate.fidelity),
-        "strategies": [strategy.name for strategy in price.candidate.strategies],
+        "fidelity": str(price.fidelity),
+        "strategies": [strategy.name for strategy in price.strategies],
         "device_peak_bytes": price.device_bytes,
         "step_seconds": price.step_seconds,
     }

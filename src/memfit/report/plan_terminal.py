@@ -17,7 +17,7 @@ from memfit.units import format_both, format_bytes, format_seconds, step_time
 
 if TYPE_CHECKING:
     from memfit.planner.advice import Alternatives
-    from memfit.planner.plans import Decision, Plan
+    from memfit.planner.plan import Decision, Plan
     from memfit.planner.search import Planning
     from memfit.records.results import RunSeconds
 

@@ -27,8 +27,8 @@ from memfit.waiting import make_way
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memfit.planner.candidates import PlanTask
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
+    from memfit.planner.task import Task
     from memfit.records.scoring import Scoring
     from memfit.run.prepare import Prepared
     from memfit.run.train import Training, TrainingRun
@@ -126,7 +126,7 @@ def model_sentence(model: str, trainer: BudgetTrainer) -> str:
     return t(kind, model=model, total=f"{total:,}", learning=f"{learning:,}")
 
 
-def budget_sentence(task: PlanTask) -> str:
+def budget_sentence(task: Task) -> str:
     """Both units, since a '4 GB' card has 4 GiB; and what is done about one that is too large."""
     asked, sentence = task.budget, format_both(task.budget_bytes)
     if asked.bytes is not None and asked.bytes > task.budget_bytes:
@@ -177,7 +177,9 @@ def metric_sentence(scoring: Scoring, trainer: BudgetTrainer) -> str:
 
 def plan_sentence(plan: Plan) -> str:
     """What the plan does to the result, and the strategies it uses."""
-    names = [shown(one.called()) for one in plan.strategies]
+    from memfit.strategies import called
+
+    names = [shown(called(one)) for one in plan.strategies]
     fidelity = named("fidelity", str(plan.fidelity))
     if not names:
         return fidelity

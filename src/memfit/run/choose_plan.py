@@ -14,8 +14,8 @@ from memfit.records.results import RunFolder
 from memfit.units import Budget, format_bytes
 
 if TYPE_CHECKING:
-    from memfit.planner.candidates import PlanTask
-    from memfit.planner.plans import Checked, Plan
+    from memfit.planner.plan import Checked, Plan
+    from memfit.planner.task import Task
 
 _SETTINGS = "settings"
 
@@ -45,9 +45,9 @@ class ChosenPlan:
     """Whether an earlier run of the same task made it."""
 
 
-def choose_plan(source: PlanSource, task: PlanTask) -> ChosenPlan:
+def choose_plan(source: PlanSource, task: Task) -> ChosenPlan:
     """Returns the plan for the task."""
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
 
     try:
         if source.checkpoint is not None and source.folder.plan.is_file():
@@ -71,41 +71,39 @@ def choose_plan(source: PlanSource, task: PlanTask) -> ChosenPlan:
         return ChosenPlan(plan=None, notes=(note,))
 
 
-def _made(source: PlanSource, task: PlanTask) -> ChosenPlan:
+def _made(source: PlanSource, task: Task) -> ChosenPlan:
     """The one call of the planner for a new plan."""
-    from memfit.planner.this_machine import choose
+    from memfit.planner.search import plan_for
 
-    found = choose(task, folder=source.folder.path)
+    found = plan_for(task, folder=source.folder.path)
     notes = tuple(note.sentence(language()) for note in found.notes)
-    return ChosenPlan(plan=found.plan, notes=notes, cached=found.kept)
+    return ChosenPlan(plan=found.chosen, notes=notes, cached=found.cached)
 
 
-def _plan_of_settings(source: PlanSource, task: PlanTask) -> Plan | str:
+def _plan_of_settings(source: PlanSource, task: Task) -> Plan | str:
     """The plan of the run that is run again, or why it is not for this task."""
-    from memfit.planner.plans import Plan, changes, check, digest_of
-    from memfit.planner.this_machine import kept_plan
+    from memfit.planner.cache import cached_plan
+    from memfit.planner.plan import Plan, changes, check, digest_of
 
     tables = dict(source.named)
     same_settings = tables.pop(_SETTINGS, "") == source.config.settings_digest()
     plan = Plan.from_tables(tables, "[plan]")
     # What is free for `auto` is never the same twice.
-    now = replace(
-        digest_of(task.workload, task.budget_bytes, task.card),
-        budget_bytes=plan.digest.budget_bytes,
-    )
+    now = replace(digest_of(task), budget_bytes=plan.digest.budget_bytes)
     if not same_settings:
         return t("other settings")
     if changed := list(changes(plan.digest, now)):
         return "; ".join(changed)
-    cached = kept_plan(task)
-    if cached is not None and cached.candidate == plan.candidate:
+    cached = cached_plan(task)
+    wanted = (plan.strategies, plan.micro_batching)
+    if cached is not None and (cached.strategies, cached.micro_batching) == wanted:
         return cached
     checked = check(plan, task)
     return checked.plan if checked.fits else does_not_fit_sentence(checked, "[plan]")
 
 
-def _fitting(plan: Plan, task: PlanTask, name: str) -> Plan:
-    from memfit.planner.plans import check
+def _fitting(plan: Plan, task: Task, name: str) -> Plan:
+    from memfit.planner.plan import check
 
     checked = check(plan, task)
     if not checked.fits:
@@ -113,17 +111,17 @@ def _fitting(plan: Plan, task: PlanTask, name: str) -> Plan:
     return checked.plan
 
 
-def _plan_of_resumed(source: PlanSource, task: PlanTask) -> Plan:
+def _plan_of_resumed(source: PlanSource, task: Task) -> Plan:
     """The plan it was begun by; where it no longer fits, with smaller micro-batches."""
-    from memfit.planner.plans import Plan, check
-    from memfit.planner.search import fit_strategies
+    from memfit.planner.plan import Plan, check
+    from memfit.planner.search import plan_for
+    from memfit.strategies import FullySharded
     from memfit.training.checkpoints import recorded_micro_batching
 
     plan = Plan.read(source.folder.plan)
-    candidate = plan.candidate
-    if task.workload.ranks == 1:  # checkpoints are whole, however many ranks wrote them
-        alone = tuple(one for one in plan.strategies if not one.effects.divides_weights)
-        candidate = replace(candidate, strategies=alone)
+    if task.ranks == 1:  # checkpoints are whole, however many ranks wrote them
+        alone = tuple(one for one in plan.strategies if not isinstance(one, FullySharded))
+        plan = replace(plan, strategies=alone)
     stored = source.folder.config
     if (
         source.checkpoint is not None
@@ -131,10 +129,9 @@ def _plan_of_resumed(source: PlanSource, task: PlanTask) -> Plan:
         and RunConfig.from_toml(stored).budget == source.config.budget
         and (recorded := recorded_micro_batching(source.checkpoint)) is not None
     ):
-        candidate = replace(candidate, micro_batching=recorded)
-    plan = replace(plan, candidate=candidate)
+        plan = replace(plan, micro_batching=recorded)
     checked = check(plan, task)
-    return checked.plan if checked.fits else fit_strategies(task, plan.strategies)
+    return checked.plan if checked.fits else plan_for(task, strategies=plan.strategies).chosen
 
 
 def naming(config: RunConfig, plan: Plan | None) -> RunConfig:

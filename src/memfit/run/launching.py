@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from memfit.engine.ranks import Ranks
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
 
 SHUTDOWN_SECONDS = 600
 """How long ranks may take to save and end after a signal, before they are killed."""

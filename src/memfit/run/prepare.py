@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from memfit.data import LabelSpace, TextData, TokenizedData
     from memfit.engine.ranks import Ranks
     from memfit.memory.cards import CardPlace, DeviceProfile
-    from memfit.planner.candidates import PlanTask
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
     from memfit.planner.search import Planning
-    from memfit.planner.workload import Workload
+    from memfit.planner.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +63,11 @@ class Prepared:
         return row_lengths(self.tokens.train)
 
     @cached_property
-    def workload(self) -> Workload:
-        """What is trained, whatever the plan."""
-        from memfit.planner.workload import workload_of_run
+    def task(self) -> Task:
+        """What a plan is made for, inside the budget as it is in bytes now."""
+        from memfit.planner.task import task_of_run
 
-        return workload_of_run(
+        trained = task_of_run(
             self.config,
             self.settings,
             self.arguments,
@@ -77,14 +76,7 @@ class Prepared:
             eval_rows=len(self.tokens.validation),
             ranks=self.ranks,
         )
-
-    @cached_property
-    def task(self) -> PlanTask:
-        """What a plan is made for, inside the budget as it is in bytes now."""
-        from memfit.planner.this_machine import task_for
-
-        task = task_for(
-            self.workload,
+        task = trained.placed(
             parse_budget(self.config.budget),
             _named_card(self.gpu, self.place) or self.arguments.device,
             exact=self.config.exact,
@@ -96,9 +88,9 @@ class Prepared:
 
     def plan(self) -> Planning:
         """The fastest plan inside the budget, or DoesNotFitError with what would fit instead."""
-        from memfit.planner.search import make_plan
+        from memfit.planner.search import plan_for
 
-        planning = make_plan(self.task)
+        planning = plan_for(self.task, fresh=True)
         return replace(planning, chosen=self.signed(planning.chosen))
 
     def signed(self, plan: Plan) -> Plan:
@@ -162,7 +154,7 @@ def prepare(
 
 def budget_of_rank(prepared: Prepared, ranks: Ranks) -> int:
     """The budget of this rank in bytes; ranks on one device share what is free of it."""
-    from memfit.planner.this_machine import budget_bytes
+    from memfit.planner.task import budget_bytes
 
     device = prepared.arguments.device
     own_bytes = budget_bytes(device, parse_budget(prepared.config.budget))
@@ -195,8 +187,8 @@ def prepare_to_plan(
     import torch
 
     from memfit.models.loading import check_positions
-    from memfit.planner.pricing.traced_setup import build_model, full_config
-    from memfit.planner.this_machine import budget_bytes
+    from memfit.planner.task import budget_bytes
+    from memfit.planner.traced_setup import build_model, full_config
 
     config = config.asked
     check_training(config.training)
@@ -213,7 +205,7 @@ def prepare_to_plan(
         free_bytes = budget_bytes(torch.device("cpu"), Budget())
         prepared = replace(prepared, most_bytes=free_bytes // ranks)
     with doing(t("planning …")):
-        whole = replace(prepared.workload, lora=None, freeze=None)
+        whole = replace(prepared.task, lora=None, freeze=None)
         model = build_model(whole, full_config(whole))
     check_positions(model, config.data.max_length, config.model.model)
     return prepared

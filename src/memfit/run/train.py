@@ -63,7 +63,7 @@ from memfit.waiting import doing, telling
 if TYPE_CHECKING:
     from memfit.data import TextData, TokenizedData
     from memfit.engine.ranks import Ranks
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
     from memfit.run.callbacks import Observers
     from memfit.training.checkpoints import Search
     from memfit.training.trainer import BudgetTrainer
@@ -347,7 +347,7 @@ def _trainer(
     from memfit.engine.micro_batches import MicroBatching
     from memfit.memory.out_of_memory import free_memory
     from memfit.models.loading import load_weights
-    from memfit.planner.workload import user_set_of
+    from memfit.planner.task import user_set_of
     from memfit.training.trainer import BudgetTrainer
 
     config, labels, arguments = run.config, prepared.text.labels, prepared.arguments

@@ -6,7 +6,7 @@ from here.
 
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, Setup, Strategy, called, find
 from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
 from memfit.strategies.frozen_features import FrozenFeatures
@@ -21,16 +21,15 @@ from memfit.strategies.lowbit.state_offload import StateOffload
 from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
-from memfit.strategies.planning import Axis, Combination, Effects, Option, Tier, TracePart
 from memfit.strategies.registry import (
     BY_NAME,
     ORDER,
     apply_all,
-    asked_together,
     by_name,
-    called,
+    copies_beside,
     ordered,
-    usual_update,
+    title_of,
+    wraps_layers,
 )
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
@@ -39,11 +38,8 @@ __all__ = [
     "BY_NAME",
     "ORDER",
     "ActivationOffload",
-    "Axis",
     "Checkpointing",
-    "Combination",
     "CudaGraphs",
-    "Effects",
     "Fidelity",
     "Freezing",
     "FrozenFeatures",
@@ -55,20 +51,19 @@ __all__ = [
     "Lora",
     "LowBitAdamW",
     "OptimizerOffload",
-    "Option",
     "Packing",
     "Setup",
     "SmallStateOptimizer",
     "SmallWorkspace",
     "StateOffload",
     "Strategy",
-    "Tier",
-    "TracePart",
     "Truncation",
     "apply_all",
-    "asked_together",
     "by_name",
     "called",
+    "copies_beside",
+    "find",
     "ordered",
-    "usual_update",
+    "title_of",
+    "wraps_layers",
 ]

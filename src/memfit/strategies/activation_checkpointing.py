@@ -12,7 +12,7 @@ the last k recomputed, that room would come on top of the n - k whole layers bel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,17 +31,7 @@ from memfit.models.layer_stack import (
     unwrap,
     wrap,
 )
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-)
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 
 # A decoder's cache would take in the same keys a second time; nothing reads it in training.
 _NO_CACHE = {"past_key_values": None, "layer_past": None, "use_cache": False}
@@ -55,10 +45,6 @@ class Checkpointing(Strategy):
     title = N_("recomputing layers")
     reason = "a layer's activations are computed again when they are needed, not kept until then"
     shrinks = ("activations",)
-    axis = Axis.KEEPING
-    traced = TracePart.ACTIVATIONS
-    missed_if_needless = True
-    is_stock = True
 
     layers: int | None = None
 
@@ -71,28 +57,6 @@ class Checkpointing(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(recomputes=True, layers=self.layers)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        recomputed = bool(asked.workload.args.gradient_checkpointing)
-        if recomputed or asked.given("gradient_checkpointing"):
-            return so_far
-        if not asked.works(cls()):
-            return so_far
-        return [*so_far, *((cls(count),) for count in [*range(1, asked.depth), None])]
-
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.keeps_nothing
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        return Tier.RECOMPUTED
-
-    def for_layers(self, count: int | None) -> Checkpointing:
-        return replace(self, layers=count)
 
     def in_words(self) -> str:
         if self.layers is None:
@@ -133,8 +97,8 @@ def layers_in_words(count: int) -> str:
 
 def layer_figures(strategy: Strategy, layers: int | None, plan: PlanFigures) -> dict[str, str]:
     """Returns the fields of a sentence about a strategy for some layers."""
-    count = plan.depth if layers is None else layers
-    return {"count": str(count), "depth": str(plan.depth), **plan.saves(strategy)}
+    count = plan.task.depth if layers is None else layers
+    return {"count": str(count), "depth": str(plan.task.depth), **plan.saves(strategy)}
 
 
 def _recomputing(turns: Turns) -> Callable[..., Any]:

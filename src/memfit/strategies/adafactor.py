@@ -14,20 +14,12 @@ from memfit.errors import ConfigError, nearest
 from memfit.i18n import N_, Message, pt
 from memfit.strategies.base import (
     Fidelity,
+    PlanFigures,
     Setup,
     Strategy,
     change_arguments,
     is_users,
     plain_value,
-)
-from memfit.strategies.half_precision import computed_in_half
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    TracePart,
 )
 
 RULES = ("adafactor",)
@@ -45,10 +37,6 @@ class SmallStateOptimizer(Strategy):
     title = N_("a small-state optimizer")
     reason = "the optimizer's state shrinks from 8 bytes a parameter to nearly nothing"
     shrinks = ("optimizer",)
-    axis = Axis.UPDATING
-    permission = "optimizer"
-    traced = TracePart.UPDATE
-    is_stock = True
 
     rule: Literal["adafactor"] = "adafactor"
 
@@ -65,17 +53,6 @@ class SmallStateOptimizer(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.OPTIMIZER
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if asked.card is None or not asked.allows(cls):
-            return so_far
-        small = asked.usable([(cls(),)])
-        halved = computed_in_half(so_far)
-        return [*so_far, *small, *((*half, *one) for half in halved for one in small)]
-
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.few_learn
 
     def in_words(self) -> str:
         return pt("settings", "{rule}", rule=self.rule)

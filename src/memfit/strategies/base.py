@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import psutil
 
@@ -23,17 +23,6 @@ from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, shown
 from memfit.memory import device as device_here
 from memfit.memory.cards import TRITON_FROM
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-)
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +54,8 @@ class Fidelity(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+
+Half = Literal["bfloat16", "float16"]
 
 _FIRST_WITH_BF16 = (8, 0)
 
@@ -211,46 +202,30 @@ CANNOT_BE_USED = N_("{strategy} cannot be used here: {reason}")
 
 
 class Strategy(ABC):
-    """One memory technique: what it is, what the planner must know of it, what people read."""
-
-    # ---- what it is ----
+    """One memory technique: what it does to the result, where it works, how it changes a set-up."""
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
     """What plans call it, in a few words; its name if empty."""
-    reason: ClassVar[str]
+    reason: ClassVar[str] = ""
     """Why one would want it, in a sentence a user reads."""
-    shrinks: ClassVar[tuple[str, ...]]
+    shrinks: ClassVar[tuple[str, ...]] = ()
+    """The components of memory it makes smaller; `time` if it makes steps faster."""
     conflicts: ClassVar[frozenset[str]] = frozenset()
     """Names of strategies it cannot stand beside."""
-    needs_package: ClassVar[str] = ""
-    """The optional package it cannot work without."""
-    faster_with: ClassVar[str] = ""
-    """The optional package it is faster with."""
 
     @property
     @abstractmethod
     def fidelity(self) -> Fidelity:
         """What it does to the result, with these settings."""
 
-    @property
-    def effects(self) -> Effects:
-        """What it does to a step, with these settings."""
-        return Effects()
-
-    @classmethod
-    def called(cls) -> str:
-        """Returns what plans call it."""
-        return Message(cls.title) if cls.title else cls.name
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:  # noqa: ARG003
-        """Returns what it stands on and, last, itself, as one would use it with this precision."""
-        return (cls(),)
-
     def unavailable(self, setup: Setup) -> str:  # noqa: ARG002
         """Why it has no use here, as a `Message`; empty where it has."""
         return ""
+
+    @abstractmethod
+    def change(self, setup: Setup) -> None:
+        """Change the setup; a strategy that changed nothing raises."""
 
     def apply(self, setup: Setup) -> None:
         """Change the setup, or say why that has no use here."""
@@ -258,93 +233,79 @@ class Strategy(ABC):
             raise ConfigError(Message(CANNOT_BE_USED, strategy=self.name, reason=reason))
         self.change(setup)
 
-    @abstractmethod
-    def change(self, setup: Setup) -> None:
-        """Change the setup; a strategy that changed nothing raises."""
-
-    # ---- how the planner chooses it ----
-
-    axis: ClassVar[Axis | None] = None
-    """What it is an alternative on; without one the planner leaves it to users."""
-    permission: ClassVar[str] = ""
-    """The word for --allow if its fidelity, with some settings, is below `rounding`; empty: its
-    name."""
-    asked_first: ClassVar[bool] = False
-    """Whether it may replace what the other strategies of its axis would add to."""
-    needs_ranks: ClassVar[bool] = False
-    """Whether it divides something among several ranks, and one rank has nothing to divide."""
-    traced: ClassVar[TracePart] = TracePart.LAYERS
-    """Which of the traces behind quick prices it changes."""
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        """Returns the options of its axis, where those of the strategies before it are `so_far`."""
-        made = cls()
-        if made.fidelity > Fidelity.ROUNDING and not asked.allows(cls):
-            return so_far
-        if cls.needs_ranks and asked.workload.ranks == 1:
-            return so_far
-        if cls.axis is Axis.FREE:
-            (free,) = so_far
-            return [(*free, made)] if asked.works(*free, made) else so_far
-        return [*so_far, *asked.usable([(made,)])]
-
-    def is_pointless(self, beside: Combination) -> bool:  # noqa: ARG002
-        """Whether it would have nothing to do beside the others, or something better is offered."""
-        return False
-
-    def needs_whole_batches(self, beside: Combination) -> bool:  # noqa: ARG002
-        """Whether a step of several micro-batches would be another one."""
-        return False
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        """Returns how slow a step is at least."""
-        return Tier.USUAL
-
-    @property
-    def is_rare(self) -> bool:
-        """Whether it is worth a price only if nothing fits without it."""
-        return False
-
-    def for_layers(self, count: int | None) -> Self:  # noqa: ARG002
-        """Returns the same for so many layers (None: all); itself if it is not for layers."""
-        return self
-
-    def as_traced(self) -> Self:
-        """Returns the settings with the same trace that stand for all of them."""
-        return self
-
-    def traced_inputs(self, config: Any, rows: int) -> dict[str, torch.Tensor] | None:  # noqa: ARG002
-        """Returns what a batch holds instead of texts; None: texts."""
-        return None
-
-    # ---- what people read ----
-
-    missed_if_exact: ClassVar[bool] = False
-    """Whether plans on a card say that --exact forbids it."""
-    missed_if_needless: ClassVar[bool] = False
-    """Whether plans that do without it say what it would cost."""
-
     def in_words(self) -> str:
         """Returns what it does with these settings, in a few words."""
-        return shown(self.called())
+        return shown(called(self))
 
     def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
         """Returns why a plan uses it, as a `Message` with the figures behind it."""
-        return Message("used: {name}", name=self.called())
-
-    def also_explain(self, plan: PlanFigures) -> dict[str, str]:  # noqa: ARG002
-        """Returns further sentences of a plan that uses it, by what they are about."""
-        return {}
-
-    # ---- what the stock Trainer can do of it ----
-
-    is_stock: ClassVar[bool] = False
-    """Whether the arguments below are all of it."""
+        return Message("used: {name}", name=called(self))
 
     def stock_arguments(self) -> Mapping[str, Any]:
-        """Returns the training arguments that come nearest to it."""
+        """Returns the training arguments of the stock Trainer that come nearest to it."""
         return {}
+
+
+def called(strategy: Strategy | type[Strategy]) -> str:
+    """Returns what plans call a strategy."""
+    return Message(strategy.title) if strategy.title else strategy.name
+
+
+class PlannedTask(Protocol):
+    """What is trained, as far as sentences name it: planner.task.Task."""
+
+    @property
+    def args(self) -> TrainingArguments:
+        """As the user gave them."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every training row."""
+
+    @property
+    def depth(self) -> int:
+        """Layers a text passes."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+
+
+class PlanFigures(Protocol):
+    """The figures behind a plan, for the sentence a strategy explains itself with."""
+
+    @property
+    def task(self) -> PlannedTask:
+        """What is trained."""
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many parameters are trained."""
+
+    @property
+    def host_bytes(self) -> int:
+        """What the plan holds in host memory."""
+
+    @property
+    def kernels(self) -> float:
+        """How many kernels a step runs."""
+
+    def padding_share(self) -> float:
+        """How much of every batch would be padding."""
+
+    def saves(self, strategy: Strategy, instead: tuple[Strategy, ...] = ()) -> dict[str, str]:
+        """Returns `saved` bytes and `cost` in time against the plan without it, in words."""
+
+    def seconds_saved(self, strategy: Strategy) -> float:
+        """Returns by how much a step is faster than without it."""
+
+
+S = TypeVar("S", bound=Strategy)
+
+
+def find(strategies: Iterable[Strategy], kind: type[S]) -> S | None:
+    """Returns the strategy of this kind; None where there is none."""
+    return next((one for one in strategies if isinstance(one, kind)), None)
 
 
 def change_arguments(setup: Setup, **fields: Any) -> None:

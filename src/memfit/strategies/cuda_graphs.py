@@ -11,20 +11,7 @@ from typing import Any
 
 from memfit.i18n import N_, Message
 from memfit.memory.allocator import use_expandable_segments
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
-from memfit.strategies.packing.packing_strategy import Packing
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    TracePart,
-)
-from memfit.strategies.small_workspace import SmallWorkspace
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 from memfit.units import step_time
 
 
@@ -37,41 +24,12 @@ class CudaGraphs(Strategy):
     reason = "the step is replayed by the GPU itself instead of launched piece by piece"
     shrinks = ("time",)
     conflicts = frozenset({"activation_offload", "optimizer_offload"})
-    faster_with = "triton"
-    axis = Axis.LAUNCHING
-    traced = TracePart.NONE
 
     bucket_tokens: int = 256
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(graph_bucket_tokens=self.bucket_tokens)
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:
-        return (Packing(), LowBitAdamW(dtype=half), cls())
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if asked.card is None or asked.exact:
-            return so_far  # the low-bit optimizer's step is what is captured
-        *beneath, graphs = cls.as_used(asked.half)
-        return [*so_far, *asked.usable([(graphs,)], tuple(beneath))]
-
-    def is_pointless(self, beside: Combination) -> bool:
-        effects = beside.effects
-        if effects.copies or not effects.packs or not effects.state_bytes:
-            return True
-        # Graphs do not parse the setting anew, so small workspaces cost nothing beside them.
-        return not effects.small_workspaces and SmallWorkspace() in beside.offered
-
-    def needs_whole_batches(self, beside: Combination) -> bool:
-        # Gradients kept in `.grad` would be the graph's own memory, written anew each time.
-        return not beside.effects.takes_gradients
 
     def explain(self, plan: PlanFigures) -> str:
         return Message(

@@ -9,7 +9,6 @@ m3e-small, 0.900 with a BERT-Base and 0.829 with an ALBERT-tiny, where training 
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,8 +20,14 @@ from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
 from memfit.models.layers import freeze
-from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments, is_users
-from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
+from memfit.strategies.base import (
+    Fidelity,
+    PlanFigures,
+    Setup,
+    Strategy,
+    change_arguments,
+    is_users,
+)
 
 _TOO_LOW_FOR_A_HEAD = 1e-4
 
@@ -40,8 +45,6 @@ class Freezing(Strategy):
     reason = "frozen weights need no gradient, no optimizer state and no activations"
     shrinks = ("gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"lora"})
-    axis = Axis.LEARNING
-    permission = "freeze"
 
     what: Literal["embeddings", "encoder"] | int = "encoder"
     head_learning_rate: float | None = None
@@ -62,25 +65,6 @@ class Freezing(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.CAPACITY
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(
-            few_learn=True,
-            chooses_weights=True,
-            frozen_layers=self.what if isinstance(self.what, int) else 0,
-            keeps_nothing=self.what == "encoder",
-        )
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        task = asked.workload
-        if not asked.allows(cls) or task.freeze is not None or task.lora is not None:
-            return so_far
-        return [*so_far, *asked.usable([(cls("embeddings"),), (cls("encoder"),)])]
-
-    def for_layers(self, count: int | None) -> Freezing:
-        return dataclasses.replace(self, what=count) if count else self
 
     def in_words(self) -> str:
         return t("{what} frozen", what=self.what)

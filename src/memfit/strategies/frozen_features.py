@@ -24,25 +24,20 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
-from memfit.config.training_fields import HEAD_LEARNING_RATE
 from memfit.engine.micro_batches import TOKEN_INPUTS
 from memfit.errors import ConfigError, DataError
 from memfit.i18n import N_, Message, t
 from memfit.models.layer_stack import unwrap, wrap
 from memfit.models.layers import base_of
-from memfit.strategies.base import Collator, Fidelity, Setup, Strategy, change_arguments
-from memfit.strategies.freezing import Freezing
-from memfit.strategies.packing.packed_model import FAMILIES, evaluating, has_values, probe_batch
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Half,
-    Option,
+from memfit.strategies.base import (
+    Collator,
+    Fidelity,
     PlanFigures,
-    PlanQuestion,
-    widened,
+    Setup,
+    Strategy,
+    change_arguments,
 )
+from memfit.strategies.packing.packed_model import FAMILIES, evaluating, has_values, probe_batch
 
 FEATURES = "frozen_features"
 """The model input that features travel under."""
@@ -282,8 +277,6 @@ class FrozenFeatures(Strategy):
     shrinks = ("activations", "time")
     # These work on the texts of a training step, and there are none left.
     conflicts = frozenset({"packing", "lora", "cuda_graphs"})
-    axis = Axis.LEARNING
-    permission = "freeze"
 
     max_tokens: int = 4096
 
@@ -299,34 +292,6 @@ class FrozenFeatures(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.CAPACITY
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(
-            few_learn=True,
-            keeps_nothing=True,
-            wraps_layers=True,
-            feature_tokens=self.max_tokens,
-        )
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:  # noqa: ARG003
-        return (Freezing("encoder", head_learning_rate=HEAD_LEARNING_RATE), cls())
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if not asked.allows(cls):
-            return so_far
-
-        def with_features(option: Option) -> list[Option]:
-            frozen = Combination(option).effects.keeps_nothing
-            frozen = frozen or (not option and asked.workload.freeze == "encoder")
-            return asked.usable([(*option, cls())]) if frozen else []
-
-        return widened(so_far, with_features)
-
-    def traced_inputs(self, config: Any, rows: int) -> dict[str, Tensor]:
-        return {FEATURES: torch.zeros(rows, config.hidden_size)}
 
     def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
         return Message(

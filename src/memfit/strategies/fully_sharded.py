@@ -27,14 +27,7 @@ from memfit.engine.ranks import Ranks
 from memfit.i18n import N_, Message
 from memfit.memory.tracing import traced_device
 from memfit.models.layer_stack import stack_of, stack_problem, unwrap
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    PlanFigures,
-    Tier,
-)
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,29 +51,16 @@ class FullySharded(Strategy):
             "cuda_graphs",
         }
     )  # fmt: skip
-    axis = Axis.OWN
-    needs_ranks = True
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
 
-    @property
-    def effects(self) -> Effects:
-        return Effects(divides_weights=True)
-
-    def is_pointless(self, beside: Combination) -> bool:
-        # Loss scaling looks at the gradients of this rank alone.
-        return beside.effects.few_learn or beside.effects.autocast == "float16"
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        return Tier.WEIGHTS_DIVIDED
-
     def explain(self, plan: PlanFigures) -> str:
         return Message(
             "each of {ranks} ranks keeps a part of every weight, gradient and moment, and gathers "
             "a layer's weights while it runs: saves {saved}, costs {cost} of the step",
-            ranks=str(plan.workload.ranks),
+            ranks=str(plan.task.ranks),
             **plan.saves(self),
         )
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message
 from memfit.models.layer_stack import unwrap
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.planning import Axis, Combination, Option, PlanFigures, PlanQuestion
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 
 # What the families call the dropout of attention weights.
 _DROPOUT_FIELDS = ("attention_probs_dropout_prob", "attention_dropout")
@@ -29,7 +28,6 @@ class FusedAttention(Strategy):
     reason = "attention weights, the square of the length for every head, are never stored"
     shrinks = ("activations", "time")
     conflicts = frozenset({"packing"})
-    axis = Axis.FREE
 
     implementation: Literal["sdpa"] = "sdpa"
 
@@ -45,14 +43,6 @@ class FusedAttention(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        (free,) = so_far
-        is_eager = getattr(asked.workload.config, "_attn_implementation", None) == "eager"
-        if not is_eager or asked.given("attn_implementation") or Combination(free).effects.packs:
-            return so_far
-        return [(*free, cls())] if asked.works(cls()) else so_far
 
     def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
         return Message("attention is fused: weights of the square of the length are never stored")

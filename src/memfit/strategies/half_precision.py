@@ -17,8 +17,7 @@ import torch
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
-from memfit.strategies.base import Fidelity, Setup, Strategy, change_arguments
-from memfit.strategies.planning import Axis, Effects, Half, Option, PlanFigures, PlanQuestion
+from memfit.strategies.base import Fidelity, Half, PlanFigures, Setup, Strategy, change_arguments
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -34,9 +33,6 @@ class HalfPrecision(Strategy):
     title = N_("half precision")
     reason = "activations of two bytes instead of four, and products on the faster units"
     shrinks = ("activations", "time")
-    axis = Axis.UPDATING
-    missed_if_exact = True
-    is_stock = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
@@ -51,29 +47,6 @@ class HalfPrecision(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(autocast=self.dtype)
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:
-        return (cls(half),)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if () not in so_far:  # weights are stored in half precision
-            return so_far
-        if asked.kind not in ("cuda", "cpu"):
-            asked.left_out[cls.name] = Message(
-                "it was not measured on {kind} devices; --bf16 or --fp16 asks for it",
-                kind=asked.kind,
-            )
-            return so_far
-        if asked.card is None and not has_fast_bf16():
-            asked.left_out[cls.name] = Message("this CPU has no bfloat16 instructions")
-            return so_far
-        return so_far if asked.refuses_half else [*so_far, *asked.usable([(cls(asked.half),)])]
 
     def in_words(self) -> str:
         return t("computed in {dtype}", dtype=self.dtype)
@@ -125,11 +98,6 @@ class HalfPrecision(Strategy):
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def computed_in_half(options: list[Option]) -> list[Option]:
-    """Returns the options that are half precision and nothing else."""
-    return [one for one in options if len(one) == 1 and one[0].effects.autocast]
 
 
 def half_arguments(dtype: Half) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
 from memfit.models.layers import add_lora, lora_targets
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,6 @@ class Lora(Strategy):
     reason = "only small adapters and the head learn: gradients and optimizer state are theirs"
     shrinks = ("gradients", "optimizer")
     conflicts = frozenset({"freezing", "frozen_features"})
-    needs_package = "peft"
-    axis = Axis.LEARNING
-    permission = "lora"
 
     rank: int = 8
     alpha: int | None = None
@@ -66,17 +62,6 @@ class Lora(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.CAPACITY
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(few_learn=True, chooses_weights=True)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        task = asked.workload
-        if not asked.allows(cls) or task.freeze is not None or task.lora is not None:
-            return so_far
-        return [*so_far, *asked.usable([(cls(),)])]
 
     def in_words(self) -> str:
         return t("LoRA of rank {rank}", rank=self.rank)

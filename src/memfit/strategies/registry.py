@@ -8,7 +8,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.i18n import Message
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
-from memfit.strategies.base import Setup, Strategy
+from memfit.strategies.base import Setup, Strategy, called
 from memfit.strategies.cuda_graphs import CudaGraphs
 from memfit.strategies.freezing import Freezing
 from memfit.strategies.frozen_features import FrozenFeatures
@@ -23,7 +23,6 @@ from memfit.strategies.lowbit.state_offload import StateOffload
 from memfit.strategies.offload.activation_offload import ActivationOffload
 from memfit.strategies.offload.optimizer_offload import OptimizerOffload
 from memfit.strategies.packing.packing_strategy import Packing
-from memfit.strategies.planning import Half, Option
 from memfit.strategies.small_workspace import SmallWorkspace
 from memfit.strategies.truncation import Truncation
 
@@ -62,9 +61,9 @@ def by_name(name: str) -> type[Strategy]:
     return BY_NAME[name]
 
 
-def called(name: str) -> str:
+def title_of(name: str) -> str:
     """Returns what plans call the strategy of that name; the name itself if it is not known."""
-    return BY_NAME[name].called() if name in BY_NAME else name
+    return called(BY_NAME[name]) if name in BY_NAME else name
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
@@ -100,34 +99,16 @@ def apply_all(strategies: Sequence[Strategy], setup: Setup) -> None:
         strategy.apply(setup)
 
 
-# ---- what traces use to ask and compare; a strategy that is not named here only takes longer ----
+def copies_beside(strategies: Iterable[Strategy]) -> bool:
+    """Whether something is copied to or from the host on a stream beside the computation."""
+    return any(
+        isinstance(one, ActivationOffload | OptimizerOffload)
+        or (isinstance(one, GradientRelease) and one.mode == "host")
+        for one in strategies
+    )
 
 
-def asked_together(
-    half: Half, *, cuda: bool, triton: bool, exact: bool
-) -> list[tuple[Option, Option]]:
-    """Returns strategies that work together on most tasks, and those that then work too.
-
-    A question builds a model, so the planner asks for many at once.
-    """
-    layers: Option = (Packing(), Checkpointing())
-    if not cuda:
-        return [(layers, ())]
-    layers = (*layers, FusedLayers()) if triton else layers
-    offloads: Option = (Packing(), ActivationOffload())
-    if exact:
-        return [(layers, ()), (offloads, ()), ((OptimizerOffload(True),), (OptimizerOffload(),))]
-    stored, kept = usual_update(half)
-    slower: Option = (GradientRelease("host"),)
-    hosted = OptimizerOffload(True, "bfloat16")
-    return [
-        ((*layers, stored, kept, CudaGraphs()), (LowBitAdamW(16, half), *slower)),
-        ((stored, kept, StateOffload(gradients=True)), (StateOffload(),)),
-        (offloads, ()),
-        ((hosted,), (OptimizerOffload(dtype="bfloat16"),)),
-    ]
-
-
-def usual_update(half: Half) -> Option:
-    """Returns the way of updating that layers of half-precision weights are traced with."""
-    return (LowBitAdamW(dtype=half), GradientRelease("kept8"))
+def wraps_layers(strategies: Iterable[Strategy]) -> bool:
+    """Whether layers are called through a strategy: recomputing cannot be put around them later."""
+    wrapping = (ActivationOffload, OptimizerOffload, FrozenFeatures)
+    return any(isinstance(one, wrapping) for one in strategies)

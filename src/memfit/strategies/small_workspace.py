@@ -19,8 +19,7 @@ from memfit.memory.cuda_context import (
     VARIABLE,
     small_workspaces,
 )
-from memfit.strategies.base import Fidelity, Setup, Strategy
-from memfit.strategies.planning import Axis, Effects, Option, PlanFigures, PlanQuestion, TracePart
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +30,10 @@ class SmallWorkspace(Strategy):
     title = N_("small workspaces")
     reason = "some 50 MiB of scratch memory that small products do not need"
     shrinks = ("workspace",)
-    axis = Axis.WORKSPACE
-    traced = TracePart.NONE
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(small_workspaces=True)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        return so_far if asked.card is None else [*so_far, *asked.usable([(cls(),)])]
 
     def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
         return Message("cuBLAS gets small workspaces, which these products do not need larger")

@@ -17,16 +17,7 @@ from torch import Tensor
 from memfit.engine.micro_batches import TOKEN_INPUTS, has_rows
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
-from memfit.strategies.base import Collator, Fidelity, Setup, Strategy
-from memfit.strategies.planning import (
-    Axis,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    TracePart,
-)
+from memfit.strategies.base import Collator, Fidelity, PlanFigures, Setup, Strategy
 from memfit.units import percent
 
 _MULTIPLE = 8
@@ -60,10 +51,6 @@ class Truncation(Strategy):
     title = N_("shorter texts")
     reason = "shorter texts need less of everything that grows with the length"
     shrinks = ("activations", "time")
-    axis = Axis.TEXTS
-    permission = "truncate"
-    traced = TracePart.NONE
-    is_rare = True
 
     max_length: int = 128
 
@@ -81,29 +68,11 @@ class Truncation(Strategy):
     def fidelity(self) -> Fidelity:
         return Fidelity.DATA
 
-    @property
-    def effects(self) -> Effects:
-        return Effects(cuts_at=self.max_length)
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:  # noqa: ARG003
-        return (cls(64),)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if not asked.allows(cls):
-            return so_far
-        lengths = asked.workload.lengths
-        shorter = {choose_length(lengths, share) for share in _CUT_SHARES}
-        shorter.add(max(8, asked.workload.longest_tokens // 2 // 8 * 8))
-        fewer = sorted((one for one in shorter if one < max(lengths)), reverse=True)
-        return [*so_far, *asked.usable((cls(one),) for one in fewer)]
-
     def in_words(self) -> str:
         return t("texts cut at {max_length} tokens", max_length=self.max_length)
 
     def explain(self, plan: PlanFigures) -> str:
-        lengths = plan.workload.lengths
+        lengths = plan.task.lengths
         cut = sum(length > self.max_length for length in lengths) / len(lengths)
         return Message(
             "texts are cut at {tokens} tokens, as you allowed: {share} of the rows lose their end",

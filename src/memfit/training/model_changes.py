@@ -31,10 +31,10 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.engine.step_state import RandomState, preserved_rng
 from memfit.errors import ConfigError, DoesNotFitError, MemfitError
 from memfit.i18n import t
-from memfit.strategies import Combination, Effects, Setup, Strategy, apply_all
+from memfit.strategies import Setup, Strategy, apply_all
 
 if TYPE_CHECKING:
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
     from memfit.training.trainer import BudgetTrainer
 
 
@@ -83,18 +83,19 @@ def own_optimizer(trainer: BudgetTrainer, named: Mapping[str, Any]) -> str:
     return "" if makes.startswith(("memfit.", "transformers.")) else "of your own"
 
 
-def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -> Plan | None:
+def plan_of_trainer(
+    trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any
+) -> Plan | None:
     """The plan for the trainer's budget; None where nothing is left to plan."""
     budget, model = trainer.budget, trainer.setup.model
     if budget is None or model is None or asked.limits is not None:
         return None
     # Imported here: a trainer without a budget needs no planner.
-    from memfit.planner import this_machine
-    from memfit.planner.search import fit_strategies
-    from memfit.planner.workload import workload_of_model
+    from memfit.planner.search import plan_for
+    from memfit.planner.task import task_of_model
 
     try:
-        workload = workload_of_model(
+        trained = task_of_model(
             model,
             trainer.user_args,
             trainer.setup.train_dataset,
@@ -106,15 +107,15 @@ def plan_for(trainer: BudgetTrainer, asked: TrainerChoices, eval_dataset: Any) -
             skips_bad_steps=asked.on_nan == "skip",
             collate=trainer.changes.collate_rows,
         )
-        task = this_machine.task_for(workload, budget, trainer.setup.args.device)
+        task = trained.placed(budget, trainer.setup.args.device)
         # One plan runs on all ranks, so it is made for the one with the least memory.
         least = min(trainer.ranks.gathered(task.budget_bytes))
         task = replace(task, budget_bytes=least)
         with preserved_rng():
             if asked.given is None:
                 # Ranks that measure their cards would come to different plans.
-                return trainer.ranks.share(lambda: this_machine.choose(task).plan)
-            return fit_strategies(task, asked.given)
+                return trainer.ranks.share(lambda: plan_for(task).chosen)
+            return plan_for(task, strategies=asked.given).chosen
     except (DoesNotFitError, ConfigError):
         raise
     except Exception as error:  # a model may be anything, and fail in any way without weights
@@ -195,7 +196,7 @@ class ModelChanges:
         self._fields = self._fields_of(named, user_set)
         self.setup = self._new_setup(model, args)
         self.plan = plan
-        self.effects = Effects()
+        self.used: tuple[Strategy, ...] = ()
         """What the strategies in use do to a step."""
         self.given_back = False
         """Whether the model is without its strategies until the next `train()`."""
@@ -231,12 +232,12 @@ class ModelChanges:
         if model is None:
             return
         if self.plan is None or self._planned_for not in (None, _shape_of(model, self.setup.args)):
-            self.plan = plan_for(self._trainer, self.asked, self._named.get("eval_dataset"))
+            self.plan = plan_of_trainer(self._trainer, self.asked, self._named.get("eval_dataset"))
             if "IPython" in sys.modules:
                 import memfit.report.notebook  # noqa: F401 - draws plans in notebooks
             self._planned_for = _shape_of(model, self.setup.args)
         used = self.asked.strategies(self.plan)
-        self.effects = Combination(tuple(used)).effects
+        self.used = tuple(used)
         vars(model)[_ATTRIBUTE] = Held(self.setup.undo, self)
         apply_all(used, self.setup)
 
@@ -315,7 +316,7 @@ class ModelChanges:
         self.setup = self._new_setup(model, trainer.args)
         trainer.model_wrapped = model
         trainer.optimizer = trainer.lr_scheduler = None
-        self.effects = Effects()
+        self.used = ()
         trainer.equip(model)
 
     def take_again(self) -> None:

@@ -89,7 +89,7 @@ from memfit.units import Budget, parse_budget
 from memfit.waiting import doing
 
 if TYPE_CHECKING:
-    from memfit.planner.plans import Plan
+    from memfit.planner.plan import Plan
 
 _WANTED = (
     "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log",
@@ -226,8 +226,8 @@ class BudgetTrainer(transformers.Trainer):
         self._shifts_labels = shifts_labels(model)
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
-        line = getattr(self.plan, "line", None)
-        self.guard = Guard(self, self.changes.effects, line=line, say=self._say_adjustment)
+        line = None if self.plan is None else self.plan.line
+        self.guard = Guard(self, self.changes.used, line=line, say=self._say_adjustment)
 
     # ---- what memfit adds ----
 

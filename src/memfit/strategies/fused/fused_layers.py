@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message
 from memfit.models.layer_stack import Args, Around, Kwargs, Undo, stack_of, unwrap, wrap
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 from memfit.strategies.fused.fused_kernels import DTYPES, Drop, Gelu, Seeds
 from memfit.strategies.fused.layer_functions import (
     dense_dropout_add_norm,
@@ -30,7 +30,6 @@ from memfit.strategies.fused.layer_functions import (
     project,
     separate_parameters,
 )
-from memfit.strategies.planning import Axis, Option, PlanFigures, PlanQuestion
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")
 
@@ -56,8 +55,6 @@ class FusedLayers(Strategy):
     reason = "norms, dropout, GELU and bias gradients share their passes over memory"
     shrinks = ("activations", "time")
     conflicts = frozenset({"half_precision"})
-    needs_package = "triton"
-    axis = Axis.FREE
 
     mlp_pieces: int = 1
     """How many parts of the rows the MLP half runs on in turn: more keep less, and are slower."""
@@ -74,12 +71,6 @@ class FusedLayers(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        (free,) = so_far
-        fuses = asked.card is not None and asked.works(*free, cls())
-        return [(*free, cls())] if fuses else so_far
 
     def explain(self, plan: PlanFigures) -> str:  # noqa: ARG002
         return Message(

@@ -13,22 +13,9 @@ from typing import Literal
 
 from memfit.errors import ConfigError
 from memfit.i18n import N_, Message, t
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 from memfit.strategies.lowbit.gradient_sinks import KeptInt8
 from memfit.strategies.lowbit.host_sink import HostGradients
-from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-    widened,
-)
 from memfit.units import gb
 
 Mode = Literal["kept8", "host"]
@@ -63,9 +50,6 @@ class GradientRelease(Strategy):
     title = N_("releasing gradients")
     reason = "gradients wait for the update in 8 bits or in host memory"
     shrinks = ("gradients",)
-    faster_with = "triton"
-    axis = Axis.UPDATING
-    traced = TracePart.UPDATE
 
     mode: Mode = "kept8"
 
@@ -81,46 +65,16 @@ class GradientRelease(Strategy):
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
 
-    @property
-    def effects(self) -> Effects:
-        return Effects(takes_gradients=True, copies=self.mode == "host")
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:
-        return (LowBitAdamW(dtype=half), cls("kept8"))
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        """Each way of keeping gradients until the norm is known, beside the low-bit optimizer."""
-
-        def released(option: Option) -> list[Option]:
-            if not Combination(option).effects.state_bytes:
-                return []
-            modes: list[Option] = [(cls("kept8"),), (cls("host"),)]
-            return [(*option, *mode) for mode in asked.usable(modes, option)]
-
-        return widened(so_far, released)
-
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.few_learn
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        return Tier.GRADIENTS_ON_HOST if self.mode == "host" else Tier.USUAL
-
-    @property
-    def is_rare(self) -> bool:
-        return self.mode == "host"
-
     def in_words(self) -> str:
         return t(_IN_WORDS[self.mode])
 
     def explain(self, plan: PlanFigures) -> str:
-        clips = plan.workload.args.max_grad_norm or 0
+        clips = plan.task.args.max_grad_norm or 0
         kept = 1.0 if self.mode == "kept8" else 2.0
         mode: str = self.mode
         if mode == "kept8" and not clips:
             mode = "kept8, summed"
-        saved = gb(kept * plan.learning_parameters)
+        saved = gb(kept * plan.trainable_parameters)
         return Message(_EXPLAINED[mode], norm=f"{clips:g}", saved=saved)
 
     def unavailable(self, setup: Setup) -> str:

@@ -17,17 +17,8 @@ from torch import nn
 
 from memfit.errors import ConfigError, MemfitError
 from memfit.i18n import N_, Message, t
-from memfit.strategies.base import Fidelity, Setup, Strategy, is_users
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy, is_users
 from memfit.strategies.half_precision import half_arguments
-from memfit.strategies.planning import (
-    Axis,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    TracePart,
-)
 from memfit.units import gb
 
 if TYPE_CHECKING:
@@ -51,11 +42,6 @@ class LowBitAdamW(Strategy):
     reason = "AdamW's state and master weights in 3 bytes a parameter instead of 12"
     shrinks = ("weights", "gradients", "optimizer", "activations", "time")
     conflicts = frozenset({"half_precision", "small_state_optimizer", "optimizer_offload"})
-    faster_with = "triton"
-    axis = Axis.UPDATING
-    asked_first = True
-    traced = TracePart.UPDATE
-    missed_if_exact = True
 
     master_bits: Literal[16, 24] = 24
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -70,39 +56,6 @@ class LowBitAdamW(Strategy):
     def fidelity(self) -> Fidelity:
         return Fidelity.ROUNDING
 
-    @property
-    def effects(self) -> Effects:
-        return Effects(
-            stores=self.dtype,
-            short_masters=self.master_bits == 16,
-            state_bytes=3 if self.master_bits == 24 else 2,
-        )
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:
-        return (cls(dtype=half),)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        """Replaces float32 weights where it can be used and Triton runs its update.
-
-        They are the same arithmetic with more memory and more traffic, so slower and larger.
-        Without Triton the update itself is slow, and without matrix units half precision is: there
-        both are priced.
-        """
-        half, card = asked.half, asked.card
-        if card is None or asked.refuses_half or not asked.works(cls(dtype=half)):
-            return so_far
-        low = asked.usable([(cls(24, half),), (cls(16, half),)])
-        return low if card.has_triton and card.matrix_units else [*so_far, *low]
-
-    @property
-    def is_rare(self) -> bool:
-        return self.master_bits != 24
-
-    def as_traced(self) -> LowBitAdamW:
-        return LowBitAdamW(24, self.dtype)
-
     def in_words(self) -> str:
         return t("{master_bits}-bit masters", master_bits=self.master_bits)
 
@@ -114,18 +67,8 @@ class LowBitAdamW(Strategy):
             dtype=self.dtype,
             bits=str(self.master_bits),
             bytes=f"{size:.0f}",
-            saved=gb((12 - size) * plan.learning_parameters),
+            saved=gb((12 - size) * plan.trainable_parameters),
         )
-
-    def also_explain(self, plan: PlanFigures) -> dict[str, str]:
-        if plan.effects.takes_gradients:
-            return {}
-        kept = gb(2 * plan.learning_parameters)
-        return {
-            "gradients.kept": Message(
-                "gradients are kept in 2 bytes a parameter until the update: {bytes}", bytes=kept
-            )
-        }
 
     def stock_arguments(self) -> dict[str, Any]:
         return half_arguments(self.dtype)

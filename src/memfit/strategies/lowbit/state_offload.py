@@ -10,21 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.i18n import N_, Message, t
-from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy, host_shortage
 from memfit.strategies.lowbit.gradient_sinks import KeptInt8
-from memfit.strategies.lowbit.lowbit_adamw import LowBitAdamW
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Half,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-    widened,
-)
 from memfit.units import gb
 
 _STATE_BYTES = 3
@@ -40,10 +27,6 @@ class StateOffload(Strategy):
     reason = "the low-bit optimizer's state lies in the computer's own memory, not on the card"
     shrinks = ("optimizer", "gradients")
     conflicts = frozenset({"optimizer_offload", "small_state_optimizer"})
-    needs_package = "triton"
-    axis = Axis.UPDATING
-    traced = TracePart.NONE
-    is_rare = True
 
     gradients: bool = False
     """Gradients of eight bits (kept8) wait there, too."""
@@ -51,32 +34,6 @@ class StateOffload(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(state_on_host=True, gradients_on_host=self.gradients)
-
-    @classmethod
-    def as_used(cls, half: Half) -> Option:
-        return (LowBitAdamW(dtype=half), cls())
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        def hosted(option: Option) -> list[Option]:
-            beside = Combination(option)
-            mode = getattr(beside.get("gradient_release"), "mode", "")
-            if not beside.effects.state_bytes or mode == "host":
-                return []
-            places = [cls(), cls(gradients=True)] if mode == "kept8" else [cls()]
-            return [(*option, one) for one in places if asked.works(*option, one)]
-
-        return widened(so_far, hosted)
-
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.few_learn  # the state is small already
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        return Tier.STATE_ON_HOST
 
     def in_words(self) -> str:
         if self.gradients:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -42,22 +42,11 @@ from memfit.models.layer_stack import (
     wrap,
 )
 from memfit.strategies.activation_checkpointing import (
-    Checkpointing,
     layer_figures,
     layers_in_words,
 )
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 from memfit.strategies.offload.host_memory import Link, link_to
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-)
 
 
 class Place(Enum):
@@ -262,9 +251,6 @@ class ActivationOffload(Strategy):
     title = N_("activation offload")
     reason = "activations wait in the computer's own memory until the backward pass needs them"
     shrinks = ("activations",)
-    axis = Axis.KEEPING
-    traced = TracePart.ACTIVATIONS
-    is_rare = True
 
     layers: int | None = None
     min_bytes: int = 1 << 16
@@ -282,32 +268,6 @@ class ActivationOffload(Strategy):
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(copies=True, wraps_layers=True, layers=self.layers)
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        if asked.card is None or not asked.works(cls()):
-            return so_far
-        options = list(so_far)
-        if not asked.workload.args.gradient_checkpointing:
-            shares = sorted({max(asked.depth * share // 4, 1) for share in (1, 2, 3)})
-            options += [(cls(count),) for count in shares]
-        options.append((cls(),))
-        recomputed: Option = (Checkpointing(),)
-        return [*options, (*recomputed, cls())] if recomputed in so_far else options
-
-    def is_pointless(self, beside: Combination) -> bool:
-        return beside.effects.keeps_nothing
-
-    def tier(self, beside: Combination) -> Tier:
-        recomputes = beside.effects.recomputes
-        return Tier.RECOMPUTED_AND_OFFLOADED if recomputes else Tier.OFFLOADED
-
-    def for_layers(self, count: int | None) -> ActivationOffload:
-        return replace(self, layers=count)
 
     def in_words(self) -> str:
         if self.layers is None:

@@ -28,22 +28,11 @@ from memfit.i18n import N_, Message, t
 from memfit.memory.tracing import traced_device
 from memfit.memory.tracing.tracker import tensors_in
 from memfit.models.layer_stack import Args, Kwargs, stack_of, stack_problem, unwrap, wrap
-from memfit.strategies.activation_checkpointing import Checkpointing
-from memfit.strategies.base import Fidelity, Setup, Strategy, host_shortage
-from memfit.strategies.half_precision import computed_in_half, half_arguments
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy, host_shortage
+from memfit.strategies.half_precision import half_arguments
 from memfit.strategies.lowbit.lowbit_adamw import TORCH_ADAMW, LowBitAdamW
 from memfit.strategies.offload.host_adamw import HostAdamW, Masters
 from memfit.strategies.offload.host_memory import ALIGNMENT_BYTES, Link, link_to
-from memfit.strategies.planning import (
-    Axis,
-    Combination,
-    Effects,
-    Option,
-    PlanFigures,
-    PlanQuestion,
-    Tier,
-    TracePart,
-)
 from memfit.units import gb
 
 if TYPE_CHECKING:
@@ -228,9 +217,6 @@ class OptimizerOffload(Strategy):
     conflicts = frozenset(
         {"lowbit_adamw", "gradient_release", "small_state_optimizer", "cuda_graphs"}
     )
-    axis = Axis.UPDATING
-    traced = TracePart.UPDATE
-    is_rare = True
 
     weights: bool = False
     dtype: Literal["bfloat16"] | None = None
@@ -248,45 +234,6 @@ class OptimizerOffload(Strategy):
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT if self.dtype is None else Fidelity.ROUNDING
 
-    @property
-    def effects(self) -> Effects:
-        return Effects(
-            stores=self.dtype,
-            takes_gradients=True,
-            updates_on_host=True,
-            weights_on_host=self.weights,
-            copies=True,
-            wraps_layers=True,
-        )
-
-    @classmethod
-    def options(cls, asked: PlanQuestion, so_far: list[Option]) -> list[Option]:
-        # On the host weights move while the gradient is still coming: nothing can be left out then.
-        if asked.card is None or asked.workload.skips_bad_steps:
-            return so_far
-        options = list(so_far)
-        if () in so_far:  # float32 weights
-            halved = computed_in_half(so_far)
-            for one in asked.usable([(cls(weights=weights),) for weights in (False, True)]):
-                options += [one, *((*half, *one) for half in halved)]
-        if asked.half == "bfloat16" and not asked.refuses_half:
-            options += asked.usable([(cls(weights, "bfloat16"),) for weights in (False, True)])
-        return options
-
-    def is_pointless(self, beside: Combination) -> bool:
-        if beside.effects.few_learn:
-            return True  # gradients and state are small already
-        if beside.effects.autocast == "float16":
-            return True  # its loss scaling looks for gradients on the device
-        if not self.weights:
-            return False
-        # The last resort: weights on the host go with all layers recomputed, or with none.
-        again, offload = beside.get("checkpointing"), beside.get("activation_offload")
-        return offload is not None or (again is not None and again != Checkpointing())
-
-    def tier(self, beside: Combination) -> Tier:  # noqa: ARG002
-        return Tier.WEIGHTS_ON_HOST if self.weights else Tier.UPDATED_ON_HOST
-
     def in_words(self) -> str:
         return (
             t("weights and update in host memory")
@@ -296,7 +243,7 @@ class OptimizerOffload(Strategy):
 
     def explain(self, plan: PlanFigures) -> str:
         # Against the same weights with their state on the card.
-        here: Option = () if self.dtype is None else (LowBitAdamW(dtype=self.dtype),)
+        here: tuple[Strategy, ...] = () if self.dtype is None else (LowBitAdamW(dtype=self.dtype),)
         fields = {"host": gb(plan.host_bytes), **plan.saves(self, here)}
         if self.weights:
             return Message(

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from memfit.i18n import N_, Message
 from memfit.models.layer_stack import shows_tokens
-from memfit.strategies.base import Fidelity, Setup, Strategy
+from memfit.strategies.base import Fidelity, PlanFigures, Setup, Strategy
 from memfit.strategies.packing.packed_model import PackedModel, packing_problem
-from memfit.strategies.planning import Axis, Effects, PlanFigures
 from memfit.units import percent
 
 
@@ -29,16 +28,10 @@ class Packing(Strategy):
     title = N_("packing")
     reason = "padding is computed and stored like text; packed batches have none"
     shrinks = ("activations", "time")
-    axis = Axis.FREE
-    asked_first = True
 
     @property
     def fidelity(self) -> Fidelity:
         return Fidelity.EXACT
-
-    @property
-    def effects(self) -> Effects:
-        return Effects(packs=True)
 
     def explain(self, plan: PlanFigures) -> str:
         return Message(

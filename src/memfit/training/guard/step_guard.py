@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -44,7 +44,15 @@ from memfit.memory.out_of_memory import (
     return_large_blocks,
 )
 from memfit.models.layer_stack import stack_of, stack_problem
-from memfit.strategies import ActivationOffload, Checkpointing, Effects
+from memfit.strategies import (
+    ActivationOffload,
+    Checkpointing,
+    CudaGraphs,
+    Strategy,
+    copies_beside,
+    find,
+    wraps_layers,
+)
 from memfit.training.guard.adjusting import (
     Adjustment,
     Adjustments,
@@ -74,9 +82,10 @@ Outcome = TypeVar("Outcome")
 class LiveStrategies:
     """What a set-up recomputes and offloads, changed between two steps."""
 
-    def __init__(self, setup: Setup, used: Effects) -> None:
+    def __init__(self, setup: Setup, used: Sequence[Strategy]) -> None:
         self._setup = setup
-        self._used = used
+        self._wraps_layers = wraps_layers(used)
+        self._captures = find(used, CudaGraphs) is not None
         self._offloaded = False
 
     @property
@@ -89,16 +98,14 @@ class LiveStrategies:
     def depth(self) -> int:
         """How many layers could be recomputed; 0 if that cannot be changed between steps."""
         setup = self._setup
-        if setup.recomputed is None and (
-            self._used.wraps_layers or Checkpointing().unavailable(setup)
-        ):
+        if setup.recomputed is None and (self._wraps_layers or Checkpointing().unavailable(setup)):
             return 0
         return 0 if stack_problem(setup.model, None) else stack_of(setup.model).depth
 
     @property
     def offloads(self) -> bool:
         """Whether activations could be offloaded beside what is used."""
-        if self._used.wraps_layers or self._used.graph_bucket_tokens:
+        if self._wraps_layers or self._captures:
             return False
         return not ActivationOffload().unavailable(self._setup)
 
@@ -145,14 +152,16 @@ class Guard:
     def __init__(
         self,
         trainer: BudgetTrainer,
-        used: Effects,
+        used: Sequence[Strategy],
         *,
         line: MemoryLine | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.trainer = trainer
         self._device: torch.device = trainer.args.device
-        self._used = used
+        self._wraps_layers = wraps_layers(used)
+        self._captures = find(used, CudaGraphs) is not None
+        self._strategies = used
         self.live = LiveStrategies(trainer.setup, used)
         self.dials = Dials(
             self.live.depth,
@@ -270,8 +279,9 @@ class Guard:
         """Returns what reads the card's free memory and the size of the context."""
         plan = self.trainer.plan
         expected_bytes = None if plan is None else plan.context_bytes
-        graphs = bool(self._used.graph_bucket_tokens)
-        return CudaReader(self._device, expected_bytes, copies=self._used.copies, graphs=graphs)
+        graphs = find(self._strategies, CudaGraphs) is not None
+        copies = copies_beside(self._strategies)
+        return CudaReader(self._device, expected_bytes, copies=copies, graphs=graphs)
 
     def room_bytes(self) -> int | None:
         """Returns what is left of the budget now; None where only counting would tell."""

@@ -42,7 +42,6 @@ class Priced:
     """What decides a run's memory beside the parts of its step."""
 
     segments: Segments
-    parts: int
     biases: bool
     recompute: bool
     small_workspace: bool
@@ -68,7 +67,7 @@ class Priced:
         return "update" in self.segments.parts
 
 
-def price(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
+def phase_peaks(run: Priced, card: DeviceProfile | None) -> dict[str, MemoryPeak]:
     """The peak of each phase, by name."""
     segments = on_ranks(with_loaded_state(run.segments), run.ranks, run.whole_bytes)
     if card is not None:

@@ -15,12 +15,11 @@ from memfit.config import RunConfig
 from memfit.data import LabelSpace
 from memfit.engine.micro_batches import MicroBatching
 from memfit.models.layers import add_lora, freeze
-from memfit.planner.candidates import PlanTask
-from memfit.planner.search import fit_strategies
-from memfit.planner.this_machine import task_for
-from memfit.planner.workload import changed_fields, workload_of_model, workload_of_run
+from memfit.planner.search import plan_for
+from memfit.planner.task import Task, changed_fields, task_of_model, task_of_run
 from memfit.strategies import Checkpointing, Packing
 from memfit.units import Budget
+from traced_plans import used
 
 ROWS = [{"input_ids": [5] * count, "attention_mask": [1] * count, "labels": count % 2}
         for count in range(3, 23)]  # fmt: skip
@@ -31,8 +30,8 @@ def args_in(folder: Path, **fields: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **fields)
 
 
-def task_of(model: Any, args: TrainingArguments) -> PlanTask:
-    return task_for(workload_of_model(model, args, ROWS), Budget(bytes=10**9), args.device)
+def task_of(model: Any, args: TrainingArguments) -> Task:
+    return task_of_model(model, args, ROWS).placed(Budget(bytes=10**9), args.device)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_a_run_hands_over_its_lengths_labels_and_what_was_set_by_name(
     )  # fmt: skip
     settings = AutoConfig.from_pretrained(tiny_model_dir)
     labels = LabelSpace("multi_label", ("a", "b", "c"))
-    workload = workload_of_run(config, settings, args_in(tmp_path), labels, [4, 9], eval_rows=7)
+    workload = task_of_run(config, settings, args_in(tmp_path), labels, [4, 9], eval_rows=7)
     assert workload.lengths == (4, 9)
     assert (workload.num_labels, workload.problem_type) == (3, "multi_label_classification")
     assert workload.user_set == {"optim", "bf16", "attn_implementation"}
@@ -69,14 +68,14 @@ def test_a_model_hands_over_what_is_frozen(model: Any, tmp_path: Path) -> None:
     for what in (None, "embeddings", "1", "encoder"):
         if what is not None:
             freeze(model, what)
-        assert workload_of_model(model, args, ROWS).freeze == what
+        assert task_of_model(model, args, ROWS).freeze == what
 
 
 def test_a_model_hands_over_its_adapters_and_its_weights_type(model: Any, tmp_path: Path) -> None:
     args = args_in(tmp_path)
-    assert workload_of_model(model, args, ROWS).dtype == "float32"
-    assert workload_of_model(model.bfloat16(), args, ROWS).dtype == "bfloat16"
-    adapted = workload_of_model(add_lora(model.float(), 4), args, ROWS)
+    assert task_of_model(model, args, ROWS).dtype == "float32"
+    assert task_of_model(model.bfloat16(), args, ROWS).dtype == "bfloat16"
+    adapted = task_of_model(add_lora(model.float(), 4), args, ROWS)
     assert (adapted.lora, adapted.freeze) == (4, None)
 
 
@@ -87,14 +86,14 @@ def test_rows_that_cannot_be_looked_at_are_as_long_as_the_model_reads(
         def __iter__(self) -> Any:
             return iter(ROWS)
 
-    workload = workload_of_model(model, args_in(tmp_path, gradient_accumulation_steps=3), Stream())
+    workload = task_of_model(model, args_in(tmp_path, gradient_accumulation_steps=3), Stream())
     assert workload.lengths == (64,) * 6  # positions of the model, rows of a step
     assert workload.worst_tokens == 6 * 64
 
 
 def test_an_optimizer_of_the_users_own_stays(model: Any, tmp_path: Path) -> None:
     args = args_in(tmp_path)
-    workload = workload_of_model(model, args, ROWS, own_optimizer="SGD")
+    workload = task_of_model(model, args, ROWS, own_optimizer="SGD")
     assert "optim" in workload.user_set
     assert (workload.args.optim, args.optim) == ("SGD", "adamw_torch_fused")
 
@@ -123,7 +122,7 @@ def test_a_binding_budget_keeps_the_effective_batch_and_every_weight(
     model: Any, tmp_path: Path, collate: Any
 ) -> None:
     args = args_in(tmp_path, per_device_train_batch_size=10, max_steps=2, save_strategy="no")
-    roomy = fit_strategies(task_of(model, args), (Packing(),))
+    roomy = plan_for(task_of(model, args), strategies=(Packing(),)).chosen
     assert roomy.price is not None
     budget_bytes = int(0.6 * roomy.price.device_bytes)
     trainer = BudgetTrainer(
@@ -133,7 +132,7 @@ def test_a_binding_budget_keeps_the_effective_batch_and_every_weight(
     assert plan is not None
     assert plan.price is not None
     assert plan.price.device_bytes <= budget_bytes
-    assert plan.micro_batching != MicroBatching() or plan.candidate.get("checkpointing")
+    assert plan.micro_batching != MicroBatching() or used(plan, "checkpointing")
     assert plan.fidelity <= 1
     assert trainer.effective_rows == 10
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
@@ -158,9 +157,9 @@ def test_the_arguments_a_user_set_are_constraints_of_the_plan(
     trainer = BudgetTrainer(model, args, train_dataset=ROWS, data_collator=collate, budget="1GB")
     assert trainer.plan is not None
     said = " ".join(trainer.plan.sentences())
-    assert "the optimizer adafactor is yours and stays" in said
-    assert "gradient_checkpointing is yours and stays" in said
-    assert trainer.plan.candidate.get("checkpointing") is None  # twice would be of no use
+    assert "optim=adafactor: you set it; it is kept" in said
+    assert "gradient_checkpointing: you set it; it is kept" in said
+    assert used(trainer.plan, "checkpointing") is None  # twice would be of no use
     assert trainer.args.optim == "adafactor"
 
 
@@ -170,7 +169,7 @@ def test_what_of_a_plan_the_stock_trainer_can_do_trains_there(
     from transformers import Trainer
 
     args = args_in(tmp_path, per_device_train_batch_size=8, max_steps=2, save_strategy="no")
-    plan = fit_strategies(task_of(model, args), (Packing(), Checkpointing()))
+    plan = plan_for(task_of(model, args), strategies=(Packing(), Checkpointing())).chosen
     plain = plan.training_arguments()
     assert plain.gradient_checkpointing
     assert plain.per_device_train_batch_size * plain.gradient_accumulation_steps == 8

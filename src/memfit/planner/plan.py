@@ -1,4 +1,4 @@
-"""A plan: one way of training with its price and its reasons; a file that can be edited.
+"""A plan: strategies with their settings, their price and their reasons; a file that can be edited.
 
 [strategies]
     packing = {}
@@ -24,11 +24,19 @@ from memfit.config.files import atomic_writer
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
 from memfit.i18n import N_, Language, Message, pt, shown, t
-from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
-from memfit.planner.candidates import Candidate, PlanTask, Price, Pricer
-from memfit.planner.workload import Workload
-from memfit.strategies import Fidelity, Strategy, by_name, ordered
+from memfit.memory.memory_line import MemoryLine
+from memfit.planner.price import Price, Pricer, fidelity_of
+from memfit.planner.task import Task
+from memfit.strategies import (
+    Checkpointing,
+    Fidelity,
+    HalfPrecision,
+    SmallStateOptimizer,
+    Strategy,
+    by_name,
+    ordered,
+)
 from memfit.strategies.retired import current_settings
 from memfit.units import format_bytes
 
@@ -36,6 +44,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _VERSION = 1
+
+_STOCK = (HalfPrecision, Checkpointing, SmallStateOptimizer)
+"""Strategies that training arguments of the stock Trainer ask for."""
 
 _TABLES = ("run", "workload", "micro_batching", "strategies", "predicted", "reasons")
 
@@ -83,7 +94,8 @@ def draw_plans_with(drawer: Callable[[Any], str]) -> None:
 class Plan:
     """Strategies, micro-batches, and what they cost."""
 
-    candidate: Candidate
+    strategies: tuple[Strategy, ...]
+    micro_batching: MicroBatching
     digest: Digest
     price: Price | None = None
     """None of a plan that was read from a file and not checked."""
@@ -91,23 +103,13 @@ class Plan:
     args: TrainingArguments | None = field(default=None, repr=False)
     run: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The run's own configuration, by which a plan in a file can be checked again."""
-    learnt: Mapping[str, float] | None = field(default=None, repr=False)
-    """What an earlier run's rehearsal measured: the fields of the guard's MemoryModel."""
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        """For BudgetTrainer(strategies=...)."""
-        return self.candidate.strategies
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        """For BudgetTrainer(micro_batching=...)."""
-        return self.candidate.micro_batching
+    line: MemoryLine | None = field(default=None, repr=False)
+    """The plan's device memory by tokens and layers that are not recomputed, through its traces."""
 
     @property
     def fidelity(self) -> Fidelity:
         """What it does to the result."""
-        return self.candidate.fidelity
+        return fidelity_of(self.strategies)
 
     @property
     def context_bytes(self) -> int | None:
@@ -197,8 +199,12 @@ class Plan:
         strategies = ordered([_strategy(name, given[name], where) for name in given])
         limits = _made(MicroBatching, tables.get("micro_batching", {}), f"{where}: micro_batching")
         digest = _made(Digest, tables.get("workload", {}), f"{where}: workload")
-        candidate = Candidate(tuple(strategies), limits)
-        return cls(candidate=candidate, digest=digest, run=tables.get("run", {}))
+        return cls(
+            strategies=tuple(strategies),
+            micro_batching=limits,
+            digest=digest,
+            run=tables.get("run", {}),
+        )
 
     def training_arguments(self, args: TrainingArguments | None = None) -> TrainingArguments:
         """What of the plan the stock Trainer can do, on top of these or the planned arguments.
@@ -218,7 +224,7 @@ class Plan:
     def beyond_stock(self) -> tuple[str, ...]:
         """Strategies of the plan that only BudgetTrainer runs."""
 
-        return tuple(one.name for one in self.strategies if not one.is_stock)
+        return tuple(one.name for one in self.strategies if not isinstance(one, _STOCK))
 
     def as_json(self) -> dict[str, Any]:
         """The plan as the commands print it with --json."""
@@ -241,21 +247,28 @@ class Checked:
     changed: tuple[str, ...]
 
 
-def check(plan: Plan, task: PlanTask, pricer: Pricer | None = None) -> Checked:
+def check(plan: Plan, task: Task) -> Checked:
     """Traces the plan's whole step for this task."""
-    workload, budget_bytes, card = task.workload, task.budget_bytes, task.card
-    if pricer is None:
-        from memfit.planner.pricing.pricer import TracedPricer
-
-        pricer = TracedPricer(workload, card)
-    price = pricer.full(plan.candidate)
-    now = digest_of(workload, budget_bytes, card)
-    missing_bytes = max(price.device_bytes - budget_bytes, 0)
+    price = Pricer(task).price(plan.strategies, plan.micro_batching)
+    now = digest_of(task)
+    missing_bytes = max(price.device_bytes - task.budget_bytes, 0)
     return Checked(
-        plan=dataclasses.replace(plan, price=price, digest=now, args=workload.args),
+        plan=dataclasses.replace(plan, price=price, digest=now, args=task.args),
         fits=missing_bytes == 0,
         missing_bytes=missing_bytes,
         changed=tuple(changes(plan.digest, now)),
+    )
+
+
+def plan_of(price: Price, task: Task, decisions: tuple[Decision, ...] = ()) -> Plan:
+    """The plan that these strategies and micro-batches are."""
+    return Plan(
+        strategies=price.strategies,
+        micro_batching=price.micro_batching,
+        digest=digest_of(task),
+        price=price,
+        decisions=decisions,
+        args=task.args,
     )
 
 
@@ -267,20 +280,20 @@ def changes(before: Digest, now: Digest) -> Iterator[str]:
             yield f"{name}: {then[name]} -> {value}"
 
 
-def digest_of(workload: Workload, budget_bytes: int, card: DeviceProfile | None) -> Digest:
+def digest_of(task: Task) -> Digest:
     """What a plan is made for."""
-    text: Any = workload.config.get_text_config()
+    text: Any = task.config.get_text_config()
     shape = f"{text.num_hidden_layers} layers, {text.hidden_size} wide, {text.vocab_size} tokens"
     return Digest(
-        model=f"{workload.config.model_type}: {shape}",
-        rows=len(workload.lengths),
-        effective_rows=workload.effective_rows,
-        longest_tokens=workload.longest_tokens,
-        worst_tokens=workload.worst_tokens,
-        total_tokens=sum(workload.lengths),
-        budget_bytes=budget_bytes,
-        card="cpu" if card is None else card.name,
-        ranks=workload.ranks,
+        model=f"{task.config.model_type}: {shape}",
+        rows=len(task.lengths),
+        effective_rows=task.effective_rows,
+        longest_tokens=task.longest_tokens,
+        worst_tokens=task.worst_tokens,
+        total_tokens=sum(task.lengths),
+        budget_bytes=task.budget_bytes,
+        card="cpu" if task.card is None else task.card.name,
+        ranks=task.ranks,
     )
 
 
@@ -294,7 +307,7 @@ def predicted(price: Price) -> dict[str, Any]:
         "device_peak_bytes": peak.device_bytes,
         "host_bytes": price.host_bytes,
         "step_seconds": price.step_seconds,
-        "traced": price.traced,
+        "traced": True,
         "phases": {name: one.device_bytes for name, one in price.phases.items()},
     }
 

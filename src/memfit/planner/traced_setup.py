@@ -20,9 +20,18 @@ from memfit.memory.cards import DeviceProfile
 from memfit.memory.stock_step import OPTIMIZERS, StepSpec
 from memfit.memory.tracing.meta_models import adapted, build_on_meta, model_config
 from memfit.memory.tracing.traced_device import TracedDevice
-from memfit.planner.candidates import Candidate
-from memfit.planner.workload import Workload
-from memfit.strategies import Setup, Strategy, ordered
+from memfit.planner.task import Task
+from memfit.strategies import (
+    Freezing,
+    HalfPrecision,
+    Lora,
+    Packing,
+    Setup,
+    Strategy,
+    Truncation,
+    find,
+    ordered,
+)
 
 Batch = dict[str, Any]
 
@@ -45,21 +54,18 @@ class TracedRows:
         return sum(self.lengths)
 
 
-def cut_lengths(workload: Workload, candidate: Candidate) -> list[int]:
-    """Tokens of every row as the candidate trains them, longest first."""
-    return _cut(workload, candidate.effects.cuts_at)
-
-
-def _cut(workload: Workload, longest: int | None) -> list[int]:
-    most = workload.longest_tokens if longest is None else longest
-    return sorted((min(length, most) for length in workload.lengths), reverse=True)
+def cut_lengths(task: Task, strategies: Sequence[Strategy]) -> list[int]:
+    """Tokens of every row as these strategies leave them, longest first."""
+    cut = find(strategies, Truncation)
+    most = task.longest_tokens if cut is None else cut.max_length
+    return sorted((min(length, most) for length in task.lengths), reverse=True)
 
 
 def rows_for(
-    workload: Workload,
-    candidate: Candidate,
+    task: Task,
+    strategies: Sequence[Strategy],
+    limits: MicroBatching,
     *,
-    packed: bool,
     repads: bool = False,
     tokens: int | None = None,
     whole: bool = False,
@@ -70,10 +76,10 @@ def rows_for(
     for the attention alone, so that many short texts beside a longer one may need more than a few
     long ones.
     """
-    lengths = cut_lengths(workload, candidate)
-    rows = min(workload.rank_rows, len(lengths))
+    lengths = cut_lengths(task, strategies)
+    packed = find(strategies, Packing) is not None
+    rows = min(task.rank_rows, len(lengths))
     worst = lengths[:rows]
-    limits = candidate.micro_batching
     most_rows = min(rows, limits.max_rows or rows)
     every = sum(worst) if packed else rows * worst[0]
     asked = tokens
@@ -150,19 +156,19 @@ def _fitted(chosen: list[int], tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def graph_count(
-    workload: Workload, limits: MicroBatching, bucket_tokens: int, cuts_at: int | None = None
+    task: Task, strategies: Sequence[Strategy], limits: MicroBatching, bucket_tokens: int
 ) -> int:
     """How many token buckets an epoch captures: the largest, and those that come twice.
 
     Parts of batches that are cut have graphs of their own, which are not counted: the bytes of a
     kernel (memory/cuda_context.py) are enough for both, as measured.
     """
-    lengths = _cut(workload, cuts_at)
-    rows = min(workload.rank_rows, len(lengths))
+    lengths = cut_lengths(task, strategies)
+    rows = min(task.rank_rows, len(lengths))
     limit = limits.max_tokens
     draw = random.Random(0)
     seen: Counter[int] = Counter()
-    for _ in range(min(workload.steps_per_epoch, _MOST_BATCHES)):
+    for _ in range(min(task.steps_per_epoch, _MOST_BATCHES)):
         tokens = sum(draw.sample(lengths, rows))
         seen[-(-min(tokens, limit or tokens) // bucket_tokens)] += 1
     largest = -(-min(sum(lengths[:rows]), limit or sum(lengths[:rows])) // bucket_tokens)
@@ -174,10 +180,10 @@ def rows_at_once(most_tokens: int, longest: int, rows: int) -> int:
     return min(max(most_tokens // longest, 1), rows)
 
 
-def make_batch(workload: Workload, config: Any, lengths: Sequence[int]) -> Batch:
+def make_batch(task: Task, config: Any, lengths: Sequence[int]) -> Batch:
     """A batch as a collator hands it over, padded on the right: real tensors."""
-    if workload.given is not None:
-        return workload.given.make_batch(lengths)
+    if task.given is not None:
+        return task.given.make_batch(lengths)
     text = config.get_text_config()
     pad, end = text.pad_token_id or 0, getattr(text, "eos_token_id", None)
     token = next(id_ for id_ in (5, 1, 2, 3) if id_ not in (pad, end))
@@ -189,16 +195,16 @@ def make_batch(workload: Workload, config: Any, lengths: Sequence[int]) -> Batch
     batch = {"input_ids": ids, "attention_mask": mask.long()}
     if (getattr(text, "type_vocab_size", 0) or 0) > 1:
         batch["token_type_ids"] = torch.zeros_like(ids)
-    batch["labels"] = labels_for(workload, len(lengths))
+    batch["labels"] = labels_for(task, len(lengths))
     return batch
 
 
-def labels_for(workload: Workload, rows: int) -> torch.Tensor:
+def labels_for(task: Task, rows: int) -> torch.Tensor:
     """Labels of the kind the task has."""
-    if workload.problem_type == "single_label_classification":
+    if task.problem_type == "single_label_classification":
         return torch.zeros(rows, dtype=torch.long)
-    single = workload.problem_type == "regression" and workload.num_labels == 1
-    return torch.zeros((rows,) if single else (rows, workload.num_labels))
+    single = task.problem_type == "regression" and task.num_labels == 1
+    return torch.zeros((rows,) if single else (rows, task.num_labels))
 
 
 class LengthRows:
@@ -234,76 +240,78 @@ def device_to_trace(card: DeviceProfile | None) -> TracedDevice:
     return TracedDevice(cuda=True, capability=card.capability, triton=card.has_triton)
 
 
-def spec_of(workload: Workload) -> StepSpec:
+def spec_of(task: Task) -> StepSpec:
     """What the builders of models must know of the task."""
     return StepSpec(
-        config=workload.config,
+        config=task.config,
         rows=1,
         length=1,
-        num_labels=workload.num_labels,
-        problem_type=workload.problem_type,
-        precision=_precision(workload),
-        attn_implementation=getattr(workload.config, "_attn_implementation", None),
-        gradient_checkpointing=bool(workload.args.gradient_checkpointing),
-        freeze=workload.freeze,
-        lora=workload.lora,
+        num_labels=task.num_labels,
+        problem_type=task.problem_type,
+        precision=_precision(task),
+        attn_implementation=getattr(task.config, "_attn_implementation", None),
+        gradient_checkpointing=bool(task.args.gradient_checkpointing),
+        freeze=task.freeze,
+        lora=task.lora,
     )
 
 
-def _precision(workload: Workload) -> str:
-    if workload.dtype in _PURE:
-        return _PURE[workload.dtype]
-    return "bf16" if workload.args.bf16 else "fp16" if workload.args.fp16 else "fp32"
+def _precision(task: Task) -> str:
+    if task.dtype in _PURE:
+        return _PURE[task.dtype]
+    return "bf16" if task.args.bf16 else "fp16" if task.args.fp16 else "fp32"
 
 
-def full_config(workload: Workload) -> Any:
+def full_config(task: Task) -> Any:
     """The configuration with the head the task asks for; models share it, so it is a copy."""
-    if workload.given is not None:
-        return copy.deepcopy(workload.config)
-    return model_config(spec_of(workload))
+    if task.given is not None:
+        return copy.deepcopy(task.config)
+    return model_config(spec_of(task))
 
 
-def build_model(workload: Workload, config: Any, layers: int | None = None) -> Any:
+def build_model(task: Task, config: Any, layers: int | None = None) -> Any:
     """The classifier on the meta device; `layers` of its configuration were kept."""
-    spec = spec_of(workload)
-    if workload.given is not None:
+    spec = spec_of(task)
+    if task.given is not None:
         depth = int(config.get_text_config().num_hidden_layers)
-        return adapted(workload.given.build(depth), spec)
+        return adapted(task.given.build(depth), spec)
     if layers is not None and spec.freeze is not None and spec.freeze.isdecimal():
         spec = spec.replace(freeze=str(min(layers, int(spec.freeze))))
     return build_on_meta(spec, config)
 
 
-def make_setup(workload: Workload, model: Any, card: DeviceProfile | None) -> Setup:
+def make_setup(task: Task, model: Any) -> Setup:
     """What strategies are applied to: the Trainer's, but for the device, which is traced."""
     with warnings.catch_warnings():
         # Of this machine, or said when the training begins.
         warnings.simplefilter("ignore")
-        args = effective_arguments(workload.args)
-        if card is None:
+        args = effective_arguments(task.args)
+        if task.card is None:
             leave_out_refused_half(args)
     return Setup(
         model=model,
         args=args,
         device=torch.device("cpu"),
-        ranks=workload.ranks,
-        card=card,
-        stock_loss=workload.stock_loss and args.label_smoothing_factor == 0,
-        train_dataset=LengthRows(workload.lengths),
-        user_set=workload.user_set,
+        ranks=task.ranks,
+        card=task.card,
+        stock_loss=task.stock_loss and args.label_smoothing_factor == 0,
+        train_dataset=LengthRows(task.lengths),
+        user_set=task.user_set,
     )
 
 
-def apply_on_meta(candidate: Candidate, setup: Setup) -> list[Strategy]:
+def apply_on_meta(strategies: Sequence[Strategy], setup: Setup) -> list[Strategy]:
     """Apply what must come before there are weights; the rest, in order, is returned.
 
     peft can choose what learns only before a model has (fake) weights.
     """
-    chosen = ordered(candidate.strategies)
-    for one in chosen:
-        if one.effects.chooses_weights:
-            apply_one(one, setup)
-    return [one for one in chosen if not one.effects.chooses_weights]
+    rest = []
+    for strategy in ordered(strategies):
+        if isinstance(strategy, Freezing | Lora):
+            apply_one(strategy, setup)
+        else:
+            rest.append(strategy)
+    return rest
 
 
 def apply_one(strategy: Strategy, setup: Setup) -> None:
@@ -314,22 +322,23 @@ def apply_one(strategy: Strategy, setup: Setup) -> None:
         strategy.apply(setup)
 
 
-def optimizer_spec(workload: Workload, setup: Setup) -> StepSpec:
+def optimizer_spec(task: Task, setup: Setup) -> StepSpec:
     """The stock optimizer of these arguments, or one whose state is as large."""
     optim = str(getattr(setup.args.optim, "value", setup.args.optim))
     optim = _LIKE.get(optim, optim)
     known = optim if optim in OPTIMIZERS else _LARGEST
-    return dataclasses.replace(spec_of(workload), optim=known)
+    return dataclasses.replace(spec_of(task), optim=known)
 
 
-def autocast_dtype(workload: Workload, candidate: Candidate, *, cuda: bool) -> torch.dtype | None:
+def autocast_dtype(task: Task, strategies: Sequence[Strategy], *, cuda: bool) -> torch.dtype | None:
     """What the forward pass computes in, where it is not the weights' own type."""
-    half = candidate.effects.autocast
+    chosen = find(strategies, HalfPrecision)
+    half = None if chosen is None else chosen.dtype
     if not cuda and not half_on_cpu().bfloat16:
         return None
-    if workload.args.bf16 or half == "bfloat16":
+    if task.args.bf16 or half == "bfloat16":
         return torch.bfloat16
     # A CPU trains in fp32 whatever fp16 says.
-    if cuda and (workload.args.fp16 or half == "float16"):
+    if cuda and (task.args.fp16 or half == "float16"):
         return torch.float16
     return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch import nn
 
 from memfit.engine.executors import GraphedExecutor, StepExecutor
 from memfit.engine.loss import counted_labels
-from memfit.engine.micro_batches import MicroBatch, trimming_for
-from memfit.memory.cards import DeviceProfile
+from memfit.engine.micro_batches import MicroBatch, MicroBatching, trimming_for
 from memfit.memory.components import Component
 from memfit.memory.stock_estimate import Recorder
 from memfit.memory.stock_step import make_optimizer, parameter_groups, state_tensors
@@ -32,8 +30,8 @@ from memfit.memory.tracing.counting import Counting, StepCounts
 from memfit.memory.tracing.fake_tensors import FakeTracker
 from memfit.memory.tracing.meta_models import children_first, empty_like, materialize
 from memfit.memory.tracing.traced_device import TracedDevice
-from memfit.planner.candidates import Candidate
-from memfit.planner.pricing.traced_setup import (
+from memfit.planner.task import Task
+from memfit.planner.traced_setup import (
     Batch,
     TracedRows,
     apply_on_meta,
@@ -45,8 +43,8 @@ from memfit.planner.pricing.traced_setup import (
     optimizer_spec,
     rows_at_once,
 )
-from memfit.planner.workload import Workload
-from memfit.strategies import Setup
+from memfit.strategies import FrozenFeatures, Setup, Strategy, find
+from memfit.strategies.frozen_features import FEATURES
 from memfit.strategies.lowbit.gradient_sinks import LowBitSink
 from memfit.strategies.lowbit.host_sink import HostGradients, TracedHostGradients
 
@@ -122,33 +120,23 @@ class Told:
         self.counter.add(counts * times)
 
 
-class Extent(Enum):
-    """How much of a run is traced: what nobody will ask of a trace costs time all the same."""
-
-    MICRO_BATCH = "micro-batch"
-    UPDATE = "update"
-    EVALUATION = "evaluation"
-
-
 class TracedRun:
     """One candidate's training on fake tensors; `run` does every part once."""
 
     def __init__(
         self,
-        workload: Workload,
-        candidate: Candidate,
-        card: DeviceProfile | None,
+        task: Task,
+        strategies: tuple[Strategy, ...],
+        limits: MicroBatching,
         model: Any,
         rows: TracedRows,
         half: torch.dtype | None,
-        *,
-        extent: Extent = Extent.EVALUATION,
     ) -> None:
-        self._extent = extent
-        self._workload, self._candidate, self._card = workload, candidate, card
+        self._task, self._strategies, self._limits = task, strategies, limits
+        self._card = task.card
         self._rows, self._half = rows, half
-        self.setup: Setup = make_setup(workload, model, card)
-        self._rest = apply_on_meta(candidate, self.setup)
+        self.setup: Setup = make_setup(task, model)
+        self._rest = apply_on_meta(strategies, self.setup)
         self.counts: dict[str, StepCounts] = {}
 
     # ------------------------------------------------------------------------- the parts
@@ -170,15 +158,6 @@ class TracedRun:
             finally:
                 tracker.unwatch()
         return self._recorder.events()
-
-    def step_counts(self) -> StepCounts:
-        """Of one optimizer step: every micro-batch and the update."""
-        first, none = self.counts["micro"], StepCounts()
-        more = self.counts.get("micro_more", first)
-        if "static" in self.counts:
-            first, more = first.as_graphs(), more.as_graphs()
-        update = self.counts.get("update", self.counts.get("update_first", none))
-        return first + more * (self._rows.parts - 1) + update + self.counts.get("static", none)
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -207,7 +186,7 @@ class TracedRun:
 
     def _train(self) -> None:
         self.setup.model.train()
-        if self._candidate.effects.feature_tokens:
+        if find(self._strategies, FrozenFeatures) is not None:
             with self._part("features"):
                 self._encode()
         with self._part("start"):
@@ -215,8 +194,6 @@ class TracedRun:
         # Until here the host held the weights themselves, as any training does.
         self._tracker.host_peak_bytes = self._tracker.host_bytes
         self._step()
-        if self._extent is Extent.MICRO_BATCH:
-            return
         with self._part("update_first"):
             self._update()
         with self._part("clear"):
@@ -237,7 +214,7 @@ class TracedRun:
         groups = parameter_groups(setup.model)
         with self._tracker.accounting(Component.OPTIMIZER):
             if setup.make_optimizer is None:
-                spec = optimizer_spec(self._workload, setup)
+                spec = optimizer_spec(self._task, setup)
                 cuda = self._card is not None
                 self._optimizer = make_optimizer(spec, setup.model, cuda=cuda)
                 return
@@ -266,10 +243,10 @@ class TracedRun:
         return [part] * min(self._rows.parts, 2)
 
     def _inputs(self, lengths: tuple[int, ...]) -> Batch:
-        for strategy in self._candidate.strategies:
-            if (instead := strategy.traced_inputs(self._config, len(lengths))) is not None:
-                return {**instead, "labels": labels_for(self._workload, len(lengths))}
-        return make_batch(self._workload, self._config, lengths)
+        if find(self._strategies, FrozenFeatures) is not None:
+            features = torch.zeros(len(lengths), self._config.hidden_size)
+            return {FEATURES: features, "labels": labels_for(self._task, len(lengths))}
+        return make_batch(self._task, self._config, lengths)
 
     @property
     def _config(self) -> Any:
@@ -324,7 +301,7 @@ class TracedRun:
     def _make_executor(self) -> StepExecutor:
         setup = self.setup
         executor = StepExecutor(
-            micro_batching=self._candidate.micro_batching,
+            micro_batching=self._limits,
             trim=trimming_for(setup.model),
             weigh=counted_labels,
             prepare=self._prepare_inputs,
@@ -376,24 +353,22 @@ class TracedRun:
 
     def _evaluate(self) -> None:
         """The largest part of an evaluation batch."""
-        workload = self._workload
-        count = int(workload.args.per_device_eval_batch_size)
-        lengths = sorted(workload.lengths, reverse=True)
+        task = self._task
+        count = int(task.args.per_device_eval_batch_size)
+        lengths = sorted(task.lengths, reverse=True)
         longest = max(self._rows.lengths)
         rows = tuple(min(length, longest) for length in (lengths * count)[:count])
         with self._tracker.on_host():
             part = self._executor.split(self._inputs(rows))[0]
-        if self._extent is Extent.EVALUATION:
-            self._without_gradients(part.inputs)
-        else:
-            self._moved(part.inputs)  # what the host holds for it counts all the same
+        self._without_gradients(part.inputs)
 
     def _encode(self) -> None:
         """As many tokens as go through the frozen encoder at once."""
-        most = self._candidate.effects.feature_tokens
+        features = find(self._strategies, FrozenFeatures)
+        assert features is not None
         longest = max(self._rows.lengths)
-        rows = (longest,) * rows_at_once(most, longest, len(self._workload.lengths))
-        self._without_gradients(make_batch(self._workload, self._config, rows))
+        rows = (longest,) * rows_at_once(features.max_tokens, longest, len(self._task.lengths))
+        self._without_gradients(make_batch(self._task, self._config, rows))
 
     def _without_gradients(self, inputs: Batch) -> None:
         model = self.setup.model

@@ -1,7 +1,7 @@
-"""What is to be trained: its model without weights, its rows, and what its batches look like.
+"""What a plan is made for: a model without weights, its rows, a device and a budget.
 
 Memory is planned for the worst batch the shuffle can draw, time for an average one. Both come
-from the data's own lengths.
+from the data's own lengths. `budget_bytes` is where a budget becomes bytes.
 
 transformers' own sequence classifiers are built from their configuration. Any other model, with
 another head, another task or modules of the user's own, is copied with shapes only; for a shallow
@@ -16,9 +16,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +28,26 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from memfit.config import RunConfig
 from memfit.data import LabelSpace
 from memfit.engine.effective_batch import effective_rows
+from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.micro_batches import MicroBatching, group_rows, longest_row, row_lengths
+from memfit.engine.step_state import preserved_rng
 from memfit.errors import TraceError
 from memfit.i18n import Message
+from memfit.memory.available import MemoryReading, reader_of
+from memfit.memory.cards import DeviceProfile
+from memfit.memory.device import is_cuda, kind_of
 from memfit.memory.tracing.depth import cut_layers
 from memfit.models.layer_stack import sees_padding
 from memfit.models.layers import base_of, layers_of
-from memfit.strategies import Combination, Strategy
+from memfit.strategies import Strategy, Truncation, find
+from memfit.units import Budget
 
 _SAMPLED_BATCHES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is to be trained, whatever the plan: nothing in it may a plan change."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is trained, on which device, inside which budget: nothing in it may a plan change."""
 
     config: PretrainedConfig
     """The model's configuration; no weights are needed to plan."""
@@ -69,6 +75,65 @@ class Workload:
     """Whether a step whose gradient is not finite must leave the weights as they are."""
     given: GivenModel | None = None
     """The model itself, where its configuration alone does not say what it is."""
+    card: DeviceProfile | None = None
+    """None is this machine's CPU, whose budget counts the bytes of live tensors."""
+    budget: Budget = field(default_factory=Budget)
+    """As the user wrote it."""
+    budget_bytes: int = 0
+    """What the process may hold on the device; `reserve_bytes` are taken off already."""
+    exact: bool = False
+    allow: frozenset[str] = frozenset()
+    """Permissions given with --allow."""
+    reserve_bytes: int = 0
+    """Left free, because earlier plans needed more than was predicted."""
+
+    def placed(
+        self,
+        budget: Budget,
+        where: torch.device | DeviceProfile,
+        *,
+        exact: bool = False,
+        allow: frozenset[str] = frozenset(),
+    ) -> Task:
+        """Returns the task on a device of this machine, or on a card by its profile."""
+        return dataclasses.replace(
+            self,
+            card=where if isinstance(where, DeviceProfile) else card_here(where),
+            budget=budget,
+            budget_bytes=budget_bytes(where, budget),
+            exact=exact,
+            allow=allow,
+        )
+
+    def leaving(self, free_bytes: int) -> Task:
+        """Returns the same task with so many bytes less to plan with."""
+        return dataclasses.replace(
+            self,
+            budget_bytes=max(self.budget_bytes - free_bytes, 0),
+            reserve_bytes=self.reserve_bytes + free_bytes,
+        )
+
+    @cached_property
+    def depth(self) -> int:
+        """Layers a text passes."""
+        text: Any = self.config.get_text_config()
+        return int(text.num_hidden_layers) * int(getattr(text, "inner_group_num", 1))
+
+    @cached_property
+    def device_kind(self) -> str:
+        """The kind of the device, see memory/device.py."""
+        return "cuda" if self.card is not None else kind_of(self.args.device)
+
+    @cached_property
+    def half(self) -> Literal["bfloat16", "float16"]:
+        """The half precision this device computes in."""
+        return "bfloat16" if self.card is None or self.card.has_bf16 else "float16"
+
+    @cached_property
+    def refuses_half(self) -> bool:
+        """Whether the user said no to that precision."""
+        name = "bf16" if self.half == "bfloat16" else "fp16"
+        return name in self.user_set and not getattr(self.args, name)
 
     @cached_property
     def effective_rows(self) -> int:
@@ -91,11 +156,6 @@ class Workload:
         return sum(sorted(self.lengths, reverse=True)[: self.effective_rows])
 
     @cached_property
-    def batches(self) -> dict[int, Batches]:
-        """Effective batches by the length texts are cut at, as far as they were asked for."""
-        return {}
-
-    @cached_property
     def mean_tokens(self) -> float:
         """Tokens of an effective batch on average."""
         return sum(self.lengths) / len(self.lengths) * self.effective_rows
@@ -104,6 +164,50 @@ class Workload:
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one pass over the rows."""
         return -(-len(self.lengths) // self.effective_rows)
+
+    @cached_property
+    def _batches(self) -> dict[int, Batches]:
+        return {}
+
+    def batches(self, strategies: Sequence[Strategy] = ()) -> Batches:
+        """What one rank gets of effective batches, of the rows as these strategies leave them.
+
+        Ranks share a batch by tokens, so that a rank's share is like a batch of as many rows.
+        The largest batch is made of the longest rows.
+        """
+        cut = find(strategies, Truncation)
+        longest = self.longest_tokens if cut is None else cut.max_length
+        if longest not in self._batches:
+            lengths = [min(length, longest) for length in self.lengths]
+            self._batches[longest] = Batches(lengths, self.rank_rows)
+        return self._batches[longest]
+
+
+def budget_bytes(where: torch.device | DeviceProfile, budget: Budget) -> int:
+    """The budget in bytes; `auto` leaves room for a display, unless it was taken off already."""
+    reading = memory_of(where)
+    limit_bytes = reading.limit_bytes(budget)
+    if isinstance(where, DeviceProfile) and budget == Budget():
+        limit_bytes += min(where.reserved_bytes, reading.free_bytes - limit_bytes)
+    return limit_bytes
+
+
+def memory_of(where: torch.device | DeviceProfile) -> MemoryReading:
+    """What there is now, and what this process holds; a card elsewhere holds what was said."""
+    if isinstance(where, DeviceProfile):
+        return MemoryReading(where.total_bytes, where.usable_bytes, 0)
+    return reader_of(where, lambda: 0)()
+
+
+def card_here(device: torch.device) -> DeviceProfile | None:
+    """The card with its speeds as measured; None is the CPU, and devices planned for like one."""
+    if not is_cuda(device):
+        half_on_cpu()  # before anything is computed
+        return None
+    from memfit.planner.step_time import calibrate
+
+    with preserved_rng():
+        return calibrate(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +321,6 @@ class Batches:
         if packed:
             return [sum(rows[index] for index in group) for group in groups]
         return [len(group) * max(rows[index] for index in group) for group in groups]
-
-
-def batches_of(workload: Workload, strategies: Sequence[Strategy]) -> Batches:
-    """What one rank gets of effective batches, of the rows as these strategies leave them.
-
-    Ranks share a batch by tokens, so that a rank's share is like a batch of as many rows. The
-    largest is one of the longest rows.
-    """
-    cut = Combination(tuple(strategies)).effects.cuts_at
-    longest = workload.longest_tokens if cut is None else cut
-    known = workload.batches
-    if longest not in known:
-        lengths = [min(length, longest) for length in workload.lengths]
-        known[longest] = Batches(lengths, workload.rank_rows)
-    return known[longest]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -355,7 +444,7 @@ def _largest(value: Tensor) -> Any:
 _HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def workload_of_run(
+def task_of_run(
     config: RunConfig,
     settings: PretrainedConfig,
     args: TrainingArguments,
@@ -364,7 +453,7 @@ def workload_of_run(
     *,
     eval_rows: int = 0,
     ranks: int | None = None,
-) -> Workload:
+) -> Task:
     """A run of the command line: no weights are needed, only the model's settings.
 
     `ranks` will train it; as many as there are now if None.
@@ -373,7 +462,7 @@ def workload_of_run(
     settings = copy.deepcopy(settings)
     if model.attn_implementation is not None:
         settings._attn_implementation = model.attn_implementation
-    return Workload(
+    return Task(
         config=settings,
         lengths=tuple(lengths),
         args=args,
@@ -391,7 +480,7 @@ def workload_of_run(
     )
 
 
-def workload_of_model(
+def task_of_model(
     model: Any,
     args: TrainingArguments,
     train_dataset: Any,
@@ -403,7 +492,7 @@ def workload_of_model(
     eval_rows: int = 0,
     skips_bad_steps: bool = False,
     collate: Collate | None = None,
-) -> Workload:
+) -> Task:
     """A Trainer's model and arguments, before anything was done to them.
 
     Rows that cannot be looked at (a stream) are taken to be as long as the model can read.
@@ -427,7 +516,7 @@ def workload_of_model(
     if own_optimizer:
         args, known = copy.copy(args), known | {"optim"}
         args.optim = own_optimizer
-    return Workload(
+    return Task(
         config=copy.deepcopy(settings),
         lengths=tuple(lengths),
         args=args,
