@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from memfit.doctor.environment import look_around
-from memfit.doctor.reach import readiness
+from memfit.doctor.reach import as_used, readiness
 from memfit.memory.cards import find_card
 from memfit.strategies import ORDER, Fidelity, Strategy
 
@@ -180,7 +180,7 @@ def _field_docstrings(body: ast.AST) -> dict[str, str]:
 
 def _example(kind: type[Strategy]) -> str:
     """With what it stands on."""
-    used = kind.as_used("bfloat16")
+    used = as_used(kind, "bfloat16")
     names = ", ".join(sorted(type(one).__name__ for one in used))
     calls = ", ".join(map(_call, used))
     line = f"trainer = BudgetTrainer(model, args, train_dataset=rows, strategies=[{calls}])"

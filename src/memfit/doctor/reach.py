@@ -61,7 +61,7 @@ def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Rea
     judged = []
     for kind in ORDER:
         setup = _setup(found, card)
-        *beside, strategy = _as_used(kind, "float16" if setup.lacks_bf16 else "bfloat16")
+        *beside, strategy = as_used(kind, "float16" if setup.lacks_bf16 else "bfloat16")
         for one in beside:
             if not one.unavailable(setup):
                 one.apply(setup)
@@ -80,7 +80,7 @@ def readiness(found: Environment, card: DeviceProfile | None = None) -> list[Rea
     return judged
 
 
-def _as_used(kind: type[Strategy], half: Any) -> tuple[Strategy, ...]:
+def as_used(kind: type[Strategy], half: Any) -> tuple[Strategy, ...]:
     """A strategy with the usual settings, after those it is used with."""
     from memfit import strategies
     from memfit.config.training_fields import HEAD_LEARNING_RATE
