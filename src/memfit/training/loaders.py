@@ -8,6 +8,7 @@ tensors; all others still go through the tokenizer.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,6 +125,17 @@ class ShareOfRank:
         batch = self.whole(rows)
         own = shares(lengths_of(batch, Trim.COUNTED), self._ranks.count)[self._ranks.number]
         return rows_of(batch, own)
+
+
+def of_all_rows(collator: Any) -> Any:
+    """The collator of a loader without the sharing among ranks, as a rehearsal needs it."""
+    if isinstance(collator, ShareOfRank):
+        return collator.whole
+    # The Trainer's RemoveColumnsCollator has the other one inside.
+    if isinstance(inner := getattr(collator, "data_collator", None), ShareOfRank):
+        collator = copy.copy(collator)
+        collator.data_collator = inner.whole
+    return collator
 
 
 def shares(lengths: Sequence[int], count: int) -> list[list[int]]:

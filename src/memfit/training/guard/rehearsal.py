@@ -31,6 +31,7 @@ from memfit.memory.device import is_cuda, synchronize
 from memfit.memory.memory_line import MemoryLine, MemoryPoint
 from memfit.training.guard.adjusting import Pieces, StepSettings, pieces_of
 from memfit.training.limits import LiveBytes
+from memfit.training.loaders import of_all_rows
 
 if TYPE_CHECKING:
     from memfit.training.guard.step_guard import Guard
@@ -126,8 +127,9 @@ class _Tried:
 def rehearse(guard: Guard, loader: Any) -> Rehearsal | None:
     """Rehearses the batch of the longest rows. Returns None if rows cannot be read beforehand."""
     dataset: Any = getattr(loader, "dataset", None)
-    collate = getattr(loader.collate_fn, "whole", loader.collate_fn)  # else of this rank's share
-    return _Stage(guard, dataset, collate).play() if has_rows(dataset) else None
+    if not has_rows(dataset):
+        return None
+    return _Stage(guard, dataset, of_all_rows(loader.collate_fn)).play()
 
 
 class _Stage:
