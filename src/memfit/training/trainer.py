@@ -312,6 +312,7 @@ class BudgetTrainer(transformers.Trainer):
             self.changes.remake_model(kwargs.get("trial", args[0] if args else None))
         elif self.changes.given_back:
             self.changes.take_again()
+        self.model_wrapped = self.model  # DDP's buckets are of the parameters there were before
         begun = self.state.global_step
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
