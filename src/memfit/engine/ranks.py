@@ -122,14 +122,12 @@ class Ranks:
             yield
         except Exception as error:
             mine.append(error)
-        found = self.gathered([_sendable(error) for error in mine])
-        said = [str(error) for error in mine]
-        for rank, errors in enumerate(found):
-            for other in errors:
-                if str(other) not in said:
-                    raised = MemfitError("rank {rank}: {words}", rank=rank, words=str(other))
-                    raised.exit_code = getattr(other, "exit_code", 1)
-                    raise raised
+        for rank, other in enumerate(self.gathered([_sendable(error) for error in mine])):
+            if other and str(other[0]) not in map(str, mine):
+                words = t("rank {rank}: {words}", rank=rank, words=str(other[0]))
+                raised = MemfitError(words if rank else str(other[0]))
+                raised.exit_code = getattr(other[0], "exit_code", 1)
+                raise raised
         if mine:
             raise mine[0]
 
