@@ -16,9 +16,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
+    BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -26,6 +29,8 @@ from transformers import (
     BertPreTrainedModel,
     GPT2Config,
     GPT2LMHeadModel,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from memfit import BudgetTrainer, TrainingArguments
@@ -134,6 +139,47 @@ def gpt(_: BertConfig) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**small, **off))
 
 
+def an_answer_beyond_the_text(row: int) -> dict[str, Tensor]:
+    """The text of some rows ends before the answer does: their end is ignored, their start not."""
+    end = {"end_positions": torch.tensor(WIDTH)} if row % 3 else {}
+    return {**an_answer(row), **end}
+
+
+def masked_and_next(row: int) -> dict[str, Tensor]:
+    return {**some_tokens(row), "next_sentence_label": torch.tensor(row % 2)}
+
+
+def few_next_tokens(row: int) -> dict[str, Tensor]:
+    """Of some rows only the first token has a label, which a head that shifts would not count."""
+    labels = next_tokens(row)["labels"]
+    labels[1 + 2 * (row % 3) :] = -100
+    return {**next_tokens(row), "labels": labels}
+
+
+def one_target(row: int) -> dict[str, Tensor]:
+    ids = padded(tokens(row))["input_ids"]
+    last = len(tokens(row)) - 1
+    hidden, wanted = torch.zeros(WIDTH, WIDTH), torch.zeros(1, WIDTH)
+    hidden[:, last] = wanted[0, last] = 1.0
+    target = {"perm_mask": hidden, "target_mapping": wanted, "labels": ids[last].view(1)}
+    return {**padded(tokens(row)), **target}
+
+
+def bart(_: BertConfig) -> BartForCausalLM:
+    return BartForCausalLM(
+        BartConfig(
+            vocab_size=60, d_model=16, decoder_layers=2, decoder_attention_heads=2,
+            decoder_ffn_dim=32, max_position_embeddings=WIDTH, dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def xlnet(_: BertConfig) -> XLNetLMHeadModel:
+    return XLNetLMHeadModel(
+        XLNetConfig(vocab_size=60, d_model=16, n_layer=2, n_head=2, d_inner=32, dropout=0.0)
+    )
+
+
 Row = Callable[[int], dict[str, Tensor]]
 HEADS: dict[str, tuple[Callable[[BertConfig], nn.Module], Row]] = {
     "mean": (lambda c: Pooling(c, "mean"), a_class),
@@ -150,6 +196,13 @@ HEADS: dict[str, tuple[Callable[[BertConfig], nn.Module], Row]] = {
         an_answer,
     ),
     "choices": (BertForMultipleChoice, a_choice),
+    "causal, not shifted": (bart, few_next_tokens),
+    "one target": (xlnet, one_target),
+    "answers beyond the text": (
+        lambda _: BertForQuestionAnswering(BertConfig(**{**SETTINGS, "num_labels": 2})),
+        an_answer_beyond_the_text,
+    ),
+    "two losses": (BertForPreTraining, masked_and_next),
 }
 
 
@@ -204,6 +257,18 @@ def _assert_same_predictions(ours: Any, stock: Any) -> None:
 def test_every_head_trains_and_predicts_as_with_the_stock_trainer(head, limits, tmp_path):
     stock = run(transformers.Trainer, *built(head), tmp_path)
     assert_same(run(BudgetTrainer, *built(head), tmp_path, micro_batching=limits), stock)
+
+
+@pytest.mark.parametrize(
+    ("head", "whole"), [("two losses", True), ("answers beyond the text", True), ("answers", False)]
+)
+def test_a_batch_of_several_losses_is_whole_where_no_weight_serves_all(head, whole, tmp_path):
+    said: list[str] = []
+    limits = MicroBatching(max_rows=3)
+    model, row = built(head)
+    run(BudgetTrainer, model, row, tmp_path, micro_batching=limits, say_adjustment=said.append)
+    assert len(said) == whole
+    assert all("over different labels" in line and "whole batches" in line for line in said)
 
 
 # ---- inside a budget ----

@@ -116,6 +116,8 @@ class StepExecutor:
     most, and none runs, tries or predicts rows without the others."""
     around: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
     packed: bool = False
+    may_cut: Callable[[Sequence[Batch]], bool] = lambda _: True
+    """Whether one weight for each of these micro-batches gives the loss of the whole batch."""
 
     def run(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Leave the batch's gradient in the parameters; return its mean loss, detached."""
@@ -212,7 +214,10 @@ class StepExecutor:
 
     def split(self, batch: Batch) -> list[MicroBatch]:
         """How this batch will be run."""
-        return split(batch, self.micro_batching, self.trim, packed=self.packed)
+        parts = split(batch, self.micro_batching, self.trim, packed=self.packed)
+        if len(parts) > 1 and not self.may_cut([part.inputs for part in parts]):
+            return split(batch, MicroBatching(), self.trim, packed=self.packed)
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)

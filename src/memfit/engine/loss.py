@@ -24,13 +24,16 @@ from transformers import TrainerCallback
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from memfit.engine.micro_batches import row_count
+from memfit.engine.micro_batches import Batch, row_count, rows_of
 from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
 from memfit.i18n import t
 from memfit.models.layer_stack import unwrap
 
 _ANSWER = "start_positions"
+_ANSWERS = (_ANSWER, "end_positions")
+
+_SAME_SHARE = 1e-6
 
 
 def counted_labels(inputs: Any, label_name: str = "labels", *, shifted: bool = False) -> float:
@@ -58,8 +61,57 @@ def counted_items(inputs: Any, label_name: str = "labels", *, shifted: bool = Fa
     return int(labels.ne(IGNORED_LABEL).sum())
 
 
+def parts_of_loss(
+    inputs: Any, label_names: Sequence[str], *, shifted: bool = False
+) -> dict[str, float]:
+    """The terms of each mean that a head adds up, by the labels it is taken over.
+
+    BertForPreTraining adds a mean over masked tokens and a mean over rows; question answering adds
+    a mean over starts and a mean over ends.
+    """
+    names = [name for name in label_names if _labels_of(inputs, name) is not None]
+    answers = _ANSWERS if set(_ANSWERS) <= set(names) else ()
+    counts = {}
+    for name in names:
+        labels = _labels_of(inputs, name)
+        assert labels is not None
+        if name in answers and (ids := inputs.get("input_ids")) is not None:
+            counts[name] = float(labels.lt(ids.shape[1]).sum())  # beyond the text: ignored
+        else:
+            tokens = shifted and labels.dim() > 1
+            counts[name] = counted_labels(inputs, name, shifted=tokens)
+    return counts
+
+
+def share_alike(parts: Sequence[Mapping[str, float]]) -> bool:
+    """Whether every micro-batch has the same share in each mean, so that one weight serves all."""
+    names = list(parts[0])
+    totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    for part in parts:
+        shares = [part.get(name, 0.0) / totals[name] if totals[name] else -1.0 for name in names]
+        if shares and max(shares) - min(shares) > _SAME_SHARE:
+            return False
+    return True
+
+
+def only_first_label(inputs: Mapping[str, Any], label_name: str) -> Batch | None:
+    """One row with a label for its first token and no other; None where no row has a label.
+
+    The loss of a head that shifts its labels is a mean of nothing then: NaN or zero.
+    """
+    labels = inputs[label_name]
+    counted = labels.ne(IGNORED_LABEL)
+    rows = counted.flatten(1).any(1).nonzero().flatten().tolist()
+    if not rows:
+        return None
+    batch: Batch = rows_of(dict(inputs), rows[:1])
+    first = torch.full_like(batch[label_name], IGNORED_LABEL)
+    first[:, :1] = labels[rows[0]][counted[rows[0]]].flatten()[0]
+    return {**batch, label_name: first}
+
+
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss is that of a causal language model."""
+    """Whether the model's name and configuration say that its loss shifts labels."""
     inner: Any = unwrap(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         return False

@@ -37,6 +37,9 @@ from memfit.engine.loss import (
     ClassWeightedLoss,
     counted_items,
     counted_labels,
+    only_first_label,
+    parts_of_loss,
+    share_alike,
     shifts_labels,
 )
 from memfit.engine.micro_batches import (
@@ -47,6 +50,7 @@ from memfit.engine.micro_batches import (
     logits_and_labels,
     trimming_for,
 )
+from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.engine.ranks import Ranks, meeting
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import ConfigError, ModelError
@@ -54,7 +58,7 @@ from memfit.i18n import t
 from memfit.memory.allocator import use_expandable_segments
 from memfit.memory.device import is_cuda, kind_of, lower_watermarks
 from memfit.memory.out_of_memory import HeapTrimmer
-from memfit.models.layer_stack import shows_tokens
+from memfit.models.layer_stack import shows_tokens, unwrap
 from memfit.strategies import Setup, Strategy
 from memfit.strategies.fully_sharded import gathered, is_divided, optimizer_parts
 from memfit.training.checkpoints import (
@@ -65,6 +69,7 @@ from memfit.training.checkpoints import (
     warn_of_other_cut,
 )
 from memfit.training.export import MasterWeights
+from memfit.training.guard.adjusting import StepSettings
 from memfit.training.guard.step_guard import Guard
 from memfit.training.guard.updates import allocate_state, careful, unwrapped
 from memfit.training.health import Health, StallWatch
@@ -223,7 +228,8 @@ class BudgetTrainer(transformers.Trainer):
     def equip(self, model: nn.Module) -> None:
         """Makes executor and guard for the model as it is now."""
         self.model = model  # type: ignore[assignment]
-        self._shifts_labels = shifts_labels(model)
+        self._shifts_labels: bool | None = None
+        self._said_whole = False
         self._learning_flops: int | None = None
         self.executor = self.create_step_executor(self.changes.asked.micro_batches(self.plan))
         line = None if self.plan is None else self.plan.line
@@ -274,7 +280,54 @@ class BudgetTrainer(transformers.Trainer):
         elif self.compute_loss_func is not None or self.setup.sees_inputs:
             told = bool(getattr(self, "_loss_shifts_labels", False))
             return counted_items(inputs, label_name, shifted=told)
-        return counted_labels(inputs, label_name, shifted=self._shifts_labels)
+        return counted_labels(inputs, label_name, shifted=self._shifts(inputs, label_name))
+
+    def _shifts(self, inputs: Batch, label_name: str) -> bool:
+        """Whether the loss leaves out each row's first label; the head is run once to find out.
+
+        Bart and XLNet are causal by their names and do not shift. A loss of the user's, or a model
+        that all ranks must run together, is only looked at by its name.
+        """
+        labels = inputs.get(label_name) if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() < 2:
+            return False
+        if self._shifts_labels is None:
+            ours = type(self).compute_loss is transformers.Trainer.compute_loss
+            alone = not self.setup.sharded and not self.args.torch_compile
+            # A head that nobody knows might look up the label -100 where no row has it.
+            known = type(unwrap(self.model)).__module__.startswith("transformers.")
+            ignores = known or bool(labels.eq(IGNORED_LABEL).any())
+            may_try = ours and alone and ignores
+            one = only_first_label(inputs, label_name) if may_try else None
+            if one is None:
+                return shifts_labels(self.model)
+            model: nn.Module = self.model
+            training = model.training
+            model.eval()
+            with preserved_rng(), torch.no_grad():
+                loss = self._micro_batch_loss(model, self._prepare_inputs(one), 1.0)
+            model.train(training)
+            self._shifts_labels = not loss.isfinite().item() or loss.item() == 0
+        return self._shifts_labels
+
+    def _may_cut(self, batches: Sequence[Batch]) -> bool:
+        """Whether every part of the loss divides by the same shares of the batch."""
+        if self.compute_loss_func is not None or len(self.label_names) < 2:
+            return True
+        if type(self).loss_weight is not BudgetTrainer.loss_weight:
+            return True
+        shifted = self._shifts(batches[0], self.label_names[0])
+        parts = [parts_of_loss(one, self.label_names, shifted=shifted) for one in batches]
+        alike = share_alike(parts)
+        if not alike and not self._said_whole:
+            self._said_whole = True
+            names = ", ".join(parts[0])
+            self.guard.note(
+                t("the loss adds means over different labels ({names})", names=names),
+                str(self.guard.settings),
+                str(StepSettings()),
+            )
+        return alike
 
     def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
         """How an effective batch is run; override to run it another way."""
@@ -293,6 +346,7 @@ class BudgetTrainer(transformers.Trainer):
             ranks=self.ranks,
             around=tuple(self.setup.around_micro_batch),
             packed=self.setup.packing is not None,
+            may_cut=self._may_cut,
         )
         for wrap in self.setup.wrap_executor:
             executor = wrap(executor)
