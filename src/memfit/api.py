@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from memfit.planner.plan import Plan
     from memfit.planner.search import Planning
     from memfit.records.evaluation import Evaluation
+    from memfit.records.export_results import Export
     from memfit.report.comparison import Comparison
     from memfit.run.inference import Classifier
-    from memfit.run.onnx_export import Export
     from memfit.run.publish import PushResult
     from memfit.run.train import RunResult
 

@@ -52,6 +52,7 @@ def test_files_lie_where_the_hub_has_them_and_were_scored(exported: Path) -> Non
     assert by_name["onnx-int8"]["size_bytes"] < by_name["onnx"]["size_bytes"]
     assert by_name["onnx-int8"]["scheme"]
     assert said["rows"] == 16
+    assert "Exported files" in (exported / "report.html").read_text(encoding="utf-8")
     for file in ("onnx/model.onnx", "onnx/model_int8.onnx"):
         assert (exported / file).is_file()
 

@@ -89,6 +89,22 @@ def test_only_the_model_and_its_tokenizer_leave_the_folder(folder: Path) -> None
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
+def test_exported_files_go_along_under_their_own_path(folder: Path) -> None:
+    (folder / "onnx").mkdir()
+    for name in ("model.onnx", "model_int8.onnx", "model.onnx.data", "notes.txt"):
+        (folder / "onnx" / name).touch()
+    upload = hubs.Upload(
+        repo="anna/reviews",
+        folder=folder,
+        files=files_to_push(folder),
+        card=b"",
+        licence="mit",
+        private=False,
+    )
+    sent = {name for name in upload.names if "/" in name}
+    assert sent == {"onnx/model.onnx", "onnx/model_int8.onnx", "onnx/model.onnx.data"}
+
+
 def test_pickled_weights_stay_where_safetensors_are_there(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     assert "pytorch_model.bin" not in {file.name for file in files_to_push(folder)}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
+from memfit.config.files import write_json
 from memfit.errors import ConfigError
 from memfit.i18n import speaking
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import ClassRow, Evaluation, Mistake
+from memfit.records.export_results import Export, Variant
 from memfit.records.results import MemorySummary, RunSummary, write_evaluation, write_summary
 from memfit.report.model_card import AuthorsWords, card_for, has_licence, model_card
+from memfit.report.page import write_report
 
 SECRET_TEXT = "房間很髒，電話是0912345678"
 PLAN = """version = 1
@@ -92,6 +96,41 @@ def test_the_figures_of_the_run_are_in_the_card(run: Path) -> None:
     ):
         assert line in card.splitlines(), line
     assert 'model="anna/reviews"' in card
+
+
+def exported(folder: Path) -> Export:
+    def variant(name: str, **changes: Any) -> Variant:
+        return Variant(
+            name=name, alone_milliseconds=12.34, batched_milliseconds=5.678, metric=0.9, **changes
+        )
+
+    int8 = variant("onnx-int8", scheme="per channel", size_bytes=2**20, changed_answers=2,
+                   logits_off=0.1, file="onnx/model_int8.onnx")  # fmt: skip
+    plain = variant("torch", size_bytes=2**22, changed_answers=0, logits_off=0.0)
+    return Export(
+        folder=folder, metric="f1", rows=1234, scored_on="/home/anna/secret.csv",
+        variants=(plain, int8), refused="",
+    )  # fmt: skip
+
+
+def test_exported_files_are_in_the_card_and_the_report(run: Path) -> None:
+    assert "Exported files" not in model_card(run, "anna/reviews", "mit")
+    write_json(run / "export.json", exported(run).to_dict())
+    card = model_card(run, "anna/reviews", "mit")
+    assert "| onnx-int8 (per channel) | 1.0 MiB | 12.3 | 5.68 | 0.9000 | 2 of 1,234 |" in card
+    assert "secret" not in card
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "onnx-int8 (per channel)" in page
+    not_written = replace(exported(run).variants[1], file="")
+    made = replace(
+        exported(run), variants=(exported(run).variants[0], not_written), refused="too bad"
+    )
+    write_json(run / "export.json", made.to_dict())
+    assert "Exported files" not in model_card(run, "anna/reviews", "mit")
+    assert "too bad" in write_report(run).read_text(encoding="utf-8")
+    for broken in ("{", "[]", '{"variants": 3}', '{"rows": "x", "metric": "", "variants": []}'):
+        (run / "export.json").write_text(broken)
+        assert "Exported files" not in write_report(run).read_text(encoding="utf-8")
 
 
 def test_the_hub_can_read_the_front_matter(run: Path) -> None:

@@ -11,10 +11,9 @@ from memfit.cli.options import Json, PlainCommand, config_options
 from memfit.config import DataConfig
 from memfit.errors import MemfitError
 from memfit.i18n import t
-from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.run.onnx_export import Export
+    from memfit.records.export_results import Export
 
 # What belongs to splitting a table and training on it.
 _NOT_HERE = (
@@ -68,22 +67,12 @@ def export(
 
 
 def _show(made: Export) -> None:
-    from memfit.report import terminal
+    from memfit.report import sections, terminal
 
-    table = terminal.table(
-        t("variant"), t("size"), t("ms a text alone"), t("ms a text in batches"), made.metric,
-        t("answers changed"),
-    )  # fmt: skip
-    for one in made.variants:
-        name = f"{one.name} ({one.scheme})" if one.scheme else one.name
-        table.add_row(
-            name,
-            format_bytes(one.size_bytes),
-            f"{one.alone_milliseconds:.1f}",
-            f"{one.batched_milliseconds:.2f}",
-            f"{one.metric:.4f}",
-            t("{changed} of {rows}", changed=f"{one.changed_answers:,}", rows=f"{made.rows:,}"),
-        )
+    measured = sections.export_table(made)
+    table = terminal.table(*measured.head)
+    for row in measured.rows:
+        table.add_row(*row)
     terminal.console().print(table)
     console.say(t("scored on {rows}", rows=made.scored_on))
     console.say(t("written to {path}", path=made.folder / "onnx"))

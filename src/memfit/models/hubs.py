@@ -75,8 +75,9 @@ class Upload:
     """What goes to a hub, and where."""
 
     repo: str
+    folder: Path
     files: tuple[Path, ...]
-    """They lie in one folder, and at the top of the repository."""
+    """They lie in the folder, and at the same place in the repository."""
     card: bytes
     licence: str
     private: bool
@@ -84,7 +85,12 @@ class Upload:
     @property
     def names(self) -> tuple[str, ...]:
         """The files in the repository."""
-        return (*(file.name for file in self.files), "README.md")
+        return (*self.paths, "README.md")
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The files by their names in the repository."""
+        return {file.relative_to(self.folder).as_posix(): file for file in self.files}
 
     @property
     def size_bytes(self) -> int:

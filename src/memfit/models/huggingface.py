@@ -153,7 +153,7 @@ def _commit(api: HfApi, what: Upload) -> None:
     with contextlib.ExitStack() as plainly:
         for wait in (*WAITS_SECONDS, None):
             # Made anew for each attempt: an operation remembers what became of it before.
-            added: dict[str, str | bytes] = {file.name: str(file) for file in what.files}
+            added: dict[str, str | bytes] = {name: str(file) for name, file in what.paths.items()}
             operations = [
                 CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
                 for name, content in {**added, "README.md": what.card}.items()

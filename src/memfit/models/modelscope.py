@@ -132,8 +132,8 @@ def upload(what: Upload) -> str:
         api.upload_folder(
             what.repo,
             "model",
-            what.files[0].parent,
-            allow_patterns=[file.name for file in what.files],
+            what.folder,
+            allow_patterns=list(what.paths),
             commit_message="Upload model and tokenizer with memfit",
             # It would keep a file in the user's folder and believe it even where the
             # repository is gone; ModelScope itself says which weights it has.

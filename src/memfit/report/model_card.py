@@ -240,7 +240,16 @@ def _figures(view: RunView) -> dict[str, Any]:
         "times": [(named("work", key), format_seconds(s)) for key, s in summary.seconds.items()],
         "fidelity": named("fidelity", view.plan.fidelity) if view.plan else "",
         "strategies": plan["strategies"] if plan else None,
+        "export": _export(view),
     }
+
+
+def _export(view: RunView) -> dict[str, Any] | None:
+    """The files that are uploaded beside the weights; which rows scored them may name a path."""
+    shown = sections.export(view)
+    if shown is None or view.export is None or not any(one.file for one in view.export.variants):
+        return None
+    return {**shown, "table": sections.export_table(view.export, written_only=True)}
 
 
 def _hub_id(name: str) -> str | None:

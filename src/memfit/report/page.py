@@ -94,6 +94,7 @@ def _page(view: RunView, *, live: bool, served: bool = False, **changes: Any) ->
         "training": sections.training_parts(view),
         "evaluation": sections.quality(view),
         "plan": sections.plan(view),
+        "export": sections.export(view),
         "data": sections.data(view),
         "config": "\n".join(clean(line) for line in view.config.splitlines()),
     }

@@ -11,6 +11,7 @@ from typing import Any
 from memfit.i18n import N_, NP_, pt, shown, t
 from memfit.printing import clean
 from memfit.records.evaluation import ClassRow, Evaluation
+from memfit.records.export_results import Export
 from memfit.report import plots
 from memfit.report.formatting import (
     FIDELITY_SENTENCES,
@@ -409,3 +410,47 @@ def lengths_sentence(lengths: Mapping[str, Any]) -> str:
         cut=lengths["cut_rows"],
         share=percent(lengths["cut_rows"] / lengths["count"]),
     )
+
+
+# ---- the export ----
+
+
+def export(view: RunView) -> dict[str, Any] | None:
+    """Every variant that `memfit export` measured, and why a file was not written."""
+    made = view.export
+    if made is None or not made.variants:
+        return None
+    return {
+        "sentence": t(
+            "Each variant answered the same {rows:,} rows; the times are of the machine that "
+            "exported it.",
+            rows=made.rows,
+        ),
+        "refused": clean(made.refused),
+        "table": export_table(made),
+    }
+
+
+def export_table(made: Export, *, written_only: bool = False) -> PageTable:
+    """Size, time, metric and changed answers of every variant, torch first."""
+    rows = []
+    for one in made.variants:
+        if written_only and one.name != "torch" and not one.file:
+            continue
+        changed = t("{changed} of {rows}", changed=f"{one.changed_answers:,}",
+                    rows=f"{made.rows:,}")  # fmt: skip
+        rows.append(
+            [
+                clean(f"{one.name} ({one.scheme})" if one.scheme else one.name),
+                format_bytes(one.size_bytes),
+                f"{one.alone_milliseconds:.1f}",
+                f"{one.batched_milliseconds:.2f}",
+                f"{one.metric:.4f}",
+                changed,
+            ]
+        )
+    head = [
+        t("variant"), t("size"), t("ms a text alone"), t("ms a text in batches"),
+        named("metric", made.metric), t("answers changed"),
+    ]  # fmt: skip
+    return PageTable(t("The exported files beside torch"), rows, head)

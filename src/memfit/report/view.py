@@ -21,6 +21,7 @@ from typing import Any
 from memfit.errors import OutputError
 from memfit.memory.components import Component, MemoryPeak
 from memfit.records.evaluation import Evaluation, Mistake
+from memfit.records.export_results import Export, read_export
 from memfit.records.results import (
     RunFolder,
     RunSummary,
@@ -132,6 +133,8 @@ class RunView:
     config: str = ""
     best_step: int | None = None
     """Where the best checkpoint so far was written."""
+    export: Export | None = None
+    """What `memfit export` measured afterwards."""
 
     # ---- memory ----
 
@@ -288,6 +291,7 @@ def read_view(folder: RunFolder, *, live: bool = False) -> RunView:
         mistakes=mistakes,
         config=_text(folder.config),
         best_step=int(best) if best.isdecimal() else None,
+        export=read_export(folder.path) if finished else None,
     )
 
 

@@ -7,18 +7,17 @@ than `most_lost` points is not written.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from memfit.config import DataConfig, RunConfig
-from memfit.config.files import plain, read_json, staged_files, write_json
+from memfit.config.files import staged_files, write_json
 from memfit.data import read_labelled, read_table
 from memfit.errors import ConfigError, DataError, MemfitError, ModelError, OutputError
 from memfit.i18n import t
@@ -31,8 +30,10 @@ from memfit.models.onnx_model import (
     require_onnx,
 )
 from memfit.records.evaluation import evaluate_predictions, probabilities
+from memfit.records.export_results import Export, Variant
 from memfit.records.results import RunFolder
 from memfit.records.scoring import Array, answers, scoring_for
+from memfit.report.page import write_report
 from memfit.run.inference import Classifier, Text
 from memfit.waiting import doing
 
@@ -51,54 +52,6 @@ _BESIDE = (
     "added_tokens.json", "chat_template.jinja", "summary.json",
 )  # fmt: skip
 """What a folder needs beside onnx/ for others' loaders, and for memfit's own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One form of the classifier, as it was measured."""
-
-    name: str
-    """`torch`, `onnx` or `onnx-int8`."""
-    scheme: str = ""
-    """How it was quantized."""
-    file: str = ""
-    """Its path inside the folder; empty where it was not written."""
-    size_bytes: int
-    alone_milliseconds: float
-    """A text, one after another."""
-    batched_milliseconds: float
-    """A text, in batches."""
-    metric: float
-    changed_answers: int
-    """Rows that are answered otherwise than by torch."""
-    logits_off: float
-    """The largest difference to torch's logits."""
-    lost_points: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """What was written where, and how every variant scored."""
-
-    folder: Path
-    metric: str
-    rows: int
-    scored_on: str
-    variants: tuple[Variant, ...]
-    refused: str = ""
-    """Why a variant that was asked for was not written; empty where all were."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for export.json and --json."""
-        values: dict[str, Any] = plain(dataclasses.asdict(replace(self, folder=Path())))
-        return {**values, "folder": str(self.folder)}
-
-
-def read_export(folder: Path) -> dict[str, Any] | None:
-    """Returns what export.json says of a run; None where it was never exported."""
-    path = folder / "export.json"
-    return read_json(path) if path.is_file() else None
 
 
 def export(
@@ -165,6 +118,8 @@ def export(
             versions=_versions(),
         )
         _finish(made, scratch, Path(run))
+    if RunFolder(target).report.is_file():
+        write_report(target)
     return made
 
 

@@ -33,11 +33,13 @@ _TOKENIZER = (
     "vocab.txt", "vocab.json", "merges.txt", "*.model", "chat_template.jinja", "tokenization_*.py",
 )  # fmt: skip
 
+_ONNX = ("model*.onnx", "model*.onnx.data")
+
 _VOCABULARY = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
 def files_to_push(folder: Path) -> tuple[Path, ...]:
-    """The model's and the tokenizer's files, or what is missing of them."""
+    """The model's, the tokenizer's and the exported files, or what is missing of them."""
     if not folder.is_dir():
         raise ModelError(
             "there is no folder {folder}; give the output folder of a run", folder=folder
@@ -58,6 +60,8 @@ def files_to_push(folder: Path) -> tuple[Path, ...]:
             path=repr(str(folder)),
         )
     found = {*_matching(folder, _CONFIG), *_matching(folder, _TOKENIZER), *weights}
+    if (folder / "onnx").is_dir():
+        found.update(_matching(folder / "onnx", _ONNX))
     return tuple(sorted(found))
 
 
@@ -105,6 +109,7 @@ def push(
     )
     upload = Upload(
         repo=repo,
+        folder=path,
         files=files,
         card=card.encode(),
         licence=licence_in(card) or "other",
