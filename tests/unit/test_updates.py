@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor
 
 from memfit import BudgetTrainer, TrainingArguments
+from memfit.engine.micro_batches import MicroBatching
+from memfit.errors import ConfigError
 from memfit.memory.out_of_memory import OPERATOR_TRIES, is_out_of_memory, retrying
-from memfit.training.guard.updates import allocate_state, careful
+from memfit.training.guard.updates import allocate_state, careful, steps_in_backward
 from small_training import collate, model_of, texts
 
 CPU = torch.device("cpu")
@@ -243,3 +247,61 @@ def test_a_trainer_trains_a_second_time_with_little_room(tmp_path, optim):
         before = trainer.model.classifier.weight.detach().clone()
         assert trainer.train().global_step == 2
         assert not torch.equal(trainer.model.classifier.weight, before)
+
+
+# ---- optimizers that step inside backward ----
+
+
+def layerwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own layerwise set-up around torch's AdamW; GaLore itself is not installed."""
+    module = types.ModuleType("galore_torch")
+    for name in ("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor"):
+        setattr(module, name, AdamW)
+    monkeypatch.setitem(sys.modules, "galore_torch", module)
+    found = "transformers.trainer_optimizer.is_galore_torch_available"
+    monkeypatch.setattr(found, lambda: True)
+
+
+def trained_layerwise(kind: type, tmp_path: Any, **named: Any) -> Any:
+    steps = named.pop("gradient_accumulation_steps", 1)
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, max_steps=3, use_cpu=True, logging_steps=1,
+        optim="galore_adamw_layerwise", optim_target_modules=["query"], learning_rate=1e-3,
+        save_strategy="no", report_to="none", disable_tqdm=True,
+        gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    model = model_of(dropout=0.0)
+    trainer = kind(model, args, train_dataset=texts(), data_collator=collate, **named)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.model.state_dict()
+
+
+@pytest.mark.parametrize("cut", [{"micro_batching": MicroBatching(max_rows=3)}, {"budget": "60MB"}])
+def test_what_steps_inside_backward_runs_whole_and_is_not_rehearsed(cut, tmp_path, monkeypatch):
+    layerwise(monkeypatch)
+    said: list[str] = []
+    losses, weights = trained_layerwise(transformers.Trainer, tmp_path)
+    cut = {**cut, "say_adjustment": said.append}
+    ours, ours_weights = trained_layerwise(BudgetTrainer, tmp_path, **cut)
+    assert ours == pytest.approx(losses, abs=2e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(ours_weights[name], value, rtol=0, atol=2e-6, msg=name)
+    assert len(said) == ("micro_batching" in cut)
+    assert all("inside backward" in line and "whole batches" in line for line in said)
+
+
+def test_what_steps_inside_backward_refuses_accumulation(tmp_path, monkeypatch):
+    layerwise(monkeypatch)
+    with pytest.raises(ConfigError, match="layerwise updates weights inside backward"):
+        trained_layerwise(BudgetTrainer, tmp_path, gradient_accumulation_steps=2)
+
+
+def test_hooks_that_only_look_do_not_make_an_optimizer_step_inside_backward():
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: None)
+    assert not steps_in_backward(model, optimizer)
+    assert steps_in_backward(model, SGD(parameters(), lr=0.1))

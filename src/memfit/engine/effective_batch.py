@@ -124,8 +124,10 @@ def _refuse(args: TrainingArguments) -> None:
                 name=sharded[0],
             )
         )
+    name = str(getattr(args.optim, "value", args.optim))
+    if name.endswith("layerwise") and accumulation_steps(args) > 1:
+        raise ConfigError(layerwise_accumulation(name))
     if args.optim in _STEPS_IN_BACKWARD:
-        name = getattr(args.optim, "value", args.optim)
         raise ConfigError(
             t(
                 "optim={name} updates weights inside backward and cannot take an effective "
@@ -133,6 +135,15 @@ def _refuse(args: TrainingArguments) -> None:
                 name=repr(name),
             )
         )
+
+
+def layerwise_accumulation(name: str) -> str:
+    """The sentence for accumulation with an optimizer that transformers refuses it for."""
+    return t(
+        "{name} updates weights inside backward and does not support gradient accumulation: leave "
+        "gradient_accumulation_steps at 1",
+        name=name,
+    )
 
 
 def warn_of_conflicts(args: TrainingArguments) -> None:

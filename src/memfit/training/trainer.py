@@ -27,6 +27,7 @@ from memfit.engine import micro_batches
 from memfit.engine.effective_batch import (
     accumulation_steps,
     effective_arguments,
+    layerwise_accumulation,
     leave_out_refused_half,
     warn_of_conflicts,
 )
@@ -71,7 +72,12 @@ from memfit.training.checkpoints import (
 from memfit.training.export import MasterWeights
 from memfit.training.guard.adjusting import StepSettings
 from memfit.training.guard.step_guard import Guard
-from memfit.training.guard.updates import allocate_state, careful, unwrapped
+from memfit.training.guard.updates import (
+    allocate_state,
+    careful,
+    steps_in_backward,
+    unwrapped,
+)
 from memfit.training.health import Health, StallWatch
 from memfit.training.loaders import (
     ShareOfRank,
@@ -124,6 +130,8 @@ class BudgetTrainer(transformers.Trainer):
     guard: Guard
     executor: StepExecutor
     _keeps_predictions = False
+    steps_in_backward = False
+    """Whether the optimizer updates weights inside backward, known from the first step on."""
     _whole_weights: dict[str, Any] | None = None
     """The whole weights of a sharded model, while it is saved."""
 
@@ -311,23 +319,27 @@ class BudgetTrainer(transformers.Trainer):
         return self._shifts_labels
 
     def _may_cut(self, batches: Sequence[Batch]) -> bool:
-        """Whether every part of the loss divides by the same shares of the batch."""
+        """Whether micro-batches add up: one share for every part of the loss, one update."""
+        if self.steps_in_backward:
+            self._say_whole(t("the optimizer updates weights inside backward"))
+            return False
         if self.compute_loss_func is not None or len(self.label_names) < 2:
             return True
         if type(self).loss_weight is not BudgetTrainer.loss_weight:
             return True
         shifted = self._shifts(batches[0], self.label_names[0])
         parts = [parts_of_loss(one, self.label_names, shifted=shifted) for one in batches]
-        alike = share_alike(parts)
-        if not alike and not self._said_whole:
+        if share_alike(parts):
+            return True
+        names = ", ".join(parts[0])
+        self._say_whole(t("the loss adds means over different labels ({names})", names=names))
+        return False
+
+    def _say_whole(self, why: str) -> None:
+        """Says once that batches are not cut."""
+        if not self._said_whole:
             self._said_whole = True
-            names = ", ".join(parts[0])
-            self.guard.note(
-                t("the loss adds means over different labels ({names})", names=names),
-                str(self.guard.settings),
-                str(StepSettings()),
-            )
-        return alike
+            self.guard.note(why, str(self.guard.settings), str(StepSettings()))
 
     def create_step_executor(self, micro_batching: MicroBatching) -> StepExecutor:
         """How an effective batch is run; override to run it another way."""
@@ -413,6 +425,10 @@ class BudgetTrainer(transformers.Trainer):
             # Other rows get other dropout. The host's generator may decide the order of rows.
             torch.cuda.manual_seed(self.args.seed + self.ranks.number)
         if self.optimizer is not None:
+            ours = self.setup.sink is not None or self.setup.sharded
+            self.steps_in_backward = not ours and steps_in_backward(self.model, self.optimizer)
+            if self.steps_in_backward and self._folded > 1:
+                raise ConfigError(layerwise_accumulation(type(unwrapped(self.optimizer)).__name__))
             allocate_state(unwrapped(self.optimizer))
         if not self.setup.sharded:  # a part says nothing of a checkpoint's size
             self.checkpoints.check()

@@ -229,8 +229,8 @@ class Guard:
             self.adjustments.say = bars[0].say
         if trainer.budget is None or trainer.args.torch_compile:
             return  # a compiled step wants the same shapes
-        if trainer.executor.in_step:
-            return
+        if trainer.executor.in_step or trainer.steps_in_backward:
+            return  # a rehearsal there would need the other ranks, or move the weights
         with (
             doing(t("compiling, capturing and trying the largest batch …")),
             trainer.ranks.agreed(),
@@ -488,6 +488,17 @@ class Guard:
     ) -> StepSettings:
         """Returns the settings for the next try; RunStoppedError if nothing is left to change."""
         trainer = self.trainer
+        if trainer.steps_in_backward:
+            raise RunStoppedError(
+                t(
+                    "out of memory in step {step}: {failed}; the optimizer updates weights inside "
+                    "backward, so the step cannot run again in smaller parts; choose a smaller "
+                    "batch, a shorter --max-length or another optimizer",
+                    step=trainer.state.global_step + 1,
+                    failed=failed,
+                ),
+                trainer.checkpoints.last_good,
+            )
         if not trainer.ranks.is_alone:
             raise StepMemoryError(
                 t(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
@@ -36,6 +36,17 @@ _TEMPORARIES = 2
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer itself; accelerate wraps it for the training."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def steps_in_backward(model: nn.Module, optimizer: Any) -> bool:
+    """Whether hooks on gradients update weights that the optimizer itself does not hold.
+
+    So work transformers' layerwise optimizers, whose own step does nothing.
+    """
+    groups = getattr(unwrapped(optimizer), "param_groups", [])
+    held = {id(p) for group in groups for p in group["params"]}
+    learning = (p for p in model.parameters() if p.requires_grad and id(p) not in held)
+    return any(p._post_accumulate_grad_hooks or p._backward_hooks for p in learning)
 
 
 def allocate_state(optimizer: Optimizer) -> bool:
