@@ -71,7 +71,7 @@ def estimate(
     """Predict the memory of training with the stock Trainer, from a config.json alone."""
     del ctx
     if "model" not in options:
-        raise ConfigError(t("no model given; name one with --model"))
+        raise ConfigError("no model given; name one with --model")
     place = check_card(gpu, windows, display, reserved)
     target = check_target(timeline, _CANNOT_WRITE) if timeline is not None else None
     with console.working():

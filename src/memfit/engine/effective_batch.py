@@ -43,12 +43,10 @@ def effective_rows(args: TrainingArguments) -> int:
     if accelerator.split_batches:
         if rows % ranks:
             raise ConflictError(
-                t(
-                    "split_batches shares a batch of {rows} rows among {ranks} processes; give it "
-                    "a number of rows that they divide",
-                    rows=rows,
-                    ranks=ranks,
-                )
+                "split_batches shares a batch of {rows} rows among {ranks} processes; give it "
+                "a number of rows that they divide",
+                rows=rows,
+                ranks=ranks,
             )
         rows //= ranks
     return rows * accumulation_steps(args)
@@ -101,39 +99,31 @@ def _refuse(args: TrainingArguments) -> None:
         accelerator.gradient_accumulation_kwargs or {}
     ):
         raise ConflictError(
-            t(
-                "The `AcceleratorConfig`'s `num_steps` is set but "
-                "`gradient_accumulation_steps` is greater than 1, too: leave one of them out"
-            )
+            "The `AcceleratorConfig`'s `num_steps` is set but "
+            "`gradient_accumulation_steps` is greater than 1, too: leave one of them out"
         )
     count = launched_rank().world_size
     if count > 1 and args.world_size == 1:
         raise ConfigError(
-            t(
-                "this is one of {count} processes, and these TrainingArguments would train it "
-                "alone; on a CPU add use_cpu=True to them, or take memfit.TrainingArguments",
-                count=count,
-            )
+            "this is one of {count} processes, and these TrainingArguments would train it "
+            "alone; on a CPU add use_cpu=True to them, or take memfit.TrainingArguments",
+            count=count,
         )
     sharded = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
     if sharded:
         raise ConfigError(
-            t(
-                "BudgetTrainer does not run with {name}: it decides itself what is on the "
-                "device; use one process a GPU (torchrun), or transformers.Trainer",
-                name=sharded[0],
-            )
+            "BudgetTrainer does not run with {name}: it decides itself what is on the "
+            "device; use one process a GPU (torchrun), or transformers.Trainer",
+            name=sharded[0],
         )
     name = str(getattr(args.optim, "value", args.optim))
     if name.endswith("layerwise") and accumulation_steps(args) > 1:
         raise ConfigError(layerwise_accumulation(name))
     if args.optim in _STEPS_IN_BACKWARD:
         raise ConfigError(
-            t(
-                "optim={name} updates weights inside backward and cannot take an effective "
-                "batch in parts; choose another optimizer",
-                name=repr(name),
-            )
+            "optim={name} updates weights inside backward and cannot take an effective "
+            "batch in parts; choose another optimizer",
+            name=repr(name),
         )
 
 

@@ -30,7 +30,6 @@ from memfit.engine.packed_batch import (
 )
 from memfit.engine.ranks import Ranks
 from memfit.errors import DataError
-from memfit.i18n import t
 from memfit.memory.device import is_cuda
 
 
@@ -157,7 +156,7 @@ class StepExecutor:
         total = sum(weight for weight, _ in told) / ranks.count
         if not total:
             raise DataError(
-                t("a training batch has no label that counts: all are -100 or of weight zero")
+                "a training batch has no label that counts: all are -100 or of weight zero"
             )
         own = [(part, Share(weight, total)) for part, weight in weights]
         counts = [int(count) for _, count in told]

@@ -27,7 +27,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from memfit.engine.micro_batches import Batch, row_count, rows_of
 from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
-from memfit.i18n import t
 from memfit.models.layer_stack import unwrap
 
 _ANSWER = "start_positions"
@@ -137,7 +136,7 @@ class ClassWeightedLoss:
     ) -> None:
         self.class_weights = torch.as_tensor(class_weights, dtype=torch.float32).cpu()
         if self.class_weights.dim() != 1 or bool(self.class_weights.lt(0).any()):
-            raise ConfigError(t("class_weights must be one number, zero or more, for each class"))
+            raise ConfigError("class_weights must be one number, zero or more, for each class")
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -145,11 +144,9 @@ class ClassWeightedLoss:
         classes = logits.shape[-1]
         if classes != len(self.class_weights):
             raise ConfigError(
-                t(
-                    "class_weights has {count} numbers, the model {classes} classes",
-                    count=len(self.class_weights),
-                    classes=classes,
-                )
+                "class_weights has {count} numbers, the model {classes} classes",
+                count=len(self.class_weights),
+                classes=classes,
             )
         weights = self.class_weights.to(logits)
         if labels.is_floating_point():

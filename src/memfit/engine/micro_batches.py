@@ -24,7 +24,6 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from memfit.engine.packed_batch import IGNORED_LABEL
 from memfit.errors import ConfigError
-from memfit.i18n import t
 from memfit.models.layer_stack import reads_last_token, sees_padding
 
 Batch = dict[str, Any]
@@ -53,11 +52,9 @@ class MicroBatching:
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ConfigError(
-                    t(
-                        "{name} of a micro-batch must be at least 1, not {limit}",
-                        name=name,
-                        limit=limit,
-                    )
+                    "{name} of a micro-batch must be at least 1, not {limit}",
+                    name=name,
+                    limit=limit,
                 )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memfit.errors import DataError
-from memfit.i18n import Message
 
 IGNORED_LABEL = -100
 """The label that losses leave out of the sum and out of the mean; dummy rows have it."""
@@ -241,20 +240,16 @@ def weighted_loss(
 def _ids_and_mask(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or "inputs_embeds" in batch:
-        raise DataError(
-            Message("a batch is packed from input_ids of shape [rows, tokens]; it has none")
-        )
+        raise DataError("a batch is packed from input_ids of shape [rows, tokens]; it has none")
     mask = batch.get("attention_mask")
     if mask is None:
         return ids, torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:
         raise DataError(
-            Message(
-                "the attention mask has shape {shape} and the tokens {expected}; packing "
-                "needs one mask value a token",
-                shape=list(mask.shape),
-                expected=list(ids.shape),
-            )
+            "the attention mask has shape {shape} and the tokens {expected}; packing "
+            "needs one mask value a token",
+            shape=list(mask.shape),
+            expected=list(ids.shape),
         )
     mask = mask.bool()
     # A row without any token still is a row with a label: keep its first cell.

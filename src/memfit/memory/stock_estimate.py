@@ -143,12 +143,10 @@ def failing_as_a_trace(tracker: FakeTracker, model: Any) -> Iterator[None]:
     ) as error:
         where = t(" in {module}", module=tracker.module) if tracker.module else ""
         raise TraceError(
-            t(
-                "{name} cannot be traced{where}: {error}",
-                name=type(model).__name__,
-                where=where,
-                error=error,
-            )
+            "{name} cannot be traced{where}: {error}",
+            name=type(model).__name__,
+            where=where,
+            error=error,
         ) from error
 
 

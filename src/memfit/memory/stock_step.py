@@ -86,22 +86,18 @@ class StepSpec:
         for name, words in _AT_LEAST_ONE.items():
             if getattr(self, name) < 1:
                 raise ConfigError(
-                    t(
-                        "{what} is {value}; it must be at least 1",
-                        what=t(words),
-                        value=getattr(self, name),
-                    )
+                    "{what} is {value}; it must be at least 1",
+                    what=t(words),
+                    value=getattr(self, name),
                 )
         if self.lora is not None and self.freeze is not None:
             raise ConfigError(
-                t("--lora freezes all but its adapters and the head already; leave --freeze out")
+                "--lora freezes all but its adapters and the head already; leave --freeze out"
             )
         if self.freeze not in (None, "encoder", "embeddings") and not self.freeze.isdecimal():
             raise ConfigError(
-                t(
-                    "cannot freeze {freeze}; write encoder, embeddings or a number of layers",
-                    freeze=repr(self.freeze),
-                )
+                "cannot freeze {freeze}; write encoder, embeddings or a number of layers",
+                freeze=repr(self.freeze),
             )
 
     @property
@@ -132,13 +128,11 @@ class StepSpec:
 def _known(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(
-            t(
-                "{name} {value} is not one of {choices}.{hint}",
-                name=name,
-                value=repr(value),
-                choices=", ".join(allowed),
-                hint=nearest(value, allowed),
-            )
+            "{name} {value} is not one of {choices}.{hint}",
+            name=name,
+            value=repr(value),
+            choices=", ".join(allowed),
+            hint=nearest(value, allowed),
         )
 
 

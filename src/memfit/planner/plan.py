@@ -23,7 +23,7 @@ from memfit.config import files
 from memfit.config.files import atomic_writer
 from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError, nearest
-from memfit.i18n import N_, Language, Message, pt, shown, t
+from memfit.i18n import N_, Language, pt, shown, t
 from memfit.memory.components import Component
 from memfit.memory.memory_line import MemoryLine
 from memfit.planner.price import Price, Pricer, fidelity_of
@@ -175,26 +175,20 @@ class Plan:
             known = ("version", "fidelity", *_TABLES)
             if name not in known:
                 raise ConfigError(
-                    Message(
-                        "{where}: unknown table {name}.{hint}",
-                        where=where,
-                        name=repr(name),
-                        hint=nearest(name, known),
-                    )
+                    "{where}: unknown table {name}.{hint}",
+                    where=where,
+                    name=repr(name),
+                    hint=nearest(name, known),
                 )
         if tables.get("version", _VERSION) != _VERSION:
             raise ConfigError(
-                Message(
-                    "{where}: version {version} is not known; make a new plan",
-                    where=where,
-                    version=tables["version"],
-                )
+                "{where}: version {version} is not known; make a new plan",
+                where=where,
+                version=tables["version"],
             )
         for name in _TABLES:
             if not isinstance(tables.get(name, {}), Mapping):
-                raise ConfigError(
-                    Message("{where}: {name} must be a table", where=where, name=name)
-                )
+                raise ConfigError("{where}: {name} must be a table", where=where, name=name)
         given = tables.get("strategies", {})
         strategies = ordered([_strategy(name, given[name], where) for name in given])
         limits = _made(MicroBatching, tables.get("micro_batching", {}), f"{where}: micro_batching")
@@ -217,7 +211,7 @@ class Plan:
 
         base = args if args is not None else self.args
         if base is None:
-            raise ConfigError(Message("give the TrainingArguments the plan is to be built on"))
+            raise ConfigError("give the TrainingArguments the plan is to be built on")
         return stock_arguments(copy.copy(base), self)
 
     @property
@@ -322,11 +316,9 @@ def settings_of(strategy: Strategy) -> dict[str, Any]:
 def _strategy(name: str, settings: Any, where: str) -> Strategy:
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            Message(
-                "{where}: write {name} = {{}} or {name} = {{setting = value}}",
-                where=where,
-                name=name,
-            )
+            "{where}: write {name} = {{}} or {name} = {{setting = value}}",
+            where=where,
+            name=name,
         )
     where = f"{where}: {name}"
     made: Strategy = _made(by_name(name), current_settings(name, settings, where), where)
@@ -339,28 +331,24 @@ def _made(kind: Any, settings: Mapping[str, Any], where: str) -> Any:
     for name in settings:
         if name not in fields:
             raise ConfigError(
-                Message(
-                    "{where} has no setting {name}.{hint}",
-                    where=where,
-                    name=repr(name),
-                    hint=nearest(name, fields),
-                )
+                "{where} has no setting {name}.{hint}",
+                where=where,
+                name=repr(name),
+                hint=nearest(name, fields),
             )
     required = [one.name for one in fields.values() if one.default is dataclasses.MISSING]
     for name in required:
         if name not in settings:
-            raise ConfigError(Message("{where}: {name} is missing", where=where, name=name))
+            raise ConfigError("{where}: {name} is missing", where=where, name=name)
     hints = typing.get_type_hints(kind)
     for name, value in settings.items():
         if not _is_of(value, hints[name]):
             raise ConfigError(
-                Message(
-                    "{where}: {name} = {value} is not {wanted}",
-                    where=where,
-                    name=name,
-                    value=repr(value),
-                    wanted=_words(hints[name]),
-                )
+                "{where}: {name} = {value} is not {wanted}",
+                where=where,
+                name=name,
+                value=repr(value),
+                wanted=_words(hints[name]),
             )
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()

@@ -36,7 +36,6 @@ import torch
 from memfit.config import files
 from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.errors import ConfigError
-from memfit.i18n import Message
 from memfit.memory.cards import DeviceProfile, Speeds, this_card
 from memfit.memory.tracing.counting import StepCounts
 
@@ -77,7 +76,7 @@ def calibrate(device: str | torch.device = "cuda") -> DeviceProfile:
     kind = torch.device(device).type
     if kind not in ("cuda", "cpu"):
         raise ConfigError(
-            Message("only CUDA devices and CPUs can be calibrated, not {kind}", kind=repr(kind))
+            "only CUDA devices and CPUs can be calibrated, not {kind}", kind=repr(kind)
         )
     index = torch.device(device).index or 0
     return _of_card(index) if kind == "cuda" else _of_cpu()
@@ -87,7 +86,7 @@ def calibrate(device: str | torch.device = "cuda") -> DeviceProfile:
 def _of_card(index: int) -> DeviceProfile:
     card = this_card(index)
     if card is None:
-        raise ConfigError(Message("there is no CUDA device to calibrate"))
+        raise ConfigError("there is no CUDA device to calibrate")
     if card.acted:
         return card
     speeds = _kept(_key(card), lambda: _measure_card(card, index))

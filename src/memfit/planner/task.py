@@ -32,7 +32,6 @@ from memfit.engine.half_on_cpu import half_on_cpu
 from memfit.engine.micro_batches import MicroBatching, group_rows, longest_row, row_lengths
 from memfit.engine.step_state import preserved_rng
 from memfit.errors import TraceError
-from memfit.i18n import Message
 from memfit.memory.available import MemoryReading, reader_of
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.device import is_cuda, kind_of
@@ -378,18 +377,18 @@ def given_model(model: Any, dataset: Any, collate: Collate | None) -> tuple[Give
     """The model's architecture, and the tokens of every row as its batches are padded."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise TraceError(Message("{name} is no transformers model", name=name))
+        raise TraceError("{name} is no transformers model", name=name)
     if collate is None or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TraceError(Message("the batches of {name} cannot be looked at beforehand", name=name))
+        raise TraceError("the batches of {name} cannot be looked at beforehand", name=name)
     if not len(dataset):
-        raise TraceError(Message("there are no rows to train on"))
+        raise TraceError("there are no rows to train on")
     lengths = _lengths(dataset)
     order = sorted(range(len(dataset)), key=lambda row: lengths[row] if lengths else 0)
     narrow = collate([dataset[row] for row in order[:2]])
     batch = collate([dataset[row] for row in order[-2:]])
     rows = min(2, len(order))
     if not isinstance(batch, Mapping):
-        raise TraceError(Message("its batches have no names"))
+        raise TraceError("its batches have no names")
     shape = _shape(batch, name)
     width, texts = shape[-1], math.prod(shape[:-1])
     if not lengths or texts > 1 or _shape(narrow, name)[-1] >= width:
@@ -433,7 +432,7 @@ def _shape(batch: Any, name: str) -> tuple[int, ...]:
         value = batch.get(key) if isinstance(batch, Mapping) else None
         if isinstance(value, Tensor) and value.dim() > 1:
             return tuple(value.shape[1:-1] if key == "inputs_embeds" else value.shape[1:])
-    raise TraceError(Message("the batches of {name} have no tokens", name=name))
+    raise TraceError("the batches of {name} have no tokens", name=name)
 
 
 def _largest(value: Tensor) -> Any:
@@ -503,9 +502,7 @@ def task_of_model(
     given = None
     if not is_built_from_config(inner):
         if rank is not None:
-            raise TraceError(
-                Message("adapters in {name} cannot be traced", name=type(inner).__name__)
-            )
+            raise TraceError("adapters in {name} cannot be traced", name=type(inner).__name__)
         given, lengths = given_model(inner, train_dataset, collate)
     else:
         lengths = row_lengths(train_dataset)

@@ -160,11 +160,11 @@ def count_of(gpus: str | int) -> int:
     if gpus == "auto":
         return max(cards, 1)
     if not str(gpus).isdecimal() or int(gpus) < 1:
-        raise ConfigError(t("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(gpus)))
+        raise ConfigError("--gpus is {gpus}; write a number such as 2, or auto", gpus=repr(gpus))
     count = int(gpus)
     if 0 < cards < count and not cards_are_shared():
         raise ConfigError(
-            t("--gpus is {gpus}, and {cards} are here; write auto", gpus=count, cards=cards)
+            "--gpus is {gpus}, and {cards} are here; write auto", gpus=count, cards=cards
         )
     return count
 
@@ -189,7 +189,7 @@ def train_on_ranks(
 ) -> None:
     """Trains in so many processes; RanksEndedError where they fail."""
     if config.output_dir is None:
-        raise OutputError(t("no output folder given; name one with --output-dir"))
+        raise OutputError("no output folder given; name one with --output-dir")
     reason = _cannot_fork() if in_notebook() else None
     if in_notebook() and reason is None:
         from memfit.run.train import train_classifier
@@ -199,20 +199,16 @@ def train_on_ranks(
         return
     if callbacks and reason is not None:
         raise ConfigError(
-            t(
-                "gpus={count} trains in forks of this notebook, which get your callbacks, but "
-                "{reason}; restart the notebook and call finetune first, or leave callbacks out",
-                count=count,
-                reason=reason,
-            )
+            "gpus={count} trains in forks of this notebook, which get your callbacks, but "
+            "{reason}; restart the notebook and call finetune first, or leave callbacks out",
+            count=count,
+            reason=reason,
         )
     if callbacks:
         raise ConfigError(
-            t(
-                "gpus={count} trains in other processes, which callbacks cannot be sent to; start "
-                "the script with torchrun --nproc-per-node {count} and leave gpus out",
-                count=count,
-            )
+            "gpus={count} trains in other processes, which callbacks cannot be sent to; start "
+            "the script with torchrun --nproc-per-node {count} and leave gpus out",
+            count=count,
         )
     with tempfile.TemporaryDirectory(prefix="memfit-settings-") as name, ExitStack() as held:
         settings = Path(name) / "run.toml"

@@ -51,7 +51,7 @@ class Checkpointing(Strategy):
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
             raise ConfigError(
-                Message("at least 1 layer must be recomputed, not {layers}", layers=self.layers)
+                "at least 1 layer must be recomputed, not {layers}", layers=self.layers
             )
 
     @property

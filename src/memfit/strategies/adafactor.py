@@ -43,11 +43,9 @@ class SmallStateOptimizer(Strategy):
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ConfigError(
-                Message(
-                    "there is no small-state optimizer {rule}.{hint}",
-                    rule=repr(self.rule),
-                    hint=nearest(self.rule, RULES),
-                )
+                "there is no small-state optimizer {rule}.{hint}",
+                rule=repr(self.rule),
+                hint=nearest(self.rule, RULES),
             )
 
     @property

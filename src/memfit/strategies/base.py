@@ -230,7 +230,7 @@ class Strategy(ABC):
     def apply(self, setup: Setup) -> None:
         """Change the setup, or say why that has no use here."""
         if reason := self.unavailable(setup):
-            raise ConfigError(Message(CANNOT_BE_USED, strategy=self.name, reason=reason))
+            raise ConfigError(CANNOT_BE_USED, strategy=self.name, reason=reason)
         self.change(setup)
 
     def in_words(self) -> str:

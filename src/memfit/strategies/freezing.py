@@ -54,13 +54,11 @@ class Freezing(Strategy):
         is_count = isinstance(self.what, int) and not isinstance(self.what, bool) and self.what > 0
         if not is_part and not is_count:
             raise ConfigError(
-                Message(
-                    "cannot freeze {what}; write encoder, embeddings or a number of layers",
-                    what=repr(self.what),
-                )
+                "cannot freeze {what}; write encoder, embeddings or a number of layers",
+                what=repr(self.what),
             )
         if self.head_learning_rate is not None and self.what != "encoder":
-            raise ConfigError(Message("head_learning_rate goes with the whole encoder frozen"))
+            raise ConfigError("head_learning_rate goes with the whole encoder frozen")
 
     @property
     def fidelity(self) -> Fidelity:
@@ -93,9 +91,7 @@ class Freezing(Strategy):
         setup.undo.append(lambda: _let_learn(learning))
         if not any(one.requires_grad for one in setup.model.parameters()):
             _let_learn(learning)
-            raise ConfigError(
-                Message("with the {what} frozen no trainable weight is left", what=self.what)
-            )
+            raise ConfigError("with the {what} frozen no trainable weight is left", what=self.what)
         if self.what == "encoder":
             self._set_learning_rate(setup)
 

@@ -141,7 +141,7 @@ def cached_features(
     from memfit.engine.micro_batches import MicroBatching, split, trimming_for
 
     if not len(dataset):
-        raise DataError(Message("there is no row to compute features of"))
+        raise DataError("there is no row to compute features of")
     limits, trim = MicroBatching(max_tokens=max_tokens), trimming_for(model)
     vectors: list[Tensor] = []
     columns: dict[str, list[Any]] = {}
@@ -171,11 +171,9 @@ def _by_row(name: str, values: Any, rows: int) -> list[Any]:
     is_single = not hasattr(values, "__len__") or (isinstance(values, Tensor) and not values.dim())
     if is_single or len(values) != rows:
         raise DataError(
-            Message(
-                "the collator's {name} has not one entry for each of {rows} rows",
-                name=repr(name),
-                rows=rows,
-            )
+            "the collator's {name} has not one entry for each of {rows} rows",
+            name=repr(name),
+            rows=rows,
         )
     return list(values)
 
@@ -184,9 +182,7 @@ def _joined(name: str, values: list[Any]) -> Any:
     if not isinstance(values[0], Tensor):
         return values
     if len({value.shape for value in values}) > 1:
-        raise DataError(
-            Message("the collator's {name} is not equally wide for all rows", name=repr(name))
-        )
+        raise DataError("the collator's {name} is not equally wide for all rows", name=repr(name))
     return torch.stack(values)
 
 
@@ -283,10 +279,8 @@ class FrozenFeatures(Strategy):
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(
-                Message(
-                    "at least 1 token must go through at once, not {max_tokens}",
-                    max_tokens=self.max_tokens,
-                )
+                "at least 1 token must go through at once, not {max_tokens}",
+                max_tokens=self.max_tokens,
             )
 
     @property

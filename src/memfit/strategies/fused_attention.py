@@ -34,10 +34,8 @@ class FusedAttention(Strategy):
     def __post_init__(self) -> None:
         if self.implementation != "sdpa":
             raise ConfigError(
-                Message(
-                    "fused attention is 'sdpa', not {implementation}",
-                    implementation=repr(self.implementation),
-                )
+                "fused attention is 'sdpa', not {implementation}",
+                implementation=repr(self.implementation),
             )
 
     @property
@@ -77,9 +75,7 @@ class FusedAttention(Strategy):
         setup.undo.append(lambda: model.set_attn_implementation(before))
         if model.config._attn_implementation != self.implementation:
             raise ConfigError(
-                Message(
-                    "{name} kept its {before} attention", name=type(model).__name__, before=before
-                )
+                "{name} kept its {before} attention", name=type(model).__name__, before=before
             )
 
 

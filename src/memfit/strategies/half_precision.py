@@ -39,9 +39,7 @@ class HalfPrecision(Strategy):
     def __post_init__(self) -> None:
         if self.dtype not in _SHORT:
             raise ConfigError(
-                Message(
-                    "half precision is 'bfloat16' or 'float16', not {dtype}", dtype=repr(self.dtype)
-                )
+                "half precision is 'bfloat16' or 'float16', not {dtype}", dtype=repr(self.dtype)
             )
 
     @property

@@ -44,19 +44,13 @@ class Lora(Strategy):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(
-                Message("the rank of LoRA adapters is at least 1, not {rank}", rank=self.rank)
-            )
+            raise ConfigError("the rank of LoRA adapters is at least 1, not {rank}", rank=self.rank)
         if self.alpha is not None and self.alpha < 1:
-            raise ConfigError(
-                Message("alpha of LoRA adapters is at least 1, not {alpha}", alpha=self.alpha)
-            )
+            raise ConfigError("alpha of LoRA adapters is at least 1, not {alpha}", alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                Message(
-                    "dropout of LoRA adapters is from 0 to below 1, not {dropout}",
-                    dropout=self.dropout,
-                )
+                "dropout of LoRA adapters is from 0 to below 1, not {dropout}",
+                dropout=self.dropout,
             )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memfit.errors import ConfigError, nearest
-from memfit.i18n import Message
 from memfit.strategies.activation_checkpointing import Checkpointing
 from memfit.strategies.adafactor import SmallStateOptimizer
 from memfit.strategies.base import Setup, Strategy, called
@@ -57,7 +56,7 @@ def by_name(name: str) -> type[Strategy]:
     """The strategy of that name."""
     if name not in BY_NAME:
         hint = nearest(name, BY_NAME)
-        raise ConfigError(Message("there is no strategy {name}.{hint}", name=repr(name), hint=hint))
+        raise ConfigError("there is no strategy {name}.{hint}", name=repr(name), hint=hint)
     return BY_NAME[name]
 
 
@@ -72,17 +71,13 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     names = [strategy.name for strategy in chosen]
     for strategy in chosen:
         if names.count(strategy.name) > 1:
-            raise ConfigError(
-                Message("the strategy {name} is given twice", name=repr(strategy.name))
-            )
+            raise ConfigError("the strategy {name} is given twice", name=repr(strategy.name))
         beside = sorted(strategy.conflicts & set(names))
         if beside:
             raise ConfigError(
-                Message(
-                    "{name} cannot be used together with {other}",
-                    name=strategy.name,
-                    other=beside[0],
-                )
+                "{name} cannot be used together with {other}",
+                name=strategy.name,
+                other=beside[0],
             )
     return chosen
 

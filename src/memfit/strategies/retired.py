@@ -34,7 +34,7 @@ def current_settings(name: str, settings: Mapping[str, Any], where: str) -> dict
         sentences = _REFUSED.get((name, setting), {})
         if isinstance(value, str) and value in sentences:
             reason = Message(sentences[value], value=repr(value))
-            raise ConfigError(Message("{where}: {reason}", where=where, reason=reason))
+            raise ConfigError("{where}: {reason}", where=where, reason=reason)
     return {
         setting: value
         for setting, value in settings.items()

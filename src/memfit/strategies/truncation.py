@@ -57,11 +57,9 @@ class Truncation(Strategy):
     def __post_init__(self) -> None:
         if self.max_length < _SHORTEST:
             raise ConfigError(
-                Message(
-                    "texts cannot be cut to {max_length} tokens; {least} or more",
-                    max_length=self.max_length,
-                    least=_SHORTEST,
-                )
+                "texts cannot be cut to {max_length} tokens; {least} or more",
+                max_length=self.max_length,
+                least=_SHORTEST,
             )
 
     @property
@@ -110,7 +108,7 @@ class Truncation(Strategy):
             rows = token_rows(dataset)
             if are_pairs(rows):
                 raise ConfigError(
-                    Message("pairs of texts cannot be cut in the batch; tokenize them shorter")
+                    "pairs of texts cannot be cut in the batch; tokenize them shorter"
                 )
             keeps_end = ends_alike(rows) if closed is None else closed
             # Nearly every tokenizer for classification closes a text with a token of its own.

@@ -62,10 +62,8 @@ class FusedLayers(Strategy):
     def __post_init__(self) -> None:
         if self.mlp_pieces < 1:
             raise ConfigError(
-                Message(
-                    "the MLP half runs in at least 1 piece, not {mlp_pieces}",
-                    mlp_pieces=self.mlp_pieces,
-                )
+                "the MLP half runs in at least 1 piece, not {mlp_pieces}",
+                mlp_pieces=self.mlp_pieces,
             )
 
     @property

@@ -55,11 +55,9 @@ class GradientRelease(Strategy):
 
     def __post_init__(self) -> None:
         if self.mode in ("two_pass", "release"):
-            raise ConfigError(Message(USED_UP_IN_BACKWARD, value=repr(self.mode)))
+            raise ConfigError(USED_UP_IN_BACKWARD, value=repr(self.mode))
         if self.mode not in _IN_WORDS:
-            raise ConfigError(
-                Message("there is no way {mode} of keeping gradients", mode=repr(self.mode))
-            )
+            raise ConfigError("there is no way {mode} of keeping gradients", mode=repr(self.mode))
 
     @property
     def fidelity(self) -> Fidelity:

@@ -49,7 +49,7 @@ class LowBitAdamW(Strategy):
     def __post_init__(self) -> None:
         if self.master_bits not in (16, 24):
             raise ConfigError(
-                Message("master_bits is 24 or 16, not {master_bits}", master_bits=self.master_bits)
+                "master_bits is 24 or 16, not {master_bits}", master_bits=self.master_bits
             )
 
     @property
@@ -165,7 +165,7 @@ def _into_sink(executor: StepExecutor, setup: Setup) -> StepExecutor:
 
     def sink() -> LowBitSink:
         if setup.sink is None:
-            raise MemfitError(Message("the low-bit optimizer is not made yet; train() makes it"))
+            raise MemfitError("the low-bit optimizer is not made yet; train() makes it")
         return setup.sink
 
     def backward(loss: torch.Tensor) -> None:

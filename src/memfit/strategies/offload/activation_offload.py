@@ -258,11 +258,11 @@ class ActivationOffload(Strategy):
     def __post_init__(self) -> None:
         if self.layers is not None and self.layers < 1:
             raise ConfigError(
-                Message("at least 1 layer must be offloaded, not {layers}", layers=self.layers)
+                "at least 1 layer must be offloaded, not {layers}", layers=self.layers
             )
         if self.min_bytes < 1:
             raise ConfigError(
-                Message("min_bytes must be at least 1, not {min_bytes}", min_bytes=self.min_bytes)
+                "min_bytes must be at least 1, not {min_bytes}", min_bytes=self.min_bytes
             )
 
     @property

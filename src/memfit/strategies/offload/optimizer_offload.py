@@ -224,10 +224,8 @@ class OptimizerOffload(Strategy):
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bfloat16"):
             raise ConfigError(
-                Message(
-                    "weights are stored as they are or in bfloat16, not {dtype}",
-                    dtype=repr(self.dtype),
-                )
+                "weights are stored as they are or in bfloat16, not {dtype}",
+                dtype=repr(self.dtype),
             )
 
     @property

@@ -131,10 +131,8 @@ class PackedModel:
         family = FAMILIES.get(getattr(getattr(inner, "config", None), "model_type", ""))
         if family is None or not isinstance(inner, PreTrainedModel):
             raise ModelError(
-                Message(
-                    "{name} cannot be packed; ask packing_problem() for the reason",
-                    name=type(inner).__name__,
-                )
+                "{name} cannot be packed; ask packing_problem() for the reason",
+                name=type(inner).__name__,
             )
         self.model = model
         self.spec = pack_spec(model)
