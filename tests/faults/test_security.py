@@ -19,6 +19,8 @@ from memfit.cli import run
 from memfit.errors import ModelError, OutputError
 from memfit.printing import clean, escaped_json, printable, without_tokens
 from memfit.records.results import claim_output_folder
+from memfit.records.run_log import RunLog
+from memfit.run.partial_output import partial_output
 from memfit.training.checkpoints import MANIFEST, newest_good, problem_with, write_manifest
 
 SOURCE = Path(memfit.__file__).parent
@@ -333,6 +335,20 @@ def test_a_run_whose_checkpoints_are_a_link_is_not_resumed(tmp_path: Path) -> No
     ):
         pass
     assert (precious / "checkpoint-1" / "thesis.txt").is_file()
+
+
+def test_files_that_grow_replace_a_link_and_do_not_write_through_it(tmp_path: Path) -> None:
+    for name in ("progress.jsonl", "o.csv.partial"):
+        (tmp_path / f"mine-{name}").write_text("mine")
+        (tmp_path / name).symlink_to(tmp_path / f"mine-{name}")
+    RunLog(tmp_path).write(step=1)
+    with partial_output(tmp_path / "o.csv", {"model": "a"}, b"text,label\n"):
+        pass
+    for name in ("progress.jsonl", "o.csv.partial"):
+        assert (tmp_path / f"mine-{name}").read_text() == "mine"
+    assert (tmp_path / "progress.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "o.csv").read_bytes() == b"text,label\n"
+    assert not (tmp_path / "o.csv").is_symlink()
 
 
 def test_a_best_checkpoint_that_lies_elsewhere_is_not_loaded(begun: Path, tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ from memfit.run import announcements
 from memfit.run.callbacks import MeasureOneStep, StopAfterStep
 from memfit.run.choose_plan import PlanSource, choose_plan
 from memfit.run.prepare import prepare
-from memfit.run.resume import resumed_config, with_absolute_paths
+from memfit.run.resume import (
+    resume_command,
+    resumed_config,
+    stored_options,
+    with_absolute_paths,
+)
 from memfit.strategies import Checkpointing, FullySharded, Packing
 from memfit.units import DISPLAY_HEADROOM_BYTES, GIB, parse_budget
 from sentences import FEW_REVIEWS
@@ -124,6 +129,25 @@ def test_a_resumed_run_may_get_another_budget_and_nothing_else(run_folder: Path)
         resumed_config(str(run_folder / "deeper"), None, {})
     with pytest.raises(OutputError, match="name the run to resume"):
         finetune(resume=True)
+
+
+def test_code_of_a_model_is_permitted_again_for_a_resumed_run(run_folder: Path) -> None:
+    """The folder may come from somebody else, and its run.toml with it."""
+    stored = run_folder / "run.toml"
+    config = RunConfig.from_toml(stored)
+    trusting = replace(config, model=replace(config.model, trust_remote_code=True))
+    stored.write_text(trusting.to_toml())
+    for named in (None, stored):
+        with pytest.raises(OutputError, match=r"code that comes with its model, bert.*--trust-rem"):
+            resumed_config(str(run_folder), named, {})
+    assert resumed_config(str(run_folder), None, {"trust_remote_code": True}) == trusting
+    own = run_folder.parent / "own.toml"
+    own.write_text(trusting.to_toml())
+    assert resumed_config(str(run_folder), own, {}) == trusting
+    assert resume_command(run_folder).endswith(" --trust-remote-code")
+    assert stored_options({"model": {"model": "bert", "trust_remote_code": True}})[0] == {
+        "model": "bert"
+    }
 
 
 def test_a_resumed_run_may_leave_out_the_plan_that_was_made_for_it(run_folder: Path) -> None:

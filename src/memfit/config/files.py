@@ -84,6 +84,14 @@ def _complete(path: Path, mode: str, **options: str) -> Iterator[Any]:
         raise
 
 
+def open_to_append(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Opens a file that grows; a link in its place is removed and never written through."""
+    if path.is_symlink():
+        path.unlink()
+    no_link = getattr(os, "O_NOFOLLOW", 0)
+    return open(path, mode, opener=lambda name, how: os.open(name, how | no_link, 0o666), **options)
+
+
 @contextmanager
 def staged_files(folder: Path) -> Iterator[Path]:
     """A place to write several files; they come to the folder when all are complete.

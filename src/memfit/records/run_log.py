@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from memfit.config.files import plain
+from memfit.config.files import open_to_append, plain
 from memfit.printing import without_tokens
 
 FILE = "progress.jsonl"
@@ -72,7 +72,8 @@ class RunLog:
             return
         line = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
         try:
-            with self.path.open("a", encoding="utf-8", errors="replace", newline="") as file:
+            options = {"encoding": "utf-8", "errors": "replace", "newline": ""}
+            with open_to_append(self.path, "a", **options) as file:
                 file.write(without_tokens(line) + "\n")
         except OSError:
             self._works = False

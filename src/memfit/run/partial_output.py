@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from memfit.config.files import write_bytes
+from memfit.config.files import open_to_append, write_bytes
 from memfit.errors import DataError, OutputError
 
 KEPT_AFTER_SECONDS = 2.0
@@ -105,7 +105,7 @@ def partial_output(
     source. Once that is corrected, the source is another one. After a failure to read, it is kept.
     """
     partial = partial_path(path)
-    with partial.open("a+b") as file:
+    with open_to_append(partial, "a+b") as file:
         _lock(file, path)
         out = _resumed(path, made_from, file)
         if not out.resumed_rows:

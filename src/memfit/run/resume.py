@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.config import RunConfig
-from memfit.errors import OutputError
+from memfit.errors import MemfitError, OutputError
 from memfit.records.results import RunFolder
 from memfit.records.run_log import read_log
 from memfit.report.terminal import fact_line
@@ -44,6 +45,17 @@ def resumed_config(
             folder=output_dir,
         )
     stored = RunConfig.from_toml(stored_file)
+    # A folder may come from somebody else: what it permits itself counts for nothing.
+    asked_again = bool(options.get("trust_remote_code")) or (
+        config is not None and Path(config).resolve() != stored_file.resolve()
+    )
+    if stored.model.trust_remote_code and not asked_again:
+        raise OutputError(
+            "the run in {folder} runs code that comes with its model, {model}; if you trust that "
+            "code, say so again with --trust-remote-code",
+            folder=output_dir,
+            model=stored.model.model,
+        )
     given = with_absolute_paths(RunConfig.build(config or stored_file, **options))
     changed = [
         difference
@@ -61,8 +73,12 @@ def resumed_config(
 
 
 def resume_command(folder: Path) -> str:
-    """The command that goes on with the run in a folder."""
-    return f"memfit train --resume --output-dir {shlex.quote(str(folder))}"
+    """The command that goes on with the run in a folder; code of its model is permitted again."""
+    command = f"memfit train --resume --output-dir {shlex.quote(str(folder))}"
+    with suppress(OSError, MemfitError):
+        if RunConfig.from_toml(RunFolder(folder).config).model.trust_remote_code:
+            command += " --trust-remote-code"
+    return command
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -95,6 +111,7 @@ def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, 
             options |= value
         elif key not in ("gpu", "place", "output_dir", "plan"):
             options[key] = value
+    options.pop("trust_remote_code", None)  # asked for again, whoever made the file
     gpu, place = run.get("gpu"), run.get("place")
     there = CardPlace.read(place) if isinstance(place, Mapping) else None
     return options, None if gpu is None else str(gpu), there
