@@ -55,6 +55,19 @@ def test_a_rehearsed_run_ends_with_the_weights_of_one_that_was_not(tmp_path, nam
     assert all(torch.equal(plain, rehearsed) for plain, rehearsed in zip(*ended, strict=True))
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 8])
+def test_rows_without_a_label_may_be_the_longest(tmp_path, rows_at_once):
+    """No batch of the training holds such rows only; the rehearsal's would."""
+    longest = sorted(ROWS, key=lambda row: -len(row["input_ids"]))
+    rows = [{**row, "labels": -100} for row in longest[:8]] + longest[8:]
+    trainer = trainer_of(tmp_path, [], "10GB", train_dataset=rows)
+    trainer.args.per_device_train_batch_size = rows_at_once
+    stage = rehearsal.rehearse(trainer.guard, trainer.get_train_dataloader())
+    assert stage is not None
+    expected = longest[0] if rows_at_once > 1 else longest[8]
+    assert max(stage.worst_lengths) == len(expected["input_ids"])
+
+
 def test_the_longest_rows_are_what_is_tried(tmp_path):
     trainer = trainer_of(tmp_path, [], "10GB", micro_batching=MicroBatching())
     trainer.train()

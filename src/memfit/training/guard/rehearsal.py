@@ -97,6 +97,9 @@ LONG_SECONDS = 5.0
 _QUICK_SECONDS = 1.0
 """On a CPU, where nothing is compiled or captured, only steps this quick are tried once more."""
 
+_LOOKED_FOR_LABELS = 1000
+"""Rows that are looked at for a label that counts, the longest first."""
+
 _MISSED = 1.05
 """A plan that does not fit is taken to need so many times its limit."""
 
@@ -141,7 +144,8 @@ class _Stage:
         self._device: torch.device = trainer.args.device
         self._packed = trainer.executor.packed
         count = min(trainer.args.per_device_train_batch_size, len(dataset))
-        self._longest = longest_rows(dataset, count)
+        self._by_length = longest_rows(dataset, len(dataset))
+        self._longest = self._by_length[:count]
         self._count = count
         self._usual_pieces = 1
         self._was_cut = False
@@ -190,7 +194,16 @@ class _Stage:
     # ---- trying ----
 
     def _batch(self, rows: list[int]) -> Batch:
+        """Collates these rows; the last gives way to a row with a label where none has one.
+
+        The longest rows of good data may hold ignored labels only, and then have no mean loss.
+        """
         batch: Batch = self._collate([self._dataset[row] for row in rows])
+        if self._trainer.loss_weight(batch) > 0:
+            return batch
+        for row in self._by_length[:_LOOKED_FOR_LABELS]:
+            if self._trainer.loss_weight(self._collate([self._dataset[row]])) > 0:
+                return self._collate([self._dataset[one] for one in (*rows[:-1], row)])
         return batch
 
     def _until_it_fits(self, batch: Batch, lengths: list[int], *, dressed: int = 0) -> _Tried:
