@@ -66,7 +66,6 @@ ELSEWHERE = {
     "state_offload": "unit/test_strategy_state_offload.py",
     "optimizer_offload": "unit/test_strategy_optimizer_offload.py",
     "fully_sharded": "unit/test_strategy_fully_sharded.py",
-    "sharded_state": "unit/test_strategy_sharded_state.py",
     "small_workspace": "unit/test_strategy_workspace.py",
     "cuda_graphs": "gpu/test_graphs_gpu.py",
 }

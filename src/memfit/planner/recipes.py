@@ -244,7 +244,10 @@ def _permitted(base: Recipe, task: Task) -> Iterator[Recipe]:
             variants.append(("features", (FrozenFeatures(),)))
     for name, added in variants:
         names = {one.name for one in base.strategies}
-        if any(one.conflicts & names for one in added):
+        others = {one.name for one in added}
+        if any(one.conflicts & names for one in added) or any(
+            one.conflicts & others for one in base.strategies
+        ):
             continue
         layers_are_kept = name in ("lora", "embeddings frozen")
         if not layers_are_kept and base.dial == "offloaded":
@@ -323,11 +326,14 @@ def _objections(rows: Sequence[Recipe], task: Task, tracer: Tracer) -> dict[str,
 def _without_slower(task: Task, rows: list[Recipe]) -> list[Recipe]:
     """Drops float32 weights where the low-bit optimizer runs its update in Triton.
 
-    They are the same arithmetic with more memory and more traffic, so slower and larger.
+    They are the same arithmetic with more memory and more traffic, so slower and larger. (On
+    several ranks there are no graphs, and more kernels to launch may weigh more.)
     """
     card = task.card
     has_low = any(find(row.strategies, LowBitAdamW) for row in rows)
-    if card is None or not has_low or not (card.has_triton and card.matrix_units):
+    if card is None or task.ranks > 1 or not has_low:
+        return rows
+    if not (card.has_triton and card.matrix_units):
         return rows
     kinds = (LowBitAdamW, FullySharded, SmallStateOptimizer)
     updates = (find(row.strategies, OptimizerOffload) for row in rows)
