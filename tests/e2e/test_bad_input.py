@@ -129,6 +129,10 @@ def test_a_label_that_only_one_split_has(
         (["--adam-beta1", "1.5"], "--adam-beta1 is 1.5; write a number from 0 to below 1"),
         (["--lr-scheduler-kwargs", '{"bogus": 1}'], "unexpected keyword argument 'bogus'"),
         (["--optim", "lomo"], "lomo"),
+        (["--prediction-loss-only"], "--prediction-loss-only leaves out predictions"),
+        (["--no-eval-do-concat-batches"], "--no-eval-do-concat-batches leaves out predictions"),
+        (["--max-length", "64", "--dataloader-drop-last"],
+         "--dataloader-drop-last leaves out all "),
         (["--max-length", "64", "--batch-eval-metrics"], "transformers refuses what was given: "),
         (["--optim", "adafctor"], "'adafctor' is not one of its OptimizerNames. Did you mean "
          "'adafactor'?"),

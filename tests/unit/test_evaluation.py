@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import transformers
 
 from memfit.errors import ConfigError, DataError, MemfitError
 from memfit.records import evaluation
@@ -123,6 +124,8 @@ def test_the_trainer_gets_the_same_numbers_also_from_a_tuple_of_outputs() -> Non
     plain = compute(EvalPrediction(logits, labels))
     assert plain == dict(evaluation.evaluate_predictions(logits, labels, BINARY).metrics)
     assert compute(EvalPrediction((logits, np.zeros(3)), labels)) == plain
+    beside = {"inputs": np.zeros((5, 3)), "losses": np.zeros(5)}  # --include-for-metrics
+    assert compute(transformers.EvalPrediction(logits, labels, **beside)) == plain
 
 
 @pytest.mark.parametrize("task", ["single_label", "multi_label", "regression"])

@@ -277,6 +277,14 @@ def check_training(training: Mapping[str, Any], task: str | None = None) -> None
                 steps=training[f"{kind}_steps"],
                 strategy=strategy,
             )
+    if training.get("prediction_loss_only") or training.get("eval_do_concat_batches") is False:
+        name = "prediction_loss_only"
+        flag = "--prediction-loss-only" if training.get(name) else "--no-eval-do-concat-batches"
+        raise ConfigError(
+            "{flag} leaves out predictions that memfit scores after training; leave it out, or use "
+            "memfit.BudgetTrainer",
+            flag=flag,
+        )
     steps = training.get("max_steps")
     by_steps = isinstance(steps, int) and steps > 0
     epochs = training.get("num_train_epochs")

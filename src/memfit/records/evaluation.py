@@ -133,7 +133,8 @@ def compute_metrics_for(
     space = LabelSpace(task, tuple(names))
 
     def compute_metrics(prediction: Any) -> dict[str, float]:
-        logits, labels = prediction
+        # It has more than two parts where the user asks for inputs or losses beside them.
+        logits, labels = prediction.predictions, prediction.label_ids
         # Some heads return their hidden states after the logits.
         logits = logits[0] if isinstance(logits, tuple) else logits
         return dict(evaluate_predictions(logits, labels, space, scoring).metrics)

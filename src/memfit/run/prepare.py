@@ -127,6 +127,13 @@ def prepare(
         with doing(t("reading the table …")):
             text = read_table(config.data)
     arguments = arguments_of(config, text.labels, output_dir)
+    batch_rows, held_rows = arguments.per_device_eval_batch_size, len(text.validation)
+    if arguments.dataloader_drop_last and 0 < held_rows < batch_rows:
+        raise ConfigError(
+            "--dataloader-drop-last leaves out all {rows} validation rows, which are less than a "
+            "batch; leave it out, or write --per-device-eval-batch-size {rows} or less",
+            rows=held_rows,
+        )
     scoring = scoring_of_run(config, text, arguments)
     class_weights = class_weights_of_run(config, text)
     if kind_of(arguments.device) == "cpu":
