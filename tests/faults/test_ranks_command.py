@@ -326,7 +326,7 @@ def test_a_budget_is_met_by_what_ranks_divide_among_them(
     summary = read_summary(out)
     assert "fully_sharded" in summary.plan["strategies"]
     predicted, measured = summary.memory.predicted, [one.peak_bytes for one in summary.ranks]
-    # A formula says what FSDP2 holds whole (planner/ranks.py): no less than it does.
+    # A formula says what FSDP2 holds whole (planner/rank_cost.py): no less than it does.
     assert min(measured) <= predicted.device_bytes <= 1.06 * min(measured)
     assert summary.training["steps"] == 8
     assert memfit.load(out).predict(["服務人員都很親切"])[0].label in ("0", "1")

@@ -16,7 +16,7 @@ from memfit.errors import DoesNotFitError, MemfitError
 
 COMMANDS = (
     "train", "plan", "evaluate", "predict", "estimate", "report", "compare", "doctor", "push",
-    "login", "ladder",
+    "login", "ladder", "export", "serve",
 )  # fmt: skip
 
 

@@ -170,14 +170,14 @@ def test_only_the_rows_that_are_missing_are_predicted(
 ) -> None:
     target, predicted = tmp_path / "out.csv", 0
     stopped(classifier, source, target, 30, KeyboardInterrupt())
-    forward = Classifier._forward
+    forward = Classifier.forward
 
     def counting(self: Classifier, rows: list[dict[str, list[int]]]) -> Any:
         nonlocal predicted
         predicted += len(rows)
         return forward(self, rows)
 
-    monkeypatch.setattr(Classifier, "_forward", counting)
+    monkeypatch.setattr(Classifier, "forward", counting)
     classifier.predict_file(source, target)
     assert predicted == ROWS - 28
 

@@ -271,9 +271,10 @@ def test_times_are_written_in_the_language_spoken_or_another() -> None:
 
 
 def in_chinese(work: Any) -> str:
-    with speaking("zh"), pytest.raises(MemfitError) as caught:
-        work()
-    text = str(caught.value)
+    with speaking("zh"):
+        with pytest.raises(MemfitError) as caught:
+            work()
+        text = str(caught.value)
     assert CHINESE.search(text)
     return text
 

@@ -22,7 +22,7 @@ from memfit.memory.tracing.depth import with_layers
 from memfit.planner.explain import explain, margin_note
 from memfit.planner.plan import Decision, Plan, plan_of
 from memfit.planner.price import Price, Pricer, fits_host
-from memfit.planner.recipes import Recipe, Table, permission_of
+from memfit.planner.recipes import Recipe, RecipeTable, permission_of
 from memfit.planner.search import Search
 from memfit.strategies import Truncation, ordered
 from memfit.units import gb, step_time
@@ -158,7 +158,7 @@ def reaches(search: Search) -> Iterator[WithinReach]:
         wider = dataclasses.replace(task, allow=task.allow | {name})
         other = Search(wider, search.pricer, host_bytes_free=sys.maxsize, thorough=False)
         recipes = [one for one in other.table.recipes if _needs(one, name)]
-        other.table = Table(tuple(recipes), {})
+        other.table = RecipeTable(tuple(recipes), {})
         if not recipes:
             continue
         found = other.run()
@@ -330,7 +330,7 @@ def _shorter(search: Search) -> Iterator[Help]:
         if tokens >= search.task.longest_tokens:
             continue
         other = Search(search.task, search.pricer, thorough=False)
-        other.table = Table(
+        other.table = RecipeTable(
             tuple(
                 dataclasses.replace(
                     one, strategies=tuple(ordered([Truncation(tokens), *one.strategies]))

@@ -14,7 +14,7 @@ from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import Component
 from memfit.planner.plan import Decision
 from memfit.planner.price import Price, Pricer
-from memfit.planner.ranks import link_bytes_per_second
+from memfit.planner.rank_cost import link_bytes_per_second
 from memfit.planner.task import Task
 from memfit.strategies import (
     Checkpointing,

@@ -31,7 +31,7 @@ from memfit.memory.phases import (
     with_workspaces,
 )
 from memfit.memory.tracing.depth import Mark, Segments
-from memfit.planner.ranks import on_ranks
+from memfit.planner.rank_cost import on_ranks
 
 _ON_STREAM = ("workspace", "micro", "micro_more", "update", "update_first", "clear")
 """Parts of a run that the stream of the graphs runs, until the first is captured."""

@@ -15,7 +15,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.memory.components import MemoryPeak
 from memfit.memory.tracing.counting import StepCounts
 from memfit.planner.memory_price import Priced, phase_peaks
-from memfit.planner.ranks import RankCost, gathered_bytes, nccl_bytes, rank_cost
+from memfit.planner.rank_cost import RankCost, gathered_bytes, nccl_bytes, rank_cost
 from memfit.planner.step_time import step_seconds
 from memfit.planner.trace import StepTrace, Tracer
 from memfit.planner.traced_setup import TracedRows, cut_lengths, graph_count, rows_at_once

@@ -153,14 +153,14 @@ def _cpu_table(task: Task) -> Iterator[Recipe]:
 
 
 @dataclass(frozen=True)
-class Table:
+class RecipeTable:
     """The recipes for a task, and why the strategies of other recipes cannot be used."""
 
     recipes: tuple[Recipe, ...]
     left_out: dict[str, str]
 
 
-def recipes_for(task: Task, tracer: Tracer) -> Table:
+def recipes_for(task: Task, tracer: Tracer) -> RecipeTable:
     """The rows that can be used for this task, by what the user fixed and permits."""
     _check_permissions(task)
     rows = list(_table(task) if task.card is not None else _cpu_table(task))
@@ -181,7 +181,7 @@ def recipes_for(task: Task, tracer: Tracer) -> Table:
     made = [
         _with_free(_dialled(row, task, left_out), free) for row in _without_slower(task, usable)
     ]
-    return Table(tuple(row for row in made if row is not None), left_out)
+    return RecipeTable(tuple(row for row in made if row is not None), left_out)
 
 
 def fixed_recipe(strategies: Sequence[Strategy]) -> Recipe:

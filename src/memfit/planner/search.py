@@ -40,7 +40,7 @@ from memfit.planner.price import (
     fits_host,
     has_short_masters,
 )
-from memfit.planner.recipes import Recipe, Table, fixed_recipe, recipes_for
+from memfit.planner.recipes import Recipe, RecipeTable, fixed_recipe, recipes_for
 from memfit.planner.task import Cutting, Task
 from memfit.planner.trace import StepTrace
 from memfit.strategies import CudaGraphs, Packing, Strategy, find
@@ -111,7 +111,7 @@ def plan_for(
         return Planning(task=task, chosen=plan, notes=notes, cached=True)
     search = Search(task, pricer or Pricer(task), host_bytes_free=host_bytes_free)
     if strategies is not None:
-        search.table = Table((fixed_recipe(strategies),), {})
+        search.table = RecipeTable((fixed_recipe(strategies),), {})
     found = search.run()
     if found is None:
         from memfit.planner.advice import does_not_fit

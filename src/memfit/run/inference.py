@@ -111,13 +111,14 @@ class Classifier:
         config = ModelConfig(model=os.fspath(path_or_id))
         if backend == "torch":
             _check_trained(config)
-        tokenizer = load_tokenizer(config)
-        if backend == "torch":
-            model = _load_torch(config, tokenizer, device, dtype)
+            model = _load_torch(config, device, dtype)
             positions = position_limit(model)
         else:
             model = _load_onnx(config, backend)
             positions = model.positions
+        tokenizer = load_tokenizer(config)
+        if model.config.pad_token_id is None:  # decoders find a text's end by it
+            model.config.pad_token_id = tokenizer.pad_token_id
         labels = label_space(model.config)
         has_summary = RunFolder(Path(config.model)).summary.is_file()
         summary = read_summary(config.model) if has_summary else None
@@ -398,9 +399,7 @@ def _check_trained(config: ModelConfig) -> None:
     check_model_folder(config)
 
 
-def _load_torch(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, device: str | None, dtype: str | None
-) -> Any:
+def _load_torch(config: ModelConfig, device: str | None, dtype: str | None) -> Any:
     where = _device(device)
     with doing(t("loading the weights …")):
         model = _load_weights(config, dtype).eval()
@@ -408,10 +407,7 @@ def _load_torch(
     if halved and (dtype is None or not half_on_cpu().works(dtype)):
         # Half precision is slower on a CPU, and no smaller on disk; some CPUs trap on it.
         model = model.float()
-    model.to(where)
-    if model.config.pad_token_id is None:  # decoders find a text's end by it
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return model
+    return model.to(where)
 
 
 def _load_onnx(config: ModelConfig, backend: str) -> OnnxModel:

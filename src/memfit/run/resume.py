@@ -18,7 +18,7 @@ from memfit.report.terminal import fact_line
 
 if TYPE_CHECKING:
     from memfit.memory.cards import CardPlace
-    from memfit.training.checkpoints import Search
+    from memfit.training.checkpoints import CheckpointSearch
 
 # These change how the run is done, or what happens where it could not have gone on.
 RESUME_MAY_CHANGE = ("budget:", "gpus:", "output_dir:", "on_nan:", "plan.")
@@ -117,7 +117,7 @@ def stored_options(run: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, 
     return options, None if gpu is None else str(gpu), there
 
 
-def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> Search:
+def last_checkpoint(folder: RunFolder, say: Callable[[Any], None]) -> CheckpointSearch:
     """Finds the checkpoint to go on from; damaged ones are named, never quietly started over."""
     from memfit.training.checkpoints import newest_good, nothing_good, tidy
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from memfit.engine.ranks import Ranks
     from memfit.planner.plan import Plan
     from memfit.run.callbacks import Observers
-    from memfit.training.checkpoints import Search
+    from memfit.training.checkpoints import CheckpointSearch
     from memfit.training.trainer import BudgetTrainer
 
 
@@ -100,7 +100,7 @@ class TrainingRun:
     claim: OutputClaim
     group: Ranks
     source: PlanSource
-    resumed: Search | None
+    resumed: CheckpointSearch | None
     """The checkpoint a resumed run goes on from, and those passed over."""
     callbacks: tuple[Any, ...]
     say: Callable[[Any], None]

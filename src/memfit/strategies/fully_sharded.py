@@ -87,7 +87,7 @@ class FullySharded(Strategy):
     def change(self, setup: Setup) -> None:
         setup.wrap_executor.append(lambda executor: replace(executor, in_step=True))
         if traced_device.device() is not None:
-            return  # planner/ranks.py divides what the trace finds
+            return  # planner/rank_cost.py divides what the trace finds
         ranks = Ranks.here()
         # What is random in the weights, each rank drew by itself.
         ranks.same([*setup.model.parameters(), *setup.model.buffers()])

@@ -145,7 +145,7 @@ _OURS = "memfit.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class CheckpointSearch:
     """The newest good checkpoint, if there is one, and why each newer one is none."""
 
     good: Path | None
@@ -174,14 +174,14 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     return sorted(found, key=lambda item: (step_of(item) or 0, item.name), reverse=True)
 
 
-def newest_good(output_dir: str | Path) -> Search:
+def newest_good(output_dir: str | Path) -> CheckpointSearch:
     """Looks from the newest on; every byte of the one that is taken has been read."""
     passed_over: list[tuple[Path, str]] = []
     for item in checkpoints_in(output_dir):
         if not (problem := damage(item)):
-            return Search(item, tuple(passed_over))
+            return CheckpointSearch(item, tuple(passed_over))
         passed_over.append((item, problem))
-    return Search(None, tuple(passed_over))
+    return CheckpointSearch(None, tuple(passed_over))
 
 
 def damage(checkpoint: Path) -> str:
@@ -216,9 +216,9 @@ def state_problem(checkpoint: Path) -> str:
     return ""
 
 
-def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) -> Path:
+def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | CheckpointSearch) -> Path:
     """The checkpoint to continue from: the one named, or the one found."""
-    if not isinstance(wanted, Search):
+    if not isinstance(wanted, CheckpointSearch):
         found = Path(wanted)
         if not found.is_dir():
             raise NoCheckpointError(
@@ -251,7 +251,7 @@ def checkpoint_to_resume(output_dir: str | Path, wanted: str | Path | Search) ->
     return found
 
 
-def nothing_good(output_dir: str | Path, search: Search) -> str:
+def nothing_good(output_dir: str | Path, search: CheckpointSearch) -> str:
     """Returns why a run cannot be resumed."""
     if not search.passed_over:
         return t(

@@ -40,7 +40,7 @@ from memfit.errors import DeviceLostError, MemfitError, OutputError, RunStoppedE
 from memfit.i18n import N_, t
 from memfit.memory.out_of_memory import is_out_of_memory, let_go
 from memfit.training.checkpoints import (
-    Search,
+    CheckpointSearch,
     checkpoint_to_resume,
     damage,
     newest_good,
@@ -337,7 +337,7 @@ class CheckpointSaver:
 
     # ---- going on ----
 
-    def continue_from(self, wanted: str | Path | bool | Search | None) -> Path | None:
+    def continue_from(self, wanted: str | Path | bool | CheckpointSearch | None) -> Path | None:
         """Removes unfinished checkpoints, checks the others, returns the one to load."""
         folder = Path(str(self._trainer.args.output_dir))
         if self._trainer.args.should_save:
@@ -349,7 +349,7 @@ class CheckpointSaver:
             wanted = newest_good(folder)
             for note in wanted.notes() if wanted.good is not None else ():
                 warnings.warn(note, UserWarning, stacklevel=3)
-        if isinstance(wanted, Search):
+        if isinstance(wanted, CheckpointSearch):
             self._damaged = tuple(path for path, _ in wanted.passed_over)
         self._last_good = checkpoint_to_resume(folder, wanted)
         return self._last_good

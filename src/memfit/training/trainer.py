@@ -63,7 +63,7 @@ from memfit.models.layer_stack import shows_tokens, unwrap
 from memfit.strategies import Setup, Strategy
 from memfit.strategies.fully_sharded import gathered, is_divided, optimizer_parts
 from memfit.training.checkpoints import (
-    Search,
+    CheckpointSearch,
     record_micro_batching,
     rows_of_each_rank,
     step_of,
@@ -368,7 +368,7 @@ class BudgetTrainer(transformers.Trainer):
 
     def train(
         self,
-        resume_from_checkpoint: str | Path | bool | Search | None = None,
+        resume_from_checkpoint: str | Path | bool | CheckpointSearch | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> TrainOutput:

@@ -21,7 +21,7 @@ from memfit.planner import trace as traced_steps
 from memfit.planner.explain import explain
 from memfit.planner.plan import Plan
 from memfit.planner.price import Pricer
-from memfit.planner.ranks import link_bytes_per_second, rank_cost
+from memfit.planner.rank_cost import link_bytes_per_second, rank_cost
 from memfit.planner.search import Search, plan_for
 from memfit.planner.task import Task
 from memfit.strategies import (
