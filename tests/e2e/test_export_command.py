@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import shutil
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import pipeline
 
 import memfit
 from memfit.cli import run
+from memfit.serve.http_api import Limits, make_app
+from memfit.serve.protection import Protection
+from memfit.serve.server import bound_socket, served_in_thread
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +73,46 @@ def test_torch_onnx_and_pipeline_answer_alike(exported: Path) -> None:
         assert [one.label for one in answers] == [one["label"] for one in plain]
         for one, other in zip(answers, plain, strict=True):
             assert one.score == pytest.approx(other["score"], abs=1e-3)
+
+
+def test_a_thousand_sentences_are_answered_alike_everywhere(exported: Path) -> None:
+    random.seed(3)
+    letters = sorted({*GOOD, *BAD})
+    texts = ["".join(random.choices(letters, k=random.randint(1, 40))) for _ in range(1000)]
+    ask = pipeline("text-classification", str(exported), device="cpu")
+    plain = ask(texts, truncation=True, max_length=24, batch_size=64)
+    labels, scores = [one["label"] for one in plain], [one["score"] for one in plain]
+    for backend in ("torch", "onnx"):
+        classifier = memfit.load(exported, backend=backend)
+        answers = classifier.predict(texts, progress=False)
+        assert [one.label for one in answers] == labels
+        assert [one.score for one in answers] == pytest.approx(scores, abs=1e-3)
+        app = make_app(classifier, "run", backend, Limits(batch_tokens=512))
+        guarded = Protection(app, most_body_bytes=100_000)
+        with served_in_thread(guarded, bound_socket("127.0.0.1", 0)) as url:
+            parts = [texts[n : n + 50] for n in range(0, 1000, 50)]
+            with ThreadPoolExecutor(5) as pool:
+                several = pool.map(lambda part: asked(url, part), parts)
+                best = [ranked[0] for part in several for ranked in part]
+        assert [one["label"] for one in best] == labels
+        assert [one["score"] for one in best] == pytest.approx(scores, abs=1e-3)
+
+
+def asked(url: str, texts: list[str]) -> list[list[dict[str, Any]]]:
+    body, kind = json.dumps({"inputs": texts}).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/predict", body, kind)) as answer:
+        found: list[list[dict[str, Any]]] = json.load(answer)
+    return found
+
+
+def test_the_worker_of_the_example_for_ray_adds_two_columns(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    worker = importlib.import_module("ray_batch").Label(str(exported), "onnx", "review")
+    said = worker({"review": [GOOD, BAD], "id": [1, 2]})
+    assert said["predicted"] == ["1", "0"]
+    assert set(said) == {"review", "id", "predicted", "score"}
 
 
 def test_predict_and_evaluate_take_the_backend(

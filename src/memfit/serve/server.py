@@ -51,7 +51,7 @@ def hold_to_budget(budget: str) -> None:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens already, so that its address can be told at once."""
+    """Returns a socket that has its address already: a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,6 +76,7 @@ def address_of(bound: socket.socket) -> str:
 
 def serve_until_stopped(app: Any, bound: socket.socket, say: Callable[[str], None]) -> None:
     """Serves until Ctrl-C or SIGTERM, then answers what was accepted; `say` gets the address."""
+    bound.listen(2048)  # whoever connects on reading the address waits, and is not refused
     say(address_of(bound))
     _server(app).run(sockets=[bound])
 
