@@ -53,7 +53,8 @@ def hold_to_budget(budget: str) -> None:
 def bound_socket(host: str, port: int) -> socket.socket:
     """Returns a socket that has its address already: a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
+    # asyncio sends small answers at once only where the protocol is named.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host.strip("[]"), port))
