@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -187,17 +188,17 @@ def test_after_the_last_step_nothing_is_done_twice(
 ) -> None:
     hashed: list[str] = []
     loaded: list[str] = []
-    digest, load = checkpoints._digest, transformers.Trainer._load_best_model
+    digest, load = hashlib.file_digest, transformers.Trainer._load_best_model
 
-    def count_digest(file: Any) -> str:
+    def count_digest(file: Any, name: Any) -> Any:
         hashed.append(Path(file.name).name)
-        return digest(file)
+        return digest(file, name)
 
     def count_load(trainer: Any) -> None:
         loaded.append(str(trainer.state.best_model_checkpoint))
         load(trainer)
 
-    monkeypatch.setattr(checkpoints, "_digest", count_digest)
+    monkeypatch.setattr(hashlib, "file_digest", count_digest)
     monkeypatch.setattr(transformers.Trainer, "_load_best_model", count_load)
     counting, output = Counting(), tmp_path / "run"
     result = memfit.finetune(

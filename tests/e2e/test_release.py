@@ -100,7 +100,7 @@ def test_the_wheel_holds_the_package_and_its_files_and_nothing_else(wheel: Path)
     assert len(tops) == 2, tops
     assert "memfit" in tops
     endings = {Path(name).suffix for name in names if name.startswith("memfit/")}
-    assert endings <= {".py", ".toml", ".html", ".css", ".js", ".json", ".typed", ".mo"}
+    assert endings <= {".py", ".toml", ".html", ".css", ".js", ".json", ".md", ".typed", ".mo"}
     sources = {
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src" / "memfit").rglob("*.py")
@@ -122,7 +122,9 @@ def test_the_extras_are_those_the_documents_name(wheel: Path) -> None:
         (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
-    assert extras == {"dev", "docs", "excel", "gpu", "lora", "modelscope", "report"}
+    assert extras == {
+        "dev", "docs", "excel", "gpu", "lora", "modelscope", "onnx", "report", "serve",
+    }  # fmt: skip
     assert "License-Expression: Apache-2.0" in lines
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"Requires-Python: {project['requires-python']}" in lines

@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.config.launched import is_fork, launched_rank
 from memfit.errors import MemfitError, RankLostError
 from memfit.i18n import t
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# torch is imported where ranks talk: a wrong path of a single process is told without it.
 T = TypeVar("T")
 
 
@@ -43,6 +44,11 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """Those of this process's group."""
+        if "torch.distributed" not in sys.modules:
+            return cls()  # nobody has made a group
+        import torch
+        import torch.distributed as dist
+
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         if is_fork():
@@ -73,6 +79,9 @@ class Ranks:
         """The values of every rank."""
         if self.is_alone:
             return [values]
+        import torch
+        import torch.distributed as dist
+
         told = [torch.zeros(len(values), dtype=torch.float64) for _ in range(self.count)]
         with meeting():
             dist.all_gather(told, torch.tensor(values, dtype=torch.float64), group=_by_host())
@@ -86,6 +95,8 @@ class Ranks:
         """What every rank gives, in their order."""
         found: list[Any] = [value] * self.count
         if not self.is_alone:
+            import torch.distributed as dist
+
             with meeting():
                 dist.all_gather_object(found, value, group=_by_host())
         return found
@@ -94,6 +105,8 @@ class Ranks:
         """What the first rank makes, on all; where it fails, all fail."""
         if self.is_alone:
             return make()
+        import torch.distributed as dist
+
         told: list[Any] = [None]
         if self.is_first:
             try:
@@ -134,17 +147,20 @@ class Ranks:
     def averaged(self, value: Tensor) -> Tensor:
         """The mean over the ranks, where the tensor lies."""
         if not self.is_alone:
+            import torch.distributed as dist
+
             value = value.detach().clone()
             with meeting():
                 dist.all_reduce(value)
             value /= self.count
         return value
 
-    @torch.no_grad()
     def same(self, tensors: Sequence[Tensor]) -> None:
         """Gives every rank the first one's values, where they differ."""
         if self.is_alone or not tensors:
             return
+        import torch.distributed as dist
+
         sums = [float(one.detach().double().sum()) for one in tensors]
         every = zip(*self.numbers(*sums), strict=True)
         for tensor, found in zip(tensors, every, strict=True):
@@ -152,16 +168,20 @@ class Ranks:
                 copied = tensor.detach().cpu().contiguous()
                 with meeting():
                     dist.broadcast(copied, src=0, group=_by_host())
-                tensor.copy_(copied)
+                tensor.detach().copy_(copied)
 
 
 def _by_host() -> Any:
+    import torch.distributed as dist
+
     return _host_group(dist.group.WORLD)
 
 
 @cache
 def _host_group(_: Any) -> Any:
     """All ranks, over gloo. Without a timeout: planning may take minutes on one rank."""
+    import torch.distributed as dist
+
     return dist.new_group(backend="gloo", timeout=timedelta(days=1000))
 
 
@@ -171,6 +191,8 @@ def meeting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        import torch.distributed as dist
+
         words = str(error).strip()
         of_connection = "gloo" in words.lower() or "connection closed" in words.lower()
         if not isinstance(error, dist.DistError) and not of_connection:
