@@ -205,23 +205,32 @@ class Pricer:
         """What an average step does, by a trace of an average micro-batch."""
         key = (strategies, limits)
         if key not in self._counts:
+            trace = self.average(strategies, limits)
             cut = self.cutting(strategies, limits)
-            trace = self.tracer.average(strategies, limits, self._average_rows(strategies, cut))
-            self.guessed |= trace.guessed
             self._counts[key] = self._average_step(strategies, cut, trace)
         return self._counts[key]
 
-    def _average_rows(self, strategies: Strategies, cut: Cutting) -> TracedRows:
-        """Rows of one length whose tokens, and pairs that attend, are those of a micro-batch."""
+    def average(
+        self, strategies: Strategies, limits: MicroBatching, share: float = 1.0
+    ) -> StepTrace:
+        """A trace of this share of an average micro-batch.
+
+        Its rows are of one length; their tokens, and the pairs of them that attend to each other,
+        are as many as in the batches that are drawn.
+        """
+        cut = self.cutting(strategies, limits)
         length = max(round(cut.pairs / cut.tokens), 1)
-        tokens = device_tokens(strategies, cut) / cut.micro_batches
+        tokens = share * device_tokens(strategies, cut) / cut.micro_batches
         if (graphs := find(strategies, CudaGraphs)) is not None:
             tokens = max(round(tokens / graphs.bucket_tokens), 1) * graphs.bucket_tokens
         rows = max(round(tokens / length), 1)
         lengths = [length] * rows
         if find(strategies, Packing) is not None:
             lengths[-1] = max(round(tokens) - length * (rows - 1), 1)
-        return TracedRows(tuple(lengths), 1 if cut.micro_batches == 1.0 else 2)
+        rows_traced = TracedRows(tuple(lengths), 1 if cut.micro_batches == 1.0 else 2)
+        trace = self.tracer.average(strategies, limits, rows_traced)
+        self.guessed |= trace.guessed
+        return trace
 
     def _average_step(self, strategies: Strategies, cut: Cutting, trace: StepTrace) -> StepCounts:
         parts, none = trace.part_counts, StepCounts()

@@ -128,10 +128,13 @@ def _table(task: Task) -> Iterator[Recipe]:
     # AdamW on the CPU: the only small update without Triton, and the last resort everywhere.
     if not task.skips_bad_steps:
         if half == "bfloat16":
-            yield Recipe("CPU update", (OptimizerOffload(dtype="bfloat16"),), after="low-bit")
+            cpu = OptimizerOffload(dtype="bfloat16")
+            yield Recipe("CPU update", (cpu,), after="low-bit")
+            yield Recipe("CPU update, offload", (cpu,), "offloaded", after="low-bit")
             hosted = OptimizerOffload(True, "bfloat16")
             yield Recipe("weights on the host", (hosted, small), after="low-bit")
         yield Recipe("CPU update, fp32", (OptimizerOffload(),), after="fp32")
+        yield Recipe("CPU update, fp32, offload", (OptimizerOffload(),), "offloaded", after="fp32")
         yield Recipe("weights on the host, fp32", (OptimizerOffload(True), small), after="fp32")
     # Plain AdamW: for --exact, without Triton (the low-bit update is slow there), without matrix
     # units (half precision is), and where the low-bit optimizer cannot be used.
@@ -243,11 +246,10 @@ def _permitted(base: Recipe, task: Task) -> Iterator[Recipe]:
         elif task.freeze == "encoder":
             variants.append(("features", (FrozenFeatures(),)))
     for name, added in variants:
-        names = {one.name for one in base.strategies}
-        others = {one.name for one in added}
-        if any(one.conflicts & names for one in added) or any(
-            one.conflicts & others for one in base.strategies
-        ):
+        names, beside = ({one.name for one in some} for some in (base.strategies, added))
+        if any(one.conflicts & names for one in added):
+            continue
+        if any(one.conflicts & beside for one in base.strategies):
             continue
         layers_are_kept = name in ("lora", "embeddings frozen")
         if not layers_are_kept and base.dial == "offloaded":

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -475,20 +475,40 @@ class RecipeSearch:
 
     @cached_property
     def _middle_trace(self) -> StepTrace:
-        """A step of about a third of the tokens."""
+        """A step of about a third of the tokens, for its time."""
         if len(self._limits) > 1:
-            return self._memory(self._middle).trace
-        tokens = max(self._cut(self._first).worst_tokens // 3, 1)
+            return self._timed(self._middle)
         strategies, limits = self._strategies(self._first), self._limits[0]
+        if not self._is_linear:
+            return self._pricer.average(strategies, limits, 1 / 3)
+        tokens = max(self._cut(self._first).worst_tokens // 3, 1)
         return self._pricer.tracer.step(strategies, limits, tokens=tokens, whole=True)
+
+    @cached_property
+    def _is_linear(self) -> bool:
+        """Whether the time of the largest batches tells that of average ones.
+
+        Attention that pads, or pads packed texts again, takes the square of the longest text.
+        """
+        packed = find(self.recipe.strategies, Packing) is not None
+        return packed and self._pricer.tracer.has_flash(self.recipe.strategies)
+
+    def _timed(self, setting: _Setting) -> StepTrace:
+        """The trace that a setting's time is taken from."""
+        if self._is_linear:
+            return self._memory(setting).trace
+        return self._pricer.average(self._strategies(setting), self._limits[setting.place])
 
     @property
     def _middle_point(self) -> MemoryPoint:
-        trace, strategies = self._middle_trace, self._strategies(self._first)
-        run = self._pricer.priced(trace, strategies, self._limits[0])
+        """The memory of a third of the tokens, where batches are not cut."""
+        strategies, limits = self._strategies(self._first), self._limits[0]
+        tokens = max(self._cut(self._first).worst_tokens // 3, 1)
+        trace = self._pricer.tracer.step(strategies, limits, tokens=tokens, whole=True)
+        run = self._pricer.priced(trace, strategies, limits)
         peaks = phase_peaks(run, self._task.card).values()
         kept = self._task.depth - self._counts[0]
-        return MemoryPoint(trace.rows.tokens, kept, max(one.device_bytes for one in peaks))
+        return MemoryPoint(tokens, kept, max(one.device_bytes for one in peaks))
 
     def _most_promising(self) -> tuple[_Setting | None, float]:
         """The fastest setting that should fit, and its seconds."""
@@ -511,23 +531,50 @@ class RecipeSearch:
         return self._guess(setting) <= self._task.budget_bytes
 
     def _guess(self, setting: _Setting) -> float:
-        """By a line through traces, moved to the nearest; never below the smallest setting."""
+        """Between traces of fewer and more tokens and layers, moved to the nearest trace."""
         if setting in self._points:
             return self._points[setting].peak.device_bytes
+        self._memory(self._middle)
+        self._memory(self._least)
         self._memory(_Setting(0, self._counts[-1]))
-        # What is held beside activations makes the smallest settings alike: no line goes there.
-        points = {one: self._point_of(one) for one in self._points if one != self._least}
-        line = MemoryLine.through(list(points.values()))
-        mine = self._line_place(setting)
+        if not self._is_linear:
+            self._memory(replace(self._middle, layers=self._counts[-1]))
         most, depth = self._cut(self._first).worst_tokens, self._task.depth
+        tokens, layers = self._line_place(setting)
 
         def distance(one: _Setting) -> float:
-            tokens, layers = self._line_place(one)
-            return abs(tokens - mine[0]) / most + abs(layers - mine[1]) / depth
+            others = self._line_place(one)
+            return abs(tokens - others[0]) / most + abs(layers - others[1]) / depth
 
-        nearest = min(points, key=distance)
-        floor = self._memory(self._least).peak.device_bytes
-        return max(line.corrected(points[nearest]).peak_bytes(*mine), floor)
+        nearest = min(self._points, key=distance)
+        error = self._points[nearest].peak.device_bytes - self._between(nearest)
+        floor = self._points[self._least].peak.device_bytes
+        return max(self._between(setting) + error, floor)
+
+    def _between(self, setting: _Setting) -> float:
+        """Interpolated between the ends of the dial, and there between sizes that were traced."""
+        low, high = self._counts[0], self._counts[-1]
+        ends = [self._across(count, self._cut(setting).worst_tokens) for count in (low, high)]
+        share = (setting.layers - low) / max(high - low, 1)
+        return ends[0] + share * (ends[1] - ends[0])
+
+    def _across(self, layers: int, tokens: int) -> float:
+        """The memory of so many tokens at one end of the dial, on a line through two traces."""
+        sizes = {
+            self._cut(one).worst_tokens: memory.peak.device_bytes
+            for one, memory in self._points.items()
+            if one.layers == layers
+        }
+        near = sorted(sizes, key=lambda size: (abs(size - tokens), size))[:2]
+        above = [size for size in sizes if size >= tokens]
+        below = [size for size in sizes if size <= tokens]
+        if above and below:
+            near = [max(below), min(above)]
+        start, end = min(near), max(near)
+        if start == end:
+            return sizes[start]
+        slope = (sizes[end] - sizes[start]) / (end - start)
+        return sizes[start] + slope * (tokens - start)
 
     def _line_place(self, setting: _Setting) -> tuple[int, int]:
         return self._cut(setting).worst_tokens, self._task.depth - setting.layers
@@ -548,7 +595,7 @@ class RecipeSearch:
             share = (setting.layers - self._counts[0]) / (self._counts[-1] - self._counts[0])
             micro, token = self._by_layer
             step += (micro * cut.micro_batches + self._attending(token, cut) * tokens) * share
-        if "static" in self._memory(self._first).trace.part_counts:
+        if "static" in self._timed(self._first).part_counts:
             step, update = as_replayed(step, update, cut, self._task.ranks)
         limits = self._limits[setting.place]
         step += update if more_counts is None else update + more_counts
@@ -557,7 +604,7 @@ class RecipeSearch:
     @cached_property
     def _by_size(self) -> tuple[StepCounts, StepCounts, StepCounts, StepCounts]:
         """What each micro-batch takes, each after the first, each token, and the update."""
-        whole, middle = self._memory(self._first).trace, self._middle_trace
+        whole, middle = self._timed(self._first), self._middle_trace
         none, parts = StepCounts(), middle.part_counts
         large, small = whole.part_counts["micro"], parts["micro"]
         update = parts.get("update", parts.get("update_first", none))
@@ -573,8 +620,7 @@ class RecipeSearch:
     @cached_property
     def _by_layer(self) -> tuple[StepCounts, StepCounts]:
         """What the dial at its end takes more: of each micro-batch, and of each token."""
-        whole = self._memory(self._first).trace
-        every = self._memory(_Setting(0, self._counts[-1])).trace
+        whole, every = self._timed(self._first), self._timed(_Setting(0, self._counts[-1]))
         extra = every.part_counts["micro"] - whole.part_counts["micro"]
         return _launched(extra), _moved(extra) * (1 / self._traced_tokens(whole))
 
@@ -589,12 +635,10 @@ class RecipeSearch:
 
     def _attending(self, token: StepCounts, cut: Cutting) -> StepCounts:
         """A token's share of attention where texts are of average length, not the longest."""
+        if not self._is_linear:
+            return token  # average rows were traced
         rows = self._memory(self._first).trace.rows
-        if find(self.recipe.strategies, Packing) is None:
-            traced = float(max(rows.lengths))
-        else:
-            traced = sum(length**2 for length in rows.lengths) / rows.tokens
-        share = cut.pairs / cut.tokens / traced
+        share = cut.pairs / cut.tokens * rows.tokens / sum(length**2 for length in rows.lengths)
         return dataclasses.replace(
             token,
             half_attention_flops=share * token.half_attention_flops,
