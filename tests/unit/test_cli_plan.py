@@ -18,6 +18,7 @@ from memfit.cli import run
 from memfit.i18n import speaking
 from memfit.memory.cards import find_card
 from memfit.planner.advice import Alternatives, NothingFitsError, alternatives
+from memfit.planner.plan import plan_of
 from memfit.planner.search import Planning
 from memfit.records import results
 from memfit.report import plan_json, plan_terminal
@@ -31,13 +32,18 @@ from memfit.strategies import (
     LowBitAdamW,
     Strategy,
     Truncation,
+    ordered,
 )
 
 
 @pytest.fixture(scope="module")
 def made() -> Planning:
-    """A small model inside half a gigabyte."""
-    return planned(SMALL, 5 * 10**8, laptop())
+    """A small model inside half a gigabyte, beside a plan with 8-bit gradients."""
+    found = planned(SMALL, 5 * 10**8, laptop())
+    assert found.search is not None
+    kept8 = (*found.chosen.strategies, GradientRelease("kept8"))
+    price = found.search.pricer.price(tuple(ordered(kept8)), found.chosen.micro_batching)
+    return dataclasses.replace(found, candidates=(plan_of(price, found.task),))
 
 
 @pytest.fixture(scope="module")

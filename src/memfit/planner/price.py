@@ -7,7 +7,7 @@ average size decides the time, and is traced as well.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,8 @@ class Pricer:
         """Operators whose time is a guess, since nobody knows how to count what they do."""
         self._memory: dict[tuple[Strategies, MicroBatching], Memory] = {}
         self._counts: dict[tuple[Strategies, MicroBatching], StepCounts] = {}
+        self.layer_counts: dict[Hashable, tuple[StepCounts, StepCounts]] = {}
+        """What recomputing or offloading layers takes more, by what layers are made of."""
 
     @property
     def traced(self) -> int:
@@ -122,8 +124,13 @@ class Pricer:
 
     # ---- memory ----
 
-    def memory(self, strategies: Strategies, limits: MicroBatching) -> Memory:
-        """The highest peak of all phases, over the largest batches there can be."""
+    def memory(
+        self, strategies: Strategies, limits: MicroBatching, budget_bytes: int | None = None
+    ) -> Memory:
+        """The highest peak of all phases, over the largest batches there can be.
+
+        Of several large batches, none is traced after one that exceeds `budget_bytes`.
+        """
         key = (strategies, limits)
         if key not in self._memory:
             found = []
@@ -131,6 +138,8 @@ class Pricer:
                 trace = self.tracer.step(strategies, limits, tokens=tokens, whole=whole)
                 phases = phase_peaks(self.priced(trace, strategies, limits), self.task.card)
                 found.append(Memory(_highest(phases.values()), phases, trace))
+                if budget_bytes is not None and found[-1].peak.device_bytes > budget_bytes:
+                    return found[-1]
             self._memory[key] = max(found, key=lambda one: one.peak.device_bytes)
         return self._memory[key]
 
@@ -225,8 +234,9 @@ class Pricer:
             tokens = max(round(tokens / graphs.bucket_tokens), 1) * graphs.bucket_tokens
         rows = max(round(tokens / length), 1)
         lengths = [length] * rows
-        if find(strategies, Packing) is not None:
-            lengths[-1] = max(round(tokens) - length * (rows - 1), 1)
+        if find(strategies, Packing) is not None:  # in even shares: some kernels pad to the longest
+            each, more = divmod(max(round(tokens), rows), rows)
+            lengths = [each + 1] * more + [each] * (rows - more)
         rows_traced = TracedRows(tuple(lengths), 1 if cut.micro_batches == 1.0 else 2)
         trace = self.tracer.average(strategies, limits, rows_traced)
         self.guessed |= trace.guessed

@@ -43,7 +43,17 @@ from memfit.planner.price import (
 from memfit.planner.recipes import Recipe, RecipeTable, fixed_recipe, recipes_for
 from memfit.planner.task import Cutting, Task
 from memfit.planner.trace import StepTrace
-from memfit.strategies import CudaGraphs, Packing, Strategy, find
+from memfit.strategies import (
+    CudaGraphs,
+    Freezing,
+    FusedLayers,
+    HalfPrecision,
+    Lora,
+    LowBitAdamW,
+    Packing,
+    Strategy,
+    find,
+)
 
 _TIE = 0.03
 """Steps that differ by less take the same time: calibration measures no better than that."""
@@ -453,7 +463,8 @@ class RecipeSearch:
     def _memory(self, setting: _Setting) -> Memory:
         if setting not in self._points:
             limits = self._limits[setting.place]
-            self._points[setting] = self._pricer.memory(self._strategies(setting), limits)
+            strategies, budget_bytes = self._strategies(setting), self._task.budget_bytes
+            self._points[setting] = self._pricer.memory(strategies, limits, budget_bytes)
         return self._points[setting]
 
     def _fits(self, setting: _Setting) -> bool:
@@ -617,12 +628,22 @@ class RecipeSearch:
         token = _moved(large - small) * (1 / (tokens[0] - tokens[1]))
         return small - token * tokens[1], more, token, update
 
-    @cached_property
+    @property
     def _by_layer(self) -> tuple[StepCounts, StepCounts]:
-        """What the dial at its end takes more: of each micro-batch, and of each token."""
-        whole, every = self._timed(self._first), self._timed(_Setting(0, self._counts[-1]))
-        extra = every.part_counts["micro"] - whole.part_counts["micro"]
-        return _launched(extra), _moved(extra) * (1 / self._traced_tokens(whole))
+        """What the dial at its end takes more: of each micro-batch, and of each token.
+
+        It does not depend on how gradients and state are kept.
+        """
+        layers = (LowBitAdamW, HalfPrecision, Packing, FusedLayers, CudaGraphs, Lora, Freezing)
+        made_of = [one for one in self.recipe.strategies if isinstance(one, layers)]
+        stored = {getattr(one, "dtype", None) for one in self.recipe.strategies}
+        key = (self.recipe.dial, frozenset(map(type, made_of)), frozenset(stored))
+        known = self._pricer.layer_counts
+        if key not in known:
+            whole, every = self._timed(self._first), self._timed(_Setting(0, self._counts[-1]))
+            extra = every.part_counts["micro"] - whole.part_counts["micro"]
+            known[key] = _launched(extra), _moved(extra) * (1 / self._traced_tokens(whole))
+        return known[key]
 
     def _traced_tokens(self, trace: StepTrace) -> int:
         """Tokens on the device in a traced micro-batch."""
