@@ -149,7 +149,7 @@ def test_prices_are_traces_and_the_line_passes_through_the_plan() -> None:
 def test_the_time_of_every_setting_is_that_of_its_own_trace() -> None:
     search = Search(within(SMALL, ROOMY, laptop()), pricer())
     search.run()
-    row = search.rows["low-bit"]
+    row = search.rows["low-bit, graphs"]
     price = row.fastest()
     assert row.fastest_seconds == pytest.approx(price.step_seconds, rel=0.05)
     small = row.smallest()

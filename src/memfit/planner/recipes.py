@@ -101,30 +101,32 @@ class Recipe:
 
 
 def _table(task: Task) -> Iterator[Recipe]:
-    """The rows for a card, the usually fastest first."""
-    half = task.half
-    low, low16 = LowBitAdamW(24, half), LowBitAdamW(16, half)
-    kept8, state = GradientRelease("kept8"), StateOffload()
-    both, graphs, small = StateOffload(gradients=True), CudaGraphs(), SmallWorkspace()
+    """The rows for a card; the search begins with those that could be fastest."""
+    half, small = task.half, SmallWorkspace()
+    low = LowBitAdamW(24, half)
+    kept8, host = GradientRelease("kept8"), GradientRelease("host")
+    state, both = StateOffload(), StateOffload(gradients=True)
     # Five bytes a parameter instead of twelve, and as fast as any: where the card waits for Python,
-    # replayed; where it does not, launched.
-    yield Recipe("graphs", (low, graphs))
-    yield Recipe("low-bit", (low,))
-    # A byte a parameter less for gradients; several micro-batches may be replayed.
-    yield Recipe("8-bit gradients, graphs", (low, kept8, graphs), after="graphs")
-    yield Recipe("8-bit gradients", (low, kept8), after="low-bit")
-    # The bus is slower than the card: what crosses it once a step first, then once a micro-batch.
-    yield Recipe("host gradients", (low, GradientRelease("host")), after="low-bit")
-    yield Recipe("offload", (low,), "offloaded", after="low-bit")
-    yield Recipe("host state, graphs", (low, kept8, state, graphs), after="graphs")
-    yield Recipe("host state", (low, kept8, state), after="low-bit")
-    yield Recipe("host state, offload", (low, kept8, state), "offloaded", after="low-bit")
-    yield Recipe("host state and gradients", (low, kept8, both), after="low-bit")
+    # replayed; where it does not, launched. What leaves the card next, the cheapest first.
+    stored: tuple[tuple[str, tuple[Strategy, ...]], ...] = (
+        ("", ()),
+        (", 8-bit gradients", (kept8,)),  # a byte a parameter less; many micro-batches replayed
+        (", host state", (state,)),  # three bytes less, which cross the bus once a step
+        (", 8-bit gradients, host state", (kept8, state)),
+        (", host state and gradients", (kept8, both)),  # the gradients once a micro-batch
+    )
     # 16-bit masters round every update: only where a step is faster by more than a tenth.
-    yield Recipe("16 bits, graphs", (low16, kept8, graphs), after="graphs")
-    yield Recipe("16 bits", (low16, kept8), after="low-bit")
-    yield Recipe("16 bits, host state, graphs", (low16, kept8, both, graphs), after="graphs")
-    yield Recipe("16 bits, host state", (low16, kept8, both), after="low-bit")
+    for name, masters in (("low-bit", low), ("16 bits", LowBitAdamW(16, half))):
+        for more, strategies in stored:
+            beside = (masters, *strategies)
+            for graphs, last in (("", ()), (", graphs", (CudaGraphs(),))):
+                made = f"{name}{more}{graphs}"
+                after = "" if made.startswith("low-bit") and not more else f"low-bit{graphs}"
+                yield Recipe(made, (*beside, *last), after=after)
+    # Activations wait in host memory: on small cards the bus is idle while layers are computed.
+    yield Recipe("host gradients", (low, host), after="low-bit")
+    yield Recipe("offload", (low,), "offloaded", after="low-bit")
+    yield Recipe("host state, offload", (low, kept8, state), "offloaded", after="low-bit")
     # AdamW on the CPU: the only small update without Triton, and the last resort everywhere.
     if not task.skips_bad_steps:
         if half == "bfloat16":

@@ -65,8 +65,11 @@ must make a step faster by a tenth."""
 _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Into how many micro-batches the largest batch may be cut."""
 
-_CONFIRMING_TRACES = 6
+_CONFIRMING_TRACES = 8
 """How often the line is corrected by a trace before the best setting traced so far is taken."""
+
+_CLOSE = 0.02
+"""How far a guess may exceed the budget and still be traced."""
 
 _LISTED = 6
 
@@ -359,8 +362,12 @@ class RecipeSearch:
 
     @cached_property
     def fastest_seconds(self) -> float:
-        """What no setting is faster than: nothing is recomputed, in one micro-batch."""
-        return self._seconds(self._first)
+        """What no setting is faster than: nothing is recomputed.
+
+        In one micro-batch, where batches are packed; smaller ones of padded rows have less padding.
+        """
+        places = range(1 if self._is_packed else len(self._limits))
+        return min(self._seconds(_Setting(place, self._counts[0])) for place in places)
 
     @property
     def is_timed(self) -> bool:
@@ -400,9 +407,10 @@ class RecipeSearch:
 
     def best(self, limit_seconds: float) -> Price | None:
         """The fastest setting that fits, if it takes less than this."""
-        if self.fits_at_its_fastest:
+        fits = self.fits_at_its_fastest
+        if fits and self._is_packed:
             return self.fastest()
-        if not self.fits_at_its_smallest:
+        if not fits and not self.fits_at_its_smallest:
             return None
         for _ in range(_CONFIRMING_TRACES):
             setting, seconds = self._most_promising()
@@ -501,8 +509,11 @@ class RecipeSearch:
 
         Attention that pads, or pads packed texts again, takes the square of the longest text.
         """
-        packed = find(self.recipe.strategies, Packing) is not None
-        return packed and self._pricer.tracer.has_flash(self.recipe.strategies)
+        return self._is_packed and self._pricer.tracer.has_flash(self.recipe.strategies)
+
+    @cached_property
+    def _is_packed(self) -> bool:
+        return find(self.recipe.strategies, Packing) is not None
 
     def _timed(self, setting: _Setting) -> StepTrace:
         """The trace that a setting's time is taken from."""
@@ -539,7 +550,10 @@ class RecipeSearch:
             smaller = other.place >= setting.place and other.layers >= setting.layers
             if smaller and not self._fits(other):
                 return False
-        return self._guess(setting) <= self._task.budget_bytes
+            larger = other.place <= setting.place and other.layers <= setting.layers
+            if larger and self._fits(other):
+                return True
+        return self._guess(setting) <= (1 + _CLOSE) * self._task.budget_bytes
 
     def _guess(self, setting: _Setting) -> float:
         """Between traces of fewer and more tokens and layers, moved to the nearest trace."""
@@ -550,6 +564,9 @@ class RecipeSearch:
         self._memory(_Setting(0, self._counts[-1]))
         if not self._is_linear:
             self._memory(replace(self._middle, layers=self._counts[-1]))
+        if find(self.recipe.strategies, CudaGraphs) and len(self._limits) > 1:
+            # The graph of a batch that is not cut has its update, and so is another one.
+            self._memory(_Setting(1, self._counts[-1]))
         most, depth = self._cut(self._first).worst_tokens, self._task.depth
         tokens, layers = self._line_place(setting)
 
@@ -648,7 +665,7 @@ class RecipeSearch:
     def _traced_tokens(self, trace: StepTrace) -> int:
         """Tokens on the device in a traced micro-batch."""
         lengths, tokens = trace.rows.lengths, trace.rows.tokens
-        if find(self.recipe.strategies, Packing) is None:
+        if not self._is_packed:
             return len(lengths) * max(lengths)
         graphs = find(self.recipe.strategies, CudaGraphs)
         bucket = 1 if graphs is None else graphs.bucket_tokens
