@@ -10,6 +10,7 @@ from memfit.engine.micro_batches import MicroBatching
 from memfit.errors import ConfigError
 from memfit.memory.cards import DeviceProfile
 from memfit.memory.components import MemoryPeak
+from memfit.planner.memory_price import phase_peaks
 from memfit.planner.plan import Plan
 from memfit.planner.price import Price, Pricer
 from memfit.planner.task import Task
@@ -36,10 +37,18 @@ def pricer_of(task: Task, card: DeviceProfile | None) -> Pricer:
 
 
 def price_memory(
-    task: Task, candidate: Candidate, card: DeviceProfile | None
+    task: Task, candidate: Candidate, card: DeviceProfile | None, *, tokens: int | None = None
 ) -> tuple[MemoryPeak, Mapping[str, MemoryPeak], StepTrace]:
-    """The highest peak of all phases, each phase's own, and the trace they come from."""
-    found = pricer_of(task, card).memory(*candidate)
+    """The highest peak of all phases, each phase's own, and the trace they come from.
+
+    `tokens` are those of a micro-batch, instead of the most there can be.
+    """
+    pricer = pricer_of(task, card)
+    if tokens is not None:
+        trace = pricer.tracer.step(*candidate, tokens=tokens)
+        phases = phase_peaks(pricer.priced(trace, *candidate), card)
+        return max(phases.values(), key=lambda one: one.device_bytes), phases, trace
+    found = pricer.memory(*candidate)
     return found.peak, found.phases, found.trace
 
 

@@ -64,7 +64,7 @@ def assert_same(found: Segments, expected: Segments) -> None:
 @pytest.mark.parametrize(
     ("strategies", "traced_layers"),
     [
-        ([Packing(), Checkpointing(), LOW, GradientRelease("kept8")], (3, 4)),
+        ([Packing(), Checkpointing(), LOW, GradientRelease("kept8")], (2, 3)),
         ([HalfPrecision(), Freezing(6), Checkpointing(7)], (4, 5, 5, 5)),
         ([Packing(), FusedLayers(), Checkpointing(6), LOW, GradientRelease("kept8")], (3, 4, 4)),
         ([Packing(), Checkpointing(), ActivationOffload(), LOW], (4, 5)),

@@ -156,7 +156,8 @@ class PageApp:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Counts a request as answered once its last byte was handed over."""
-        with self.page.answering() if scope["type"] == "http" else contextlib.nullcontext():
+        is_page = scope["type"] == "http" and scope["path"] == self.path
+        with self.page.answering() if is_page else contextlib.nullcontext():
             await self._app(scope, receive, send)
 
     def _routes(self) -> FastAPI:
@@ -284,7 +285,7 @@ def main() -> None:
         with contextlib.suppress(OSError):
             sys.stdin.read()
         _linger(page, given.linger_seconds)
-        os._exit(0)  # also while a question is being answered
+    os._exit(0)  # also while a question is being answered
 
 
 def _linger(page: LivePage, seconds: float) -> None:

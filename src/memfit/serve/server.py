@@ -19,6 +19,10 @@ ENDING_SECONDS = 30
 """How long a server that was asked to end goes on answering what it has accepted."""
 
 
+_THREAD_SECONDS = 8.0
+"""How long a server in a thread may take to end."""
+
+
 def require_server() -> None:
     """Raises one sentence that says what to install where FastAPI or uvicorn is missing."""
     for package in ("fastapi", "uvicorn"):
@@ -93,8 +97,8 @@ def served_in_thread(app: Any, bound: socket.socket) -> Iterator[str]:
     try:
         yield address_of(bound)
     finally:
-        server.should_exit = True
-        thread.join()
+        server.should_exit = True  # what was written is sent before connections are closed
+        thread.join(_THREAD_SECONDS)
 
 
 def _server(app: Any) -> uvicorn.Server:
