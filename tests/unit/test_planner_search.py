@@ -204,12 +204,17 @@ def test_exact_forbids_rounding() -> None:
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("lora", "lora"), ("freeze", "freezing"), ("truncate", "truncation")],
+    [("freeze", "freezing"), ("truncate", "truncation")],
 )
 def test_allowed_strategy_is_used_where_it_is_faster(name: str, strategy: str) -> None:
     made = plan(bytes_of(smallest()) * 1.02, allow=frozenset({name}))
     assert strategy in names_of(made.chosen)
     assert seconds_of(made.chosen) < seconds_of(smallest())
+
+
+def test_a_permission_makes_no_plan_slower() -> None:
+    made = plan(bytes_of(smallest()) * 1.02, allow=frozenset({"lora"}))
+    assert seconds_of(made.chosen) <= seconds_of(smallest())
 
 
 def test_permissions_are_checked() -> None:
