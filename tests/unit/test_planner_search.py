@@ -212,9 +212,10 @@ def test_allowed_strategy_is_used_where_it_is_faster(name: str, strategy: str) -
     assert seconds_of(made.chosen) < seconds_of(smallest())
 
 
-def test_a_permission_makes_no_plan_slower() -> None:
+def test_an_allowed_strategy_that_is_slower_is_priced_and_not_chosen() -> None:
     made = plan(bytes_of(smallest()) * 1.02, allow=frozenset({"lora"}))
-    assert seconds_of(made.chosen) <= seconds_of(smallest())
+    (with_lora,) = (one for one in made.candidates if "lora" in names_of(one))
+    assert seconds_of(made.chosen) < seconds_of(with_lora) < seconds_of(smallest())
 
 
 def test_permissions_are_checked() -> None:
